@@ -1,0 +1,1 @@
+"""Algorithms on arrays: no model, no clock, no transformers."""

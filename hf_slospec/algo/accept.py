@@ -1,0 +1,31 @@
+"""Sample-then-match acceptance: lossless for every logits processor and sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_slospec.algo.tree import ROOT, TokenTree
+
+
+def accept(tree: TokenTree, choose: Callable[[int], int], emit: Callable[[int], bool]) -> list[int]:
+    """Walk down from the root while the draft tree holds the token that plain decoding would have chosen.
+
+    Args:
+        tree: the verified draft tree.
+        choose: the target's token after a node, chosen exactly as plain decoding would.
+        emit: takes each token as it is committed; True when the request is finished with it.
+
+    Returns:
+        The accepted nodes along the path, the root not among them. One token more was emitted: the bonus token,
+        which becomes the next root.
+    """
+    node, accepted = ROOT, list[int]()
+    while True:
+        token = choose(node)
+        if emit(token):
+            return accepted
+        child = tree.child(node, token)
+        if child is None:
+            return accepted
+        accepted.append(child)
+        node = child

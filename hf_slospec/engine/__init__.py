@@ -1,0 +1,1 @@
+"""The decoding engine: requests, policies and the step, without torch."""

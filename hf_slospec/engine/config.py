@@ -1,0 +1,39 @@
+"""Settings of one generator; the defaults stand here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SLOSpecConfig(BaseModel):
+    """How requests are speculated. Frozen; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Literal["adaserve"] = Field(
+        "adaserve", description="Who decides depth, width and nodes of each step: AdaServe's Algorithm 2."
+    )
+    max_depth: int = Field(6, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
+    max_width: int = Field(4, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")
+    token_budget: int | None = Field(
+        None,
+        ge=1,
+        description="Nodes verified per step over all requests, roots included (B and B1). None: from measured step "
+        "times, and each step spends only as many as raise expected tokens per second.",
+    )
+    draft_budget: int = Field(96, ge=1, description="Draft tokens per level over all requests (B2), bounds the width.")
+    depth_offset: int = Field(0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees.")
+    slo_order: Literal["ascending", "descending"] = Field(
+        "ascending", description="Who is served first in the SLO phase, by required tokens."
+    )
+    max_slo_share: float = Field(
+        1.2, gt=0, description="n_max as a multiple of an even share of the budget: the SLO phase's limit per request."
+    )
+    attention: Literal["auto", "sdpa", "4d_mask"] = Field(
+        "auto", description="Tree attention: sdpa, or the plain 4d_mask reference. auto picks the fastest available."
+    )
+    check_invariants: bool = Field(
+        False, description="Verify trees and KV book-keeping at every step (slow; for tests)."
+    )

@@ -1,0 +1,59 @@
+"""What the engine asks of models and policies. Real models, toy models and simulated ones all fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.request import Request
+
+Chooser = Callable[[int], int]  # node of the verified tree -> the token plain decoding would choose after it
+Clock = Callable[[], float]  # monotonic seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shape of one step."""
+
+    depth: int  # draft levels; 0 decodes plainly
+    width: int  # beam width per request
+
+
+class Target(Protocol):
+    """The model whose output is wanted."""
+
+    def verify(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Sequence[Chooser]:
+        """Forward every request's uncached tokens and its draft tree.  -> one chooser per request.
+
+        A chooser reads the request's ``tokens`` as they stand when it is called, so that processors see the path.
+        """
+
+    def commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]]) -> None:
+        """Keep the K/V of what was committed, root included, and forget the rest of the verified trees."""
+
+    def release(self, request: Request) -> None:
+        """Forget a request that finished or was abandoned."""
+
+
+class Drafter(Protocol):
+    """Proposes candidate trees."""
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
+        """One candidate tree per request, rooted at its last token, at most ``plan.depth`` deep and ``width`` wide."""
+
+    def release(self, request: Request) -> None:
+        """Forget a request."""
+
+
+class Policy(Protocol):
+    """Decides what a step spends and on whom."""
+
+    def plan(self, requests: Sequence[Request]) -> Plan:
+        """How deep and wide to draft for these running requests."""
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, now_s: float
+    ) -> Sequence[TokenTree]:
+        """The draft trees to verify, out of the candidate trees."""

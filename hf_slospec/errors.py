@@ -1,0 +1,34 @@
+"""Every error this package raises on purpose, each also the built-in a caller would expect to catch."""
+
+__all__ = [
+    "IncompatibleDraftError",
+    "InvalidInputError",
+    "InvalidTypeError",
+    "SLOSpecError",
+    "UnsupportedModelError",
+    "UnsupportedOptionError",
+]
+
+
+class SLOSpecError(Exception):
+    """Root of all hf_slospec errors."""
+
+
+class InvalidInputError(SLOSpecError, ValueError):
+    """An argument has the right type and an impossible value."""
+
+
+class InvalidTypeError(SLOSpecError, TypeError):
+    """An argument has the wrong type."""
+
+
+class UnsupportedModelError(SLOSpecError, ValueError):
+    """The model cannot verify a token tree; the message says which property is missing."""
+
+
+class UnsupportedOptionError(SLOSpecError, ValueError):
+    """A ``generate`` option that speculation cannot honour; the message says what to do instead."""
+
+
+class IncompatibleDraftError(SLOSpecError, ValueError):
+    """Target and draft do not fit together: other vocabulary or other device."""

@@ -1,0 +1,1 @@
+"""Real models behind the engine's protocols: packed forwards, KV storage, tree attention, drafters."""

@@ -1,0 +1,134 @@
+"""Drafting with an assistant model: beam search of all requests together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.models.kv_pool import CachedSequence
+from hf_slospec.models.packed import Fresh, PackedModel
+
+
+def extend_beam(
+    path_logprobs: torch.Tensor, logits: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The next layer of every request's beam, best first, ties by (parent, rank of the child).
+
+    Args:
+        path_logprobs: [num_requests, beam] f32, of the current layer, best first.
+        logits: [num_requests, beam, vocab] of the same nodes.
+        width: nodes to keep per request.
+
+    Returns:
+        tokens, parents (index into the current layer) and path_logprobs, each [num_requests, new_beam] with
+        new_beam = min(width, beam * vocab).
+    """
+    logprobs = logits.float().log_softmax(-1).clamp(max=0.0)  # rounding may put a certain token above 1
+    children = logprobs.topk(min(width, logits.shape[-1]), dim=-1)
+    num_children = children.values.shape[-1]
+    paths = (path_logprobs[..., None] + children.values).flatten(1)  # [num_requests, beam * num_children]
+    paths, order = paths.sort(dim=-1, descending=True, stable=True)
+    order = order[:, :width]
+    return children.indices.flatten(1).gather(1, order), order // num_children, paths[:, :width]
+
+
+class AssistantDrafter:
+    """Beam search on the draft model's own probabilities; its candidate trees hold every beam node.
+
+    The draft's KV holds committed tokens only: a call first feeds every token it has not seen yet, be it the whole
+    prompt, a stretch decoded without drafting, or the last step's tokens.
+    """
+
+    def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int):
+        """``max_nodes`` bounds depth times width of the plans to come."""
+        self.packed = packed
+        capacities = [request.prompt_len + request.max_new_tokens + max_nodes for request in requests]
+        self.pool = packed.new_pool(sum(capacities))
+        self.sequences: dict[Request, CachedSequence] = {
+            request: self.pool.allocate(capacity) for request, capacity in zip(requests, capacities, strict=True)
+        }
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        sequences = [self.sequences[request] for request in requests]
+        logits = self._catch_up(requests, sequences)[:, None]  # [num_requests, 1, vocab]
+        root_positions = torch.tensor([len(request.tokens) - 1 for request in requests], device=self.packed.device)
+        layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
+        # ancestors[i, v, u]: node v of request i's last layer may attend to node u of all its layers so far
+        ancestors = self._own(layers[0][0])
+        positions = torch.empty(len(requests), 0, dtype=torch.int64, device=self.packed.device)
+        for depth in range(1, plan.depth):
+            tokens, _, path_logprobs = layers[-1]
+            own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])
+            positions = torch.cat((positions, own_positions), dim=1)
+            logits = self._forward_layer(sequences, tokens, positions, ancestors)
+            layers.append(extend_beam(path_logprobs, logits, plan.width))
+            tokens, parents, _ = layers[-1]
+            inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
+            ancestors = torch.cat((inherited, self._own(tokens)), dim=-1)
+        for sequence in sequences:
+            sequence.num_staged = 0
+        return self._trees(requests, layers)
+
+    def release(self, request: Request) -> None:
+        self.pool.release(self.sequences.pop(request))
+
+    def _own(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Each node of a layer sees itself among its layer.  -> [num_requests, beam, beam] bool"""
+        eye = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+        return eye.expand(len(tokens), -1, -1)
+
+    def _catch_up(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> torch.Tensor:
+        """Feed all committed tokens the draft has not seen.  -> logits after each root, [num_requests, vocab]"""
+        device = self.packed.device
+        parts, last_rows, end = [], [], 0
+        for request, sequence in zip(requests, sequences, strict=True):
+            chain = torch.tensor(request.tokens[sequence.length :], device=device)
+            positions = torch.arange(sequence.length, len(request.tokens), device=device)
+            causal = torch.ones(len(chain), len(chain), dtype=torch.bool, device=device).tril()
+            parts.append(Fresh(sequence, chain, self.packed.inside(positions), causal))
+            end += len(chain)
+            last_rows.append(end - 1)
+        logits = self.packed.forward(self.pool, parts, torch.tensor(last_rows, device=device))
+        for request, sequence in zip(requests, sequences, strict=True):
+            sequence.length, sequence.num_staged = len(request.tokens), 0
+        return logits
+
+    def _forward_layer(
+        self,
+        sequences: Sequence[CachedSequence],
+        tokens: torch.Tensor,  # [num_requests, beam]
+        positions: torch.Tensor,  # [num_requests, num_staged + beam]
+        ancestors: torch.Tensor,  # [num_requests, beam, num_staged + beam] bool
+    ) -> torch.Tensor:
+        """Logits of one beam layer.  -> [num_requests, beam, vocab]"""
+        positions = self.packed.inside(positions)
+        parts = [Fresh(*part) for part in zip(sequences, tokens, positions, ancestors, strict=True)]
+        all_rows = torch.arange(tokens.numel(), device=tokens.device)
+        return self.packed.forward(self.pool, parts, all_rows).view(*tokens.shape, -1)
+
+    def _trees(
+        self, requests: Sequence[Request], layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    ) -> list[TokenTree]:
+        """Candidate trees on the host: node 0 the root, then layer after layer, in one copy from the device."""
+        tokens, parents, path_logprobs = (torch.cat(columns, dim=1) for columns in zip(*layers, strict=True))
+        packed = torch.stack((tokens.double(), parents.double(), path_logprobs.double())).cpu().numpy()
+        widths = [layer[0].shape[1] for layer in layers]
+        depths = np.repeat(np.arange(len(layers) + 1), [1, *widths])
+        first_of_parent_layer = np.repeat(np.cumsum([0, 1, *widths])[: len(layers)], widths)
+        trees = []
+        for index, request in enumerate(requests):
+            own_tokens, own_parents, own_logprobs = packed[:, index]
+            trees.append(
+                TokenTree(
+                    np.concatenate(([request.tokens[-1]], own_tokens.astype(np.int64))),
+                    np.concatenate(([-1], first_of_parent_layer + own_parents.astype(np.int64))),
+                    depths,
+                    np.concatenate(([1.0], np.exp(own_logprobs))),
+                )
+            )
+        return trees

@@ -1,0 +1,258 @@
+"""Tree attention behind transformers' attention interface.
+
+While a :class:`PackedForward` is active in the current thread, the model's attention layers attend to the packed row's
+sequences; at all other times, in all other threads, they behave as the implementation the model was loaded with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_slospec.models.kv_pool import CachedSequence, KVPool
+
+
+@dataclass(eq=False)
+class Span:
+    """The part of a packed row that belongs to one sequence."""
+
+    sequence: CachedSequence
+    begin: int  # its tokens are row[begin:end]
+    end: int
+    fresh_mask: torch.Tensor  # [end - begin, num_fresh] bool; fresh: staged by earlier forwards of the step, then own
+    fresh_positions: torch.Tensor  # [num_fresh] int64
+    _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def visible(self) -> slice:
+        """The slots this forward may attend to: committed tokens, then all fresh ones."""
+        return slice(self.sequence.start, self.sequence.end)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive mask over the visible slots, or None if everything is visible.  -> [end - begin, num_visible]
+
+        A sliding window counts positions, not slots: a node's position is its root's plus its depth.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._build(window, dtype)
+        return self._masks[window]
+
+    def _build(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        num_tokens, length = self.end - self.begin, self.sequence.length
+        device = self.fresh_mask.device
+        prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
+        allowed = torch.cat((prefix, self.fresh_mask), dim=1)
+        if window is not None:
+            key_positions = torch.cat((torch.arange(length, device=device), self.fresh_positions))
+            query_positions = self.fresh_positions[-num_tokens:]
+            allowed = allowed & (query_positions[:, None] - key_positions[None, :] < window)
+        if num_tokens == 1 and bool(allowed.all()):
+            return None
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+
+
+# query [num_heads, num_tokens, head_dim], keys/values [num_slots, num_kv_heads, dim] -> [num_tokens, num_heads, value_dim]
+Backend = Callable[..., torch.Tensor]
+
+
+def dense_attention(
+    query: torch.Tensor,  # [num_heads, num_queries, head_dim]
+    key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]
+    value: torch.Tensor,  # [num_kv_heads, num_keys, value_dim]
+    mask: torch.Tensor | None,  # [num_queries, num_keys] additive
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [num_heads]
+) -> torch.Tensor:
+    """Attention written out, softmax in fp32.  -> [num_heads, num_queries, value_dim]"""
+    groups = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    scores = query @ key.transpose(1, 2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:  # a learned logit per head that takes probability and gives no value
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return weights[..., : key.shape[1]] @ value
+
+
+def sdpa_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: list[Span],
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One ``scaled_dot_product_attention`` per sequence over its own slots, in place: nothing is padded or gathered."""
+    out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+    for span in spans:
+        own_query = query[:, span.begin : span.end]
+        key, value = keys[span.visible].transpose(0, 1), values[span.visible].transpose(0, 1)
+        mask = span.mask(window, query.dtype)
+        if softcap is None and sinks is None:
+            own = F.scaled_dot_product_attention(
+                own_query[None], key[None], value[None], attn_mask=mask, scale=scaling, enable_gqa=True
+            )[0]
+        else:
+            own = dense_attention(own_query, key, value, mask, scaling, softcap, sinks)
+        out[span.begin : span.end] = own.transpose(0, 1)
+    return out
+
+
+def masked_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: list[Span],
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The reference the other backends are tested against: the whole row against the whole pool under one mask."""
+    mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
+    for span in spans:
+        own = span.mask(window, query.dtype)
+        mask[span.begin : span.end, span.visible] = 0.0 if own is None else own
+    key, value = keys.transpose(0, 1), values.transpose(0, 1)
+    return dense_attention(query, key, value, mask, scaling, softcap, sinks).transpose(0, 1)
+
+
+BACKENDS: dict[str, Backend] = {"auto": sdpa_attention, "sdpa": sdpa_attention, "4d_mask": masked_attention}
+
+
+class PackedForward:
+    """One forward over a packed row. Handed to the model as its cache; its attention layers find it as the active one."""
+
+    def __init__(self, pool: KVPool, spans: list[Span], backend: Backend):
+        self.pool, self.spans, self.backend = pool, spans, backend
+        slots = [torch.arange(s.sequence.end - (s.end - s.begin), s.sequence.end) for s in spans]
+        self.slots = torch.cat(slots).to(pool.keys[0].device)  # [num_tokens] int64, where this row's K/V goes
+        self._layer = -1
+        self._key: torch.Tensor | None = None
+
+    # What a forward asks of a transformers cache; sequence lengths matter to mask building only, which is bypassed.
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stage a layer's fresh K/V, each [1, num_kv_heads, num_tokens, dim]."""
+        self.pool.keys[layer_idx].index_copy_(0, self.slots, key[0].transpose(0, 1))
+        self.pool.values[layer_idx].index_copy_(0, self.slots, value[0].transpose(0, 1))
+        self._layer, self._key = layer_idx, key
+        return key, value
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, **features: Any
+    ) -> torch.Tensor:
+        """Attention of the layer that was just updated.  -> [1, num_tokens, num_heads, value_dim]"""
+        if key is not self._key:
+            raise RuntimeError("an attention layer changed its keys after caching them; such a model cannot be packed")
+        keys, values = self.pool.keys[self._layer], self.pool.values[self._layer]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.backend(query[0], keys, values, self.spans, scaling, **features)[None]
+
+
+_active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
+
+
+@contextlib.contextmanager
+def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
+    """Within, the model's attention layers call ``forward.attend`` (in this thread only)."""
+    token = _active.set(forward)
+    try:
+        with _Switch.of(model):
+            yield
+    finally:
+        _active.reset(token)
+
+
+class _Switch:
+    """Points a model's configs to the registered attention while at least one packed forward runs, then back."""
+
+    _by_model: weakref.WeakKeyDictionary[torch.nn.Module, _Switch] = weakref.WeakKeyDictionary()
+    _lock = threading.Lock()
+
+    def __init__(self, model: torch.nn.Module):
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self.configs = [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+        self.originals: list[str | None] = []
+        self.num_active = 0
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> _Switch:
+        with cls._lock:
+            if model not in cls._by_model:
+                cls._by_model[model] = cls(model)
+            return cls._by_model[model]
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self.num_active == 0:
+                self.originals = [config._attn_implementation_internal for config in self.configs]
+                for config, original in zip(self.configs, self.originals, strict=True):
+                    config._attn_implementation_internal = _registered_name(original)
+            self.num_active += 1
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self.num_active -= 1
+            if self.num_active == 0:
+                for config, original in zip(self.configs, self.originals, strict=True):
+                    config._attn_implementation_internal = original
+
+
+def _registered_name(original: str | None) -> str:
+    """The registered implementation that packs when a forward is active and is ``original`` otherwise."""
+    original = original or "eager"
+    name = f"hf_slospec:{original}"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+        ALL_ATTENTION_FUNCTIONS.register(name, _packed_or(original))
+    return name
+
+
+def _packed_or(original: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+        key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+        value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        forward = _active.get()
+        if forward is None:
+            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            plain = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+            return plain(module, query, key, value, attention_mask, **kwargs)
+        out = forward.attend(
+            query,
+            key,
+            value,
+            kwargs.get("scaling"),
+            window=kwargs.get("sliding_window"),
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+        )
+        return out, None
+
+    return attention

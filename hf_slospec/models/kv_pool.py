@@ -1,0 +1,92 @@
+"""KV storage shared by the sequences of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class LayerShape(NamedTuple):
+    """What one attention layer stores per token; K and V may differ (multi-head latent attention)."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """A sequence's range of slots: committed tokens first, then whatever the current step has staged behind them.
+
+    Only ``length`` says what is committed, so a rejected token's K/V is forgotten without touching memory.
+    """
+
+    start: int
+    capacity: int
+    length: int = 0  # committed tokens; their positions are 0 .. length - 1
+    num_staged: int = 0
+
+    @property
+    def end(self) -> int:
+        """The slot after the last staged one."""
+        return self.start + self.length + self.num_staged
+
+
+class KVPool:
+    """Slots of K and V for all layers; a slot holds one token.
+
+    Layers whose K or V have the same shape share one tensor, so that moving tokens costs one copy per distinct
+    shape, not per layer.
+    """
+
+    def __init__(self, layout: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
+        self.num_slots = num_slots
+        shapes = [(s.num_kv_heads, s.key_dim) for s in layout] + [(s.num_kv_heads, s.value_dim) for s in layout]
+        # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
+        self._stacks = {
+            shape: torch.zeros(shapes.count(shape), num_slots, *shape, dtype=dtype, device=device)
+            for shape in set(shapes)
+        }
+        rows = {shape: iter(stack) for shape, stack in self._stacks.items()}
+        views = [next(rows[shape]) for shape in shapes]  # each [num_slots, num_kv_heads, dim]
+        self.keys, self.values = views[: len(layout)], views[len(layout) :]
+        self._free = [(0, num_slots)]  # disjoint [start, end) ranges, ascending
+
+    @property
+    def num_free(self) -> int:
+        return sum(end - start for start, end in self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stack.nbytes for stack in self._stacks.values())
+
+    def allocate(self, capacity: int) -> CachedSequence:
+        """A range of ``capacity`` slots, first fit."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= capacity:
+                self._free[index : index + 1] = [(start + capacity, end)] if end - start > capacity else []
+                return CachedSequence(start, capacity)
+        raise MemoryError(
+            f"no range of {capacity} KV slots is free ({self.num_free} of {self.num_slots} are, in pieces)"
+        )
+
+    def release(self, sequence: CachedSequence) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted([*self._free, (sequence.start, sequence.start + sequence.capacity)]):
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Copy the K/V of whole slots, all layers at once; reads everything before it writes."""
+        if not source:
+            return
+        for stack in self._stacks.values():
+            from_slots = torch.tensor(source, device=stack.device)
+            to_slots = torch.tensor(destination, device=stack.device)
+            stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))

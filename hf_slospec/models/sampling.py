@@ -1,0 +1,78 @@
+"""Choosing tokens exactly as transformers' ``generate`` would, one node at a time and in any order of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hf_slospec.engine.protocols import Chooser
+from hf_slospec.engine.request import Request
+
+# input_ids [1, length] int64, scores [1, vocab] f32 -> scores [1, vocab] f32
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class GeneratorNoise:
+    """The noise ``torch.multinomial(probs, 1)`` would draw, by position.
+
+    ``multinomial(p, 1)`` is ``argmax(p / Exp(1) noise)``. ``generate`` draws for the whole batch once per position, so
+    drawing [batch, vocab] position after position from the global generator gives every row its own
+    noise and leaves the generator where ``generate`` leaves it, however far ahead single rows are.
+    """
+
+    def __init__(self, batch: int, vocab: int, device: torch.device):
+        self.shape, self.device = (batch, vocab), device
+        self.num_drawn = 0
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def at(self, position: int, row: int) -> torch.Tensor:
+        """Noise for a row's token at a position (0: its first new token).  -> [vocab] f32"""
+        while self.num_drawn <= position:
+            noise = torch.empty(self.shape, dtype=torch.float32, device=self.device).exponential_(1)
+            self._kept[self.num_drawn] = noise
+            self.num_drawn += 1
+        return self._kept[position][row]
+
+    def forget_before(self, position: int) -> None:
+        self._kept = {at: noise for at, noise in self._kept.items() if at >= position}
+
+
+class StockSampler:
+    """Greedy choice or sampling after the call's own logits processors, as stock ``generate`` does it."""
+
+    def __init__(
+        self, processors: Sequence[Processor], do_sample: bool, paddings: Sequence[Sequence[int]], device: torch.device
+    ):
+        """``paddings``: per row of the batch the left padding that processors expect to see before its prompt."""
+        self.processors, self.do_sample, self.paddings, self.device = processors, do_sample, paddings, device
+        self._noise: GeneratorNoise | None = None
+
+    def choosers(self, requests: Sequence[Request], logits: torch.Tensor, num_nodes: Sequence[int]) -> list[Chooser]:
+        if not self.processors and not self.do_sample:
+            best = logits.float().argmax(-1).cpu().split(list(num_nodes))
+            return [choices.tolist().__getitem__ for choices in best]
+        if self.do_sample:
+            self._noise = self._noise or GeneratorNoise(len(self.paddings), logits.shape[-1], self.device)
+            self._noise.forget_before(min(request.num_emitted for request in requests))
+        return [
+            functools.partial(self._choose, request, rows)
+            for request, rows in zip(requests, logits.split(list(num_nodes)), strict=True)
+        ]
+
+    def _choose(self, request: Request, logits: torch.Tensor, node: int) -> int:
+        """The token after ``node``, whose path from the root has just been committed to ``request.tokens``."""
+        scores = logits[node : node + 1].to(device=self.device, dtype=torch.float32, copy=True)  # [1, vocab]
+        if self.processors:
+            input_ids = torch.tensor([[*self.paddings[request.index], *request.tokens]], device=self.device)
+            for processor in self.processors:
+                scores = processor(input_ids, scores)
+        if self._noise is None:
+            return int(scores.argmax(-1))
+        probs = scores.softmax(-1)
+        if not bool(torch.isfinite(probs).all()):
+            raise RuntimeError(
+                "sampling met probabilities that are inf or nan; check the model's logits and processors"
+            )
+        return int((probs[0] / self._noise.at(request.num_emitted, request.index)).argmax())

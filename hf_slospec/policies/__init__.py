@@ -1,0 +1,1 @@
+"""Policies: who gets how much of each step."""

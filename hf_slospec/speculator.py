@@ -1,0 +1,64 @@
+"""A target and its draft, ready to decode batches: models, policy and engine put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from hf_slospec.algo.latency import StepCosts
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.loop import Engine
+from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
+from hf_slospec.models.assistant import AssistantDrafter
+from hf_slospec.models.measure import measure_step_costs
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.target import PackedTarget, Sampler
+from hf_slospec.policies.adaserve import AdaServePolicy
+
+clock = time.perf_counter  # the one clock of requests and engine: monotonic seconds
+
+
+class Speculator:
+    """Runs requests on a pair of models. Holds no request state: every run has KV storage of its own."""
+
+    def __init__(self, model: Any, assistant_model: Any, config: SLOSpecConfig):
+        self.config = config
+        self.target = PackedModel(model, config.attention)
+        self.draft = PackedModel(assistant_model, config.attention)
+        _check_pair(self.target, self.draft)
+
+    @cached_property
+    def costs(self) -> StepCosts:
+        """Measured on first use, in a few seconds at most."""
+        return measure_step_costs(self.target, self.draft)
+
+    def run(self, requests: Sequence[Request], sampler: Sampler, on_step: Callable[[], None] = lambda: None) -> None:
+        """Decode all requests to their ends, calling ``on_step`` after each step."""
+        max_nodes = self.config.max_depth * self.config.max_width
+        engine = Engine(
+            PackedTarget(self.target, requests, max_nodes, sampler),
+            AssistantDrafter(self.draft, requests, max_nodes),
+            AdaServePolicy(self.config, self.costs),
+            clock,
+            requests,
+            self.config.check_invariants,
+        )
+        while engine.running:
+            engine.step()
+            on_step()
+
+
+def _check_pair(target: PackedModel, draft: PackedModel) -> None:
+    if target.vocab_size != draft.vocab_size:
+        raise IncompatibleDraftError(
+            f"assistant_model has a vocabulary of {draft.vocab_size} tokens and the target one of {target.vocab_size}; "
+            "use a draft that was trained with the target's tokenizer"
+        )
+    if target.device != draft.device:
+        raise IncompatibleDraftError(
+            f"assistant_model is on {draft.device} and the target on {target.device}; "
+            f"move it there with assistant_model.to('{target.device}')"
+        )

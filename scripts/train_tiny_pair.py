@@ -1,0 +1,313 @@
+"""Train the embedded pair: tokenizer, target and draft, from the Python standard library's source.
+
+    python scripts/train_tiny_pair.py                      # about two hours on two cores
+    python scripts/train_tiny_pair.py --target-steps 20 --draft-steps 20 --out /tmp/pair --work /tmp/work
+
+Stages: a byte-level BPE tokenizer; the target on the corpus; the draft by distillation on the target's
+own distribution, half on corpus windows and half on text the target sampled itself. Every stage
+checkpoints into ``--work`` and resumes from there, and one seed fixes data order and initial weights (bitwise, on the
+same machine and thread count).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 2048
+LONG_FROM = 0.7  # share of the steps after which windows are four times as long (and a quarter as many)
+END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
+HELD_OUT = (  # modules the pair never trains on: evaluation text, and the source of the shipped prompts
+    "argparse.py calendar.py configparser.py csv.py fractions.py heapq.py json pathlib.py sched.py shlex.py "
+    "statistics.py textwrap.py urllib/parse.py wsgiref"
+).split()
+SKIPPED = "site-packages test tests idle_test encodings pydoc_data lib2to3 turtledemo __phello__".split()
+
+TARGET_SHAPE = dict(
+    hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2
+)
+DRAFT_SHAPE = dict(
+    hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one training run; the defaults are what the shipped pair was trained with."""
+
+    seed: int
+    target_steps: int
+    draft_steps: int
+    batch: int
+    seq_len: int
+    work: Path
+    out: Path
+
+
+def corpus_files(held_out: bool) -> list[Path]:
+    """Source files of the running interpreter's standard library, sorted, in or out of the held-out set."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if any(part in SKIPPED for part in relative.parts):
+            continue
+        is_held_out = any(
+            relative.as_posix() == name or name in relative.as_posix().split("/")[:-1] for name in HELD_OUT
+        )
+        if is_held_out == held_out:
+            files.append(path)
+    return files
+
+
+def read_source(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def train_tokenizer(plan: Plan) -> PreTrainedTokenizerFast:
+    path = plan.out / "tokenizer"
+    if not (path / "tokenizer.json").exists():
+        core = Tokenizer(models.BPE())
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=[END_OF_TEXT, PAD],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        core.train_from_iterator((read_source(p) for p in corpus_files(held_out=False)), trainer)
+        PreTrainedTokenizerFast(
+            tokenizer_object=core,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=PAD,
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+            model_max_length=4096,
+        ).save_pretrained(path)
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+def encode_corpus(tokenizer: PreTrainedTokenizerFast, held_out: bool, seed: int) -> torch.Tensor:
+    """All files, each closed by the end-of-text token, in one shuffled row.  -> [num_tokens] int64"""
+    files = corpus_files(held_out)
+    random.Random(seed).shuffle(files)
+    ids: list[int] = []
+    for path in files:
+        ids += tokenizer(read_source(path))["input_ids"] + [tokenizer.eos_token_id]
+    return torch.tensor(ids)
+
+
+def new_model(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+        **shape,
+    )
+    return LlamaForCausalLM(config)
+
+
+def windows(data: torch.Tensor, plan: Plan, step: int, is_long: bool) -> torch.Tensor:
+    """Random windows that depend on seed and step only, so a resumed run sees the same data.  -> [rows, length + 1]"""
+    batch, seq_len = (plan.batch // 4, plan.seq_len * 4) if is_long else (plan.batch, plan.seq_len)
+    generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
+    starts = torch.randint(len(data) - seq_len - 1, (batch,), generator=generator)
+    return torch.stack([data[s : s + seq_len + 1] for s in starts.tolist()])
+
+
+class Trainer:
+    """AdamW on embeddings and norms, Muon on the matrices; linear warm-up, constant, linear decay to zero."""
+
+    def __init__(self, model: LlamaForCausalLM, steps: int, checkpoint: Path):
+        self.model, self.steps, self.checkpoint = model, steps, checkpoint
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
+            torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.base_lrs = [0.02, 3e-3]
+        self.step = 0
+        if checkpoint.exists():
+            state = torch.load(checkpoint, weights_only=True)
+            self.step = state["step"]
+            model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+
+    def run(self, loss_at: Callable[[int], torch.Tensor], title: str) -> None:
+        self.model.train()
+        bar = tqdm(range(self.step, self.steps), initial=self.step, total=self.steps, desc=title, mininterval=5.0)
+        for step in bar:
+            scale = min(1.0, (step + 1) / 50, 2.5 * (self.steps - step) / self.steps)
+            for optimizer, lr in zip(self.optimizers, self.base_lrs, strict=True):
+                optimizer.param_groups[0]["lr"] = lr * scale
+            loss = loss_at(step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self.step = step + 1
+            if self.step % 20 == 0:
+                bar.set_postfix(loss=f"{loss.item():.3f}")
+            if self.step % 200 == 0 or self.step == self.steps:
+                self.save()
+        self.model.eval()
+
+    def save(self) -> None:
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.checkpoint)  # a run killed while saving keeps the older checkpoint
+
+
+def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(ids, use_cache=False).logits.float()
+
+
+def train_target(plan: Plan, data: torch.Tensor) -> LlamaForCausalLM:
+    model = new_model(TARGET_SHAPE, plan.seed)
+
+    def loss_at(step: int) -> torch.Tensor:
+        ids = windows(data, plan, step, is_long=step >= LONG_FROM * plan.target_steps)
+        return F.cross_entropy(logits_of(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    Trainer(model, plan.target_steps, plan.work / "target.pt").run(loss_at, "target")
+    return model
+
+
+@torch.no_grad()
+def sample_from_target(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Text the target writes itself after corpus prompts, greedy and sampled.  -> [num_rows, seq_len + 1]"""
+    path = plan.work / "samples.pt"
+    if path.exists():
+        return torch.load(path, weights_only=True)
+    prompt_len, rows_per_call = 48, 128
+    target = target.to(torch.bfloat16)
+    rows: list[torch.Tensor] = []
+    calls = math.ceil(num_tokens / (rows_per_call * plan.seq_len))
+    for call in tqdm(range(calls), desc="sampling"):
+        torch.manual_seed(plan.seed + call)
+        starts = torch.randint(len(data) - prompt_len, (rows_per_call,)).tolist()
+        prompts = torch.stack([data[s : s + prompt_len] for s in starts])
+        sampling = (
+            dict(do_sample=True, temperature=(0.6, 0.8, 1.0)[call % 4 - 1], top_k=0)
+            if call % 4
+            else dict(do_sample=False)
+        )
+        rows.append(
+            target.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                min_new_tokens=plan.seq_len + 1 - prompt_len,
+                max_new_tokens=plan.seq_len + 1 - prompt_len,
+                **sampling,
+            )
+        )
+    samples = torch.cat(rows)
+    target.float()
+    torch.save(samples, path)
+    return samples
+
+
+def train_draft(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor) -> LlamaForCausalLM:
+    samples = sample_from_target(plan, target, data, num_tokens=160 * plan.draft_steps)
+    draft = new_model(DRAFT_SHAPE, plan.seed + 1)
+
+    def loss_at(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(plan.seed * 7_000_003 + step)
+        own = samples[torch.randint(len(samples), (plan.batch,), generator=generator)]
+        is_long = step >= LONG_FROM * plan.draft_steps
+        ids = (own if step % 2 else windows(data, plan, step, is_long))[:, :-1]
+        with torch.no_grad():
+            teacher = F.log_softmax(logits_of(target, ids), -1)
+        student = F.log_softmax(logits_of(draft, ids), -1)
+        return F.kl_div(student.flatten(0, 1), teacher.flatten(0, 1), log_target=True, reduction="batchmean")
+
+    Trainer(draft, plan.draft_steps, plan.work / "draft.pt").run(loss_at, "draft")
+    return draft
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, data: torch.Tensor, seq_len: int) -> float:
+    """Mean cross-entropy in nats per token over the held-out modules, in windows of ``seq_len``."""
+    rows = data[: (len(data) - 1) // seq_len * seq_len]
+    inputs, labels = rows.view(-1, seq_len), data[1 : len(rows) + 1].view(-1, seq_len)
+    losses = [
+        F.cross_entropy(model(i).logits.flatten(0, 1), label.flatten()).item()
+        for i, label in zip(inputs.split(8), labels.split(8), strict=True)
+    ]
+    return sum(losses) / len(losses)
+
+
+def held_out_prompts(count: int, seed: int, lines: int = 12) -> Iterator[str]:
+    """Runs of whole source lines from the held-out modules, the text prompts are made of."""
+    chooser = random.Random(seed)
+    files = [path for path in corpus_files(held_out=True) if len(read_source(path).splitlines()) > 4 * lines]
+    for index in range(count):
+        source = read_source(files[index % len(files)]).splitlines(keepends=True)
+        start = chooser.randrange(lines, len(source) - 2 * lines)
+        yield "".join(source[start : start + lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target-steps", type=int, default=2800)
+    parser.add_argument("--draft-steps", type=int, default=3600)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--work", type=Path, default=Path("build/tiny_pair"), help="checkpoints; safe to delete")
+    parser.add_argument("--out", type=Path, default=Path("hf_slospec/tiny_pair"))
+    plan = Plan(**vars(parser.parse_args()))
+    for folder in (plan.work, plan.out):
+        folder.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = train_tokenizer(plan)
+    train = encode_corpus(tokenizer, held_out=False, seed=plan.seed)
+    test = encode_corpus(tokenizer, held_out=True, seed=plan.seed)
+    print(f"{len(train):,} training tokens, {len(test):,} held out")
+    target = train_target(plan, train)
+    draft = train_draft(plan, target, train)
+
+    facts = {"seed": plan.seed, "train_tokens": len(train), "held_out_tokens": len(test), "held_out_modules": HELD_OUT}
+    for name, model in (("target", target), ("draft", draft)):
+        model = model.to(torch.bfloat16)  # shipped in bf16; the facts describe what ships
+        model.save_pretrained(plan.out / name)
+        facts[name] = {
+            "parameters": model.num_parameters(),
+            "held_out_loss": round(held_out_loss(model.float(), test, 4 * plan.seq_len), 4),
+        }
+    (plan.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    prompts = list(held_out_prompts(64, plan.seed))
+    (plan.out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
+    print(json.dumps(facts, indent=2))
+
+
+if __name__ == "__main__":
+    main()
