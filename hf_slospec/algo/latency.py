@@ -26,11 +26,10 @@ class LatencyCurve:
 
     def __call__(self, num_tokens: IntArray | int) -> FloatArray:
         x, y = np.array(self.num_tokens, dtype=np.float64), np.array(self.seconds)
-        inside = np.interp(num_tokens, x, y)
-        if len(x) == 1:
-            return inside
-        slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-        return np.asarray(inside + slope * np.maximum(np.asarray(num_tokens) - x[-1], 0.0))
+        inside: FloatArray = np.asarray(np.interp(num_tokens, x, y))
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0
+        beyond: FloatArray = np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
+        return inside + slope * beyond
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ StepTime = Callable[[IntArray], FloatArray]  # nodes verified in a step -> its p
 
 
 def required_tokens(elapsed_s: float, emitted: int, step_time_s: float, target_s: float | None) -> float:
-    """A(r): tokens this step must commit so that the running average meets the target (AdaServe, constraint 3).
+    """A(r): tokens this step must commit for the running average to meet the target (AdaServe, constraint 3).
 
     ``elapsed_s`` and ``emitted`` count from the first token on. At most 1 means that the root alone suffices.
     """
@@ -38,7 +38,7 @@ def adaptive_shape(
 
 
 def count_until(needed: float, path_probs: FloatArray, at_most: int) -> int:
-    """How many of ``path_probs``, best first, until root + sum reaches ``needed``; all allowed ones if it never does."""
+    """How many of ``path_probs``, best first, until 1 + their sum reaches ``needed``; all allowed if it never does."""
     path_probs = path_probs[:at_most]
     expected = np.cumsum(np.concatenate(([1.0], path_probs)))  # expected tokens after taking 0, 1, 2, ... nodes
     return min(int(np.searchsorted(expected, needed)), len(path_probs))

@@ -18,11 +18,11 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class TokenTree:
-    """One request's token tree. Node 0 is the root, the last committed token; parents stand before their children.
+    """One request's token tree. Node 0 is the root, the last committed token; parents stand before children.
 
-    ``path_probs[v]`` is f(v) of ALGORITHMS: f(root) = 1, f(v) = f(parent) * c(v), c(v) in [0, 1], so f never rises along
-    a path. With f the true probability that the verifier commits a path, the expected number of committed tokens
-    of a step is ``path_probs.sum()`` (AdaServe, theorem 3.1).
+    ``path_probs[v]`` is f(v): f(root) = 1, f(v) = f(parent) * c(v) with the conditional c(v) in [0, 1], so f never
+    rises along a path. With f the true probability that the verifier commits a path, the expected number of
+    committed tokens of a step is ``path_probs.sum()`` (AdaServe, theorem 3.1).
     """
 
     tokens: IntArray  # [num_nodes] int64
@@ -64,7 +64,7 @@ class TokenTree:
         return self if self.max_depth <= depth else self.subtree(np.flatnonzero(self.depths <= depth))
 
     def ancestor_mask(self) -> BoolArray:
-        """True where a row's node may attend to a column's node: its ancestors and itself.  -> [num_nodes, num_nodes]"""
+        """True where a row's node may attend to a column's: its ancestors and itself.  -> [num_nodes, num_nodes]"""
         mask = np.eye(self.num_nodes, dtype=np.bool_)
         for node in range(1, self.num_nodes):  # parents first, so a parent's row is complete when it is copied
             mask[node] |= mask[self.parents[node]]

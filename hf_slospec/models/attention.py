@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ class Span:
     sequence: CachedSequence
     begin: int  # its tokens are row[begin:end]
     end: int
-    fresh_mask: torch.Tensor  # [end - begin, num_fresh] bool; fresh: staged by earlier forwards of the step, then own
+    fresh_mask: torch.Tensor  # [end - begin, num_fresh] bool; fresh: staged earlier in this step, then own
     fresh_positions: torch.Tensor  # [num_fresh] int64
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
 
@@ -62,7 +62,8 @@ class Span:
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
-# query [num_heads, num_tokens, head_dim], keys/values [num_slots, num_kv_heads, dim] -> [num_tokens, num_heads, value_dim]
+# query [num_heads, num_tokens, head_dim], keys and values [num_slots, num_kv_heads, dim], spans, scaling, window,
+# softcap, sinks -> [num_tokens, num_heads, value_dim]
 Backend = Callable[..., torch.Tensor]
 
 
@@ -138,7 +139,7 @@ BACKENDS: dict[str, Backend] = {"auto": sdpa_attention, "sdpa": sdpa_attention, 
 
 
 class PackedForward:
-    """One forward over a packed row. Handed to the model as its cache; its attention layers find it as the active one."""
+    """One forward over a packed row: the cache its model is given, and what its attention layers attend with."""
 
     def __init__(self, pool: KVPool, spans: list[Span], backend: Backend):
         self.pool, self.spans, self.backend = pool, spans, backend
@@ -188,8 +189,8 @@ def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
 class _Switch:
     """Points a model's configs to the registered attention while at least one packed forward runs, then back."""
 
-    _by_model: weakref.WeakKeyDictionary[torch.nn.Module, _Switch] = weakref.WeakKeyDictionary()
-    _lock = threading.Lock()
+    _by_model: ClassVar[weakref.WeakKeyDictionary[torch.nn.Module, _Switch]] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, model: torch.nn.Module):
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}

@@ -1,0 +1,5 @@
+"""``python -m hf_slospec``."""
+
+from hf_slospec.cli import app
+
+app()

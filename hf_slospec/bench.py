@@ -1,0 +1,194 @@
+"""Speed of stock ``generate``, assisted generation, prompt lookup and ours, interleaved in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.generator import SLOSpecGenerator
+
+OURS = "hf_slospec"
+PLAIN = "generate"
+ASSISTED = "assisted, defaults"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to generate, at one batch size."""
+
+    name: str
+    batch: int
+    run: Callable[[dict[str, torch.Tensor]], Any]  # encoded prompts -> sequences, or an output that holds them
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call."""
+
+    seconds: float
+    forward_s: float  # of them, within either model's forward
+    sequences: torch.Tensor  # [batch, length]
+    slo: Any  # per-row metrics; None for stock
+
+
+class Bench:
+    """Runs every contestant once per repeat, on the repeat's own prompts, so that drift hits all alike."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: list[str],
+        new_tokens: int,
+        config: SLOSpecConfig | None = None,
+    ):
+        self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
+        self.new_tokens = new_tokens
+        self.generator = SLOSpecGenerator(target, draft, tokenizer, config)
+        for model in (target, draft):
+            model.generation_config.eos_token_id = None  # every contestant writes exactly new_tokens per row
+
+    def contestants(self, batches: list[int], constants: list[int]) -> list[Contestant]:
+        """Stock ones at batch 1 include assisted generation with each constant number of assistant tokens."""
+        found = []
+        for batch in batches:
+            found.append(Contestant(PLAIN, batch, self._stock()))
+            if batch == 1:
+                found.append(Contestant(ASSISTED, 1, self._assisted(None)))
+                found += [Contestant(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
+                found.append(Contestant("prompt lookup, 10", 1, self._stock(prompt_lookup_num_tokens=10)))
+            found.append(Contestant(OURS, batch, self._ours))
+        return found
+
+    def run(self, contestants: list[Contestant], repeats: int) -> dict[tuple[str, int], list[Sample]]:
+        samples: dict[tuple[str, int], list[Sample]] = {(c.name, c.batch): [] for c in contestants}
+        self._time(contestants[-1], 0)  # warm-up; ours also measures its step costs here
+        rounds = [(repeat, contestant) for repeat in range(repeats) for contestant in contestants]
+        for repeat, contestant in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
+            samples[contestant.name, contestant.batch].append(self._time(contestant, repeat))
+        return samples
+
+    def _time(self, contestant: Contestant, repeat: int) -> Sample:
+        first = repeat * contestant.batch
+        texts = [self.prompts[(first + row) % len(self.prompts)] for row in range(contestant.batch)]
+        encoded = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(self.target.device)
+        encoded.pop("token_type_ids", None)
+        with forward_time(self.target, self.draft) as spent:
+            started_s = time.perf_counter()
+            output = contestant.run(dict(encoded))
+            seconds = time.perf_counter() - started_s
+        sequences = getattr(output, "sequences", output)
+        return Sample(seconds, spent[0], sequences, getattr(output, "slo", None))
+
+    def _stock(self, **options: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
+        def run(encoded: dict[str, torch.Tensor]) -> Any:
+            return self.target.generate(**encoded, do_sample=False, max_new_tokens=self.new_tokens, **options)
+
+        return run
+
+    def _assisted(self, constant: int | None) -> Callable[[dict[str, torch.Tensor]], Any]:
+        run = self._stock(assistant_model=self.draft)
+        if constant is None:
+            return run
+
+        def run_constant(encoded: dict[str, torch.Tensor]) -> Any:
+            settings = {
+                "num_assistant_tokens": constant,
+                "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0.0,
+            }
+            stock = {name: getattr(self.draft.generation_config, name) for name in settings}
+            self.draft.generation_config.update(**settings)
+            try:
+                return run(encoded)
+            finally:
+                self.draft.generation_config.update(**stock)
+
+        return run_constant
+
+    def _ours(self, encoded: dict[str, torch.Tensor]) -> Any:
+        return self.generator.generate(
+            **encoded, do_sample=False, max_new_tokens=self.new_tokens, return_dict_in_generate=True
+        )
+
+
+@contextlib.contextmanager
+def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
+    """Within, the yielded single-element list sums the seconds spent in the models' forwards."""
+    spent, started = [0.0], [0.0]
+
+    def before(*_: Any) -> None:
+        started[0] = time.perf_counter()
+
+    def after(*_: Any) -> None:
+        spent[0] += time.perf_counter() - started[0]
+
+    hooks = [model.register_forward_pre_hook(before) for model in models]
+    hooks += [model.register_forward_hook(after) for model in models]
+    try:
+        yield spent
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> list[dict[str, Any]]:
+    """One row per contestant; speed-ups are medians of ratios within the same repeat."""
+    rows = []
+    for (name, batch), own in samples.items():
+        plain = samples[PLAIN, batch]
+        ratios = [p.seconds / s.seconds for p, s in zip(plain, own, strict=True)]
+        pairs = [pair for p, s in zip(plain, own, strict=True) for pair in zip(p.sequences, s.sequences, strict=True)]
+        equal = [torch.equal(theirs, ours) for theirs, ours in pairs]
+        lengths = [m.acceptance_length for s in own if s.slo for m in s.slo if m.steps]
+        rows.append(
+            {
+                "batch": batch,
+                "name": name,
+                "speedup_vs_generate": round(statistics.median(ratios), 3),
+                "speedup_per_repeat": [round(ratio, 3) for ratio in ratios],
+                "tokens_per_s": round(batch * new_tokens / statistics.median(s.seconds for s in own), 2),
+                "ms_per_token_and_row": round(1e3 * statistics.median(s.seconds for s in own) / new_tokens, 2),
+                "host_share": round(statistics.median(1 - s.forward_s / s.seconds for s in own), 4),
+                "acceptance_length": round(statistics.mean(lengths), 3) if lengths else None,
+                "rows_equal_to_generate": f"{sum(equal)}/{len(equal)}",
+            }
+        )
+    return rows
+
+
+def provenance(**facts: Any) -> dict[str, Any]:
+    """What a reader needs to repeat a result."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cpu": f"{len(names)} x {names[0]}",
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **facts,
+    }

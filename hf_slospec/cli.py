@@ -1,0 +1,117 @@
+"""The command line: ``python -m hf_slospec`` or ``hf_slospec``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_slospec import __version__
+from hf_slospec import bench as benchmark
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.tiny import load_tiny_pair, tiny_prompts
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a speed target per request.")
+
+
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Tree speculation with a speed target per request."""
+
+
+@app.command()
+def bench(
+    target: Annotated[
+        str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
+    ] = None,
+    assistant: Annotated[str | None, typer.Option(help="Its draft; required with --target.")] = None,
+    size: Annotated[str, typer.Option(help=f"Inflate the embedded target to: tiny, {', '.join(SHAPES)}.")] = "0.6B",
+    dtype: Annotated[str, typer.Option(help="bfloat16 for speed on CPU, float32 for identity.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    batch: Annotated[list[int], typer.Option(help="Batch sizes; give several times.")] = [1, 8],  # noqa: B006
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens every row writes.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each contestant runs, each time on other prompts.")] = 5,
+    tune: Annotated[
+        bool, typer.Option(help="Also try assisted generation with 1..8 constant assistant tokens.")
+    ] = True,
+    config: Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")] = "{}",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write results with provenance to this file.")
+    ] = None,
+) -> None:
+    """Compare ours with stock generate, assisted generation and prompt lookup on this machine.
+
+    All contestants are interleaved in one process; speed-ups are medians of ratios within a repeat.
+    """
+    settings = SLOSpecConfig.model_validate_json(config)
+    models = _models(target, assistant, size, dtype, device)
+    runner = benchmark.Bench(*models, tiny_prompts(), new_tokens, settings)
+    contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
+    rows = benchmark.summarize(runner.run(contestants, repeats), new_tokens)
+    Console().print(_table(rows))
+    if json_path is not None:
+        facts = benchmark.provenance(
+            target=target or f"embedded, {size}", assistant=assistant or "embedded", dtype=dtype, device=device,
+            parameters=[model.num_parameters() for model in models[:2]], new_tokens=new_tokens, repeats=repeats,
+            config=settings.model_dump(),
+        )  # fmt: skip
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps({"provenance": facts, "results": rows}, indent=2) + "\n")
+
+
+def _models(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> tuple[Any, Any, Any]:
+    if (target is None) != (assistant is None):
+        raise typer.BadParameter("--target and --assistant go together")
+    if target is not None and assistant is not None:
+        load = AutoModelForCausalLM.from_pretrained
+        return (
+            load(target, dtype=dtype).to(device),
+            load(assistant, dtype=dtype).to(device),
+            AutoTokenizer.from_pretrained(target),
+        )
+    if size != "tiny" and size not in SHAPES:
+        raise typer.BadParameter(f"--size must be tiny or one of {', '.join(SHAPES)}")
+    model, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
+    model, draft = model.to(device), draft.to(device)
+    return model if size == "tiny" else inflate(model, SHAPES[size]), draft, tokenizer
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Speed against stock generate, same batch, same repeat (medians)")
+    for heading in (
+        "batch",
+        "method",
+        "speed-up",
+        "tokens/s",
+        "ms/token per row",
+        "host share",
+        "acceptance",
+        "rows equal",
+    ):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for row in rows:
+        style = "bold" if row["name"] == benchmark.OURS else None
+        length = row["acceptance_length"]
+        table.add_row(
+            str(row["batch"]), row["name"], f"{row['speedup_vs_generate']:.2f}x", f"{row['tokens_per_s']:.1f}",
+            f"{row['ms_per_token_and_row']:.1f}", f"{row['host_share']:.1%}", f"{length:.2f}" if length else "",
+            row["rows_equal_to_generate"], style=style,
+        )  # fmt: skip
+    return table

@@ -1,0 +1,71 @@
+"""``SLOSpecGenerator``: a target, its draft and a tokenizer as one object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_slospec.checks import Targets, check_causal_lm, check_config
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.hf import configured_targets, generate_speculated
+from hf_slospec.speculator import Speculator
+
+
+class SLOSpecGenerator:
+    """Speculated generation without touching ``model.generate``.
+
+    Args:
+        model: the target, a loaded transformers causal LM.
+        assistant_model: a smaller causal LM with the same vocabulary, on the same device.
+        tokenizer: of both models.
+        config: how to speculate.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant_model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: SLOSpecConfig | None = None,
+    ):
+        check_causal_lm("model", model)
+        check_causal_lm("assistant_model", assistant_model)
+        self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
+        self.config = check_config(config)
+        self._speculator = Speculator(model, assistant_model, self.config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        assistant_model: str,
+        *,
+        config: SLOSpecConfig | None = None,
+        dtype: torch.dtype | str = "auto",
+        device_map: Any = None,
+        **model_kwargs: Any,
+    ) -> SLOSpecGenerator:
+        """Load both models and the target's tokenizer from the Hub or from folders.
+
+        ``dtype`` and ``device_map`` hold for both models, further arguments for the target's ``from_pretrained``.
+        """
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
+        draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map)
+        return cls(target, draft, AutoTokenizer.from_pretrained(model), config)
+
+    def generate(self, inputs: torch.Tensor | None = None, *, slo_tpot: Targets = None, **kwargs: Any) -> Any:
+        """``model.generate`` with tree speculation, with or without a target; same arguments and return types.
+
+        Args:
+            inputs: [batch, length] or [length] int64, or as ``input_ids``; left-padded with an ``attention_mask``.
+            slo_tpot: seconds per output token for all rows, or a list with one entry (or None) per row.
+            kwargs: everything else ``generate`` takes. ``return_dict_in_generate=True`` adds ``slo``, one
+                :class:`RequestMetrics` per row.
+        """
+        if slo_tpot is None:
+            slo_tpot = configured_targets(self.model, kwargs.get("generation_config"))
+        arguments = kwargs if inputs is None else {"inputs": inputs, **kwargs}
+        stock = type(self.model).generate.__get__(self.model)
+        return generate_speculated(self._speculator, stock, slo_tpot, arguments)
