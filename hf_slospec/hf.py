@@ -36,6 +36,7 @@ from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, RequestMetrics
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.sampling import StockSampler
+from hf_slospec.row_processors import processors_of_row
 from hf_slospec.speculator import Speculator, clock
 
 
@@ -129,7 +130,8 @@ def generate_speculated(
         requests = _requests(input_ids, model_kwargs.get("attention_mask"), stopping_criteria, targets, arrived_s)
         check_prompts(requests, speculator, input_ids)
         paddings = [row[: len(row) - r.prompt_len] for row, r in zip(input_ids.tolist(), requests, strict=True)]
-        sampler = StockSampler(logits_processor, generation_config.do_sample, paddings, input_ids.device)
+        processors = [processors_of_row(logits_processor, row, len(requests)) for row in range(len(requests))]
+        sampler = StockSampler(processors, generation_config.do_sample, paddings, input_ids.device)
         rows = _Rows(input_ids, requests, generation_config._pad_token_tensor, streamer)
         speculator.run(requests, sampler, rows.stream)
         rows.end()

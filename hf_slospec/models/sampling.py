@@ -43,14 +43,18 @@ class StockSampler:
     """Greedy choice or sampling after the call's own logits processors, as stock ``generate`` does it."""
 
     def __init__(
-        self, processors: Sequence[Processor], do_sample: bool, paddings: Sequence[Sequence[int]], device: torch.device
+        self,
+        processors: Sequence[Sequence[Processor]],
+        do_sample: bool,
+        paddings: Sequence[Sequence[int]],
+        device: torch.device,
     ):
-        """``paddings``: per row of the batch the left padding that processors expect to see before its prompt."""
+        """Per row of the batch: its processors, and the left padding they expect to see before its prompt."""
         self.processors, self.do_sample, self.paddings, self.device = processors, do_sample, paddings, device
         self._noise: GeneratorNoise | None = None
 
     def choosers(self, requests: Sequence[Request], logits: torch.Tensor, num_nodes: Sequence[int]) -> list[Chooser]:
-        if not self.processors and not self.do_sample:
+        if not any(self.processors) and not self.do_sample:
             best = logits.float().argmax(-1).cpu().split(list(num_nodes))
             return [choices.tolist().__getitem__ for choices in best]
         if self.do_sample:
@@ -64,9 +68,9 @@ class StockSampler:
     def _choose(self, request: Request, logits: torch.Tensor, node: int) -> int:
         """The token after ``node``, whose path from the root has just been committed to ``request.tokens``."""
         scores = logits[node : node + 1].to(device=self.device, dtype=torch.float32, copy=True)  # [1, vocab]
-        if self.processors:
+        if processors := self.processors[request.index]:
             input_ids = torch.tensor([[*self.paddings[request.index], *request.tokens]], device=self.device)
-            for processor in self.processors:
+            for processor in processors:
                 scores = processor(input_ids, scores)
         if self._noise is None:
             return int(scores.argmax(-1))

@@ -1,0 +1,344 @@
+"""The public surface: enable and disable, inputs and outputs, streaming, errors, recovery."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    StoppingCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation import BaseStreamer
+
+import hf_slospec
+from hf_slospec import (
+    IncompatibleDraftError,
+    InvalidInputError,
+    InvalidTypeError,
+    SLOSpecConfig,
+    SLOSpecError,
+    SLOSpecGenerator,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from tests.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+
+OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=20)
+
+
+@pytest.fixture
+def model() -> Any:
+    enabled = hf_slospec.enable(tiny_model("llama"), tiny_model("llama", noise=0.03))
+    yield enabled
+    hf_slospec.disable(enabled)
+
+
+def test_without_target_generate_is_stock(model: Any) -> None:
+    inputs = ragged_prompts(2)
+    out = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True)
+    assert not hasattr(out, "slo")
+    assert torch.equal(out.sequences, type(model).generate(model, **inputs, **OPTIONS))
+
+
+def test_always_speculates_without_target() -> None:
+    model = hf_slospec.enable(tiny_model("llama"), tiny_model("llama"), always=True)
+    try:
+        out = model.generate(**ragged_prompts(2), **OPTIONS, return_dict_in_generate=True)
+        assert [metrics.target_s for metrics in out.slo] == [None, None]
+    finally:
+        hf_slospec.disable(model)
+
+
+def test_disable_restores_everything() -> None:
+    model = tiny_model("qwen2")
+    before = dict(model.__dict__), model.config.to_dict(), model.config._attn_implementation
+    hf_slospec.enable(model, tiny_model("qwen2"))
+    hf_slospec.enable(model, tiny_model("qwen2", seed=1))  # again: replaces the draft
+    model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
+    hf_slospec.disable(model)
+    hf_slospec.disable(model)
+    assert (dict(model.__dict__), model.config.to_dict(), model.config._attn_implementation) == before
+    with pytest.raises(ValueError, match="slo_tpot"):
+        model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
+
+
+def test_plain_forwards_are_untouched_while_enabled(model: Any) -> None:
+    inputs = ragged_prompts(3)
+    hf_slospec.disable(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        hf_slospec.enable(model, tiny_model("llama"))
+        model.generate(**inputs, **OPTIONS, slo_tpot=0.1)
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_enabled_model_can_be_copied_and_pickled(model: Any) -> None:
+    inputs = ragged_prompts(2)
+    expected = type(model).generate(model, **inputs, **OPTIONS)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other.generate(**inputs, **OPTIONS), expected)
+
+
+def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
+    out = model.generate(**ragged_prompts(3), **OPTIONS, slo_tpot=[1e-6, None, 100.0], return_dict_in_generate=True)
+    assert out.sequences.shape[0] == 3
+    assert out.scores is None
+    assert [metrics.target_s for metrics in out.slo] == [1e-6, None, 100.0]
+    assert [metrics.attained for metrics in out.slo] == [False, None, True]
+    for metrics in out.slo:
+        assert metrics.tokens == 1 + metrics.steps + metrics.accepted
+        assert metrics.tpot_s > 0
+        assert metrics.ttft_s > 0
+        assert metrics.acceptance_length == pytest.approx((metrics.tokens - 1) / metrics.steps)
+
+
+@pytest.mark.parametrize("as_list", [list, tuple, np.array, torch.tensor])
+def test_targets_may_be_any_sequence(model: Any, as_list: Any) -> None:
+    out = model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=as_list([0.5, 0.25]), return_dict_in_generate=True)
+    assert [metrics.target_s for metrics in out.slo] == [0.5, 0.25]
+
+
+def test_target_from_generation_config(model: Any, tmp_path: Any) -> None:
+    GenerationConfig(slo_tpot=0.25, max_new_tokens=8, eos_token_id=2, pad_token_id=0).save_pretrained(tmp_path)
+    config = GenerationConfig.from_pretrained(tmp_path)
+    out = model.generate(**ragged_prompts(1), generation_config=config, return_dict_in_generate=True)
+    assert out.slo[0].target_s == 0.25
+
+
+def test_one_dimensional_ids_and_positional_inputs(model: Any) -> None:
+    ids = ragged_prompts(1)["input_ids"]
+    expected = type(model).generate(model, ids, **OPTIONS)
+    assert torch.equal(model.generate(ids[0], **OPTIONS, slo_tpot=0.1), expected)
+    assert torch.equal(model.generate(ids, **OPTIONS, slo_tpot=0.1), expected)
+    assert torch.equal(
+        model.generate(inputs=ids, attention_mask=torch.ones_like(ids), **OPTIONS, slo_tpot=0.1), expected
+    )
+
+
+def test_max_length_and_one_new_token(model: Any) -> None:
+    inputs = ragged_prompts(2)
+    length = inputs["input_ids"].shape[1]
+    assert_same_as_stock(model, _with_target(model), inputs, do_sample=False, max_length=length + 5)
+    out = assert_same_as_stock(model, _with_target(model), inputs, do_sample=False, max_new_tokens=1)
+    assert [metrics.tpot_s for metrics in out.slo] == [None, None]
+
+
+def test_several_sequences_per_prompt_take_their_prompts_target(model: Any) -> None:
+    options = dict(do_sample=True, max_new_tokens=12, num_return_sequences=3)
+    out = assert_same_as_stock(
+        model, lambda **k: model.generate(**k, slo_tpot=[0.5, None]), ragged_prompts(2), **options
+    )
+    assert [metrics.target_s for metrics in out.slo] == [0.5] * 3 + [None] * 3
+
+
+class Recorder(BaseStreamer):
+    """Notes everything a streamer is given."""
+
+    def __init__(self) -> None:
+        self.puts: list[list[Any]] = []
+        self.num_ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value.tolist())
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_streamer_sees_what_stock_streams(model: Any, batch: int) -> None:
+    inputs, stock, ours = ragged_prompts(batch), Recorder(), Recorder()
+    type(model).generate(model, **inputs, do_sample=False, max_new_tokens=50, streamer=stock)
+    model.generate(**inputs, do_sample=False, max_new_tokens=50, streamer=ours, slo_tpot=0.1)
+    assert ours.puts == stock.puts
+    assert ours.num_ends == stock.num_ends == 1
+
+
+class StopAfter(StoppingCriteria):
+    """Stops a row once it holds a token."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+def test_custom_criteria_are_checked_per_token(model: Any) -> None:
+    inputs = ragged_prompts(1, seed=5)
+    plain = type(model).generate(model, **inputs, do_sample=False, max_new_tokens=30, eos_token_id=None)
+    token = int(plain[0, inputs["input_ids"].shape[1] + 11])
+    assert_same_as_stock(
+        model, _with_target(model), inputs, do_sample=False, max_new_tokens=30, stopping_criteria=[StopAfter(token)]
+    )
+
+
+def test_prefix_constraint_sees_its_own_row(model: Any) -> None:
+    allowed = lambda row, _: list(range(10 + 20 * row, 30 + 20 * row))  # noqa: E731
+    assert_same_as_stock(model, _with_target(model), ragged_prompts(3), **OPTIONS, prefix_allowed_tokens_fn=allowed)
+
+
+def _with_target(model: Any) -> Any:
+    return lambda **kwargs: model.generate(**kwargs, slo_tpot=0.05)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("bad", [0, -0.1, math.nan, math.inf, [0.1, -1.0], [0.1], [0.1, 0.2, 0.3]])
+def test_impossible_targets(model: Any, bad: Any) -> None:
+    with pytest.raises(InvalidInputError, match="slo_tpot"):
+        model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=bad)
+
+
+@pytest.mark.parametrize("bad", ["0.1", True, [0.1, "fast"], {"a": 1}])
+def test_targets_of_wrong_type(model: Any, bad: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="slo_tpot"):
+        model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (dict(num_beams=2), "beam"),
+        (dict(num_beams=2, do_sample=True), "beam"),
+        (dict(penalty_alpha=0.6, top_k=4), "contrastive"),
+        (dict(output_scores=True, return_dict_in_generate=True), "output_scores"),
+        (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states"),
+        (dict(guidance_scale=1.5), "guidance_scale"),
+        (dict(past_key_values=object()), "past_key_values"),
+        (dict(inputs_embeds=torch.zeros(1, 3, 32)), "inputs_embeds"),
+        (dict(custom_generate="org/repo"), "custom_generate"),
+    ],
+)
+def test_options_that_cannot_be_speculated(model: Any, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=name):
+        model.generate(**ragged_prompts(2), **{**OPTIONS, **options}, slo_tpot=0.1)
+
+
+def test_unknown_argument_is_still_a_typo(model: Any) -> None:
+    with pytest.raises(ValueError, match="max_new_tokenz"):
+        model.generate(**ragged_prompts(2), max_new_tokenz=4, slo_tpot=0.1)
+
+
+def test_right_padding(model: Any) -> None:
+    inputs = {name: tensor.flip(1) for name, tensor in ragged_prompts(2).items()}
+    with pytest.raises(InvalidInputError, match="pad on the left"):
+        model.generate(**inputs, **OPTIONS, slo_tpot=0.1)
+
+
+def test_empty_prompts(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match="empty"):
+        model.generate(torch.empty(1, 0, dtype=torch.int64), **OPTIONS, slo_tpot=0.1)
+    inputs = ragged_prompts(2)
+    inputs["attention_mask"][0] = 0
+    with pytest.raises(InvalidInputError, match=r"row 0 .* empty"):
+        model.generate(**inputs, **OPTIONS, slo_tpot=0.1)
+
+
+def test_longer_than_the_models_positions(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"max_new_tokens=150 .* 160 positions"):
+        model.generate(**ragged_prompts(2), max_new_tokens=150, slo_tpot=0.1)
+
+
+def test_token_ids_of_another_vocabulary(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match="tokenizer"):
+        model.generate(torch.tensor([[5, 101]]), **OPTIONS, slo_tpot=0.1)
+
+
+def test_draft_with_another_vocabulary() -> None:
+    target, _, _ = hf_slospec.load_tiny_pair()
+    with pytest.raises(IncompatibleDraftError, match="vocabulary"):
+        hf_slospec.enable(target, tiny_model("llama"))
+    assert "generate" not in target.__dict__
+
+
+def test_draft_on_another_device() -> None:
+    with pytest.raises(IncompatibleDraftError, match=r"assistant_model.to\('cpu'\)"):
+        hf_slospec.enable(tiny_model("llama"), copy.deepcopy(tiny_model("llama")).to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2)), "recurrent"),
+        (
+            lambda: BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=32, n_layer=2, n_head=4)),
+            "attention interface",
+        ),
+        (
+            lambda: FalconForCausalLM(
+                FalconConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+            ),
+            "attention interface",
+        ),
+        (
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+            ),
+            "encoder-decoder",
+        ),
+    ],
+)
+def test_models_that_cannot_hold_a_tree(build: Any, why: str) -> None:
+    model = build()
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} .*{why}"):
+        hf_slospec.enable(model, tiny_model("llama"))
+
+
+@pytest.mark.parametrize("bad", [None, "gpt2", torch.nn.Linear(2, 2)])
+def test_models_of_wrong_type(bad: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"^model must be"):
+        hf_slospec.enable(bad, tiny_model("llama"))
+    with pytest.raises(InvalidTypeError, match=r"^assistant_model must be"):
+        SLOSpecGenerator(tiny_model("llama"), bad)
+
+
+def test_config_is_frozen_and_strict() -> None:
+    with pytest.raises(ValueError, match="max_depht"):
+        SLOSpecConfig(max_depht=3)
+    with pytest.raises(ValueError, match="frozen"):
+        SLOSpecConfig().max_depth = 3
+    with pytest.raises(InvalidTypeError, match="config"):
+        hf_slospec.enable(tiny_model("llama"), tiny_model("llama"), config={"max_depth": 3})
+    assert all(field.description for field in SLOSpecConfig.model_fields.values())
+
+
+def test_every_error_is_an_slospec_error_and_a_builtin() -> None:
+    for error in (InvalidInputError, UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError):
+        assert issubclass(error, SLOSpecError) and issubclass(error, ValueError)
+    assert issubclass(InvalidTypeError, SLOSpecError) and issubclass(InvalidTypeError, TypeError)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_run_leaves_the_model_usable(model: Any, interruption: type[BaseException]) -> None:
+    class Interrupting(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.puts) == 6:
+                raise interruption
+
+    inputs = ragged_prompts(1, seed=5)
+    expected = type(model).generate(model, **inputs, **OPTIONS)
+    with pytest.raises(interruption):
+        model.generate(**inputs, **OPTIONS, slo_tpot=0.1, streamer=Interrupting())
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, slo_tpot=0.1), expected)
