@@ -17,6 +17,9 @@ from hf_slospec.models.measure import measure_step_costs
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.policies.auto import AutoPolicy
+
+POLICIES = {"auto": AutoPolicy, "adaserve": AdaServePolicy}
 
 clock = time.perf_counter  # the one clock of requests and engine: monotonic seconds
 
@@ -41,7 +44,7 @@ class Speculator:
         engine = Engine(
             PackedTarget(self.target, requests, max_nodes, sampler),
             AssistantDrafter(self.draft, requests, max_nodes),
-            AdaServePolicy(self.config, self.costs),
+            POLICIES[self.config.policy](self.config, self.costs),
             clock,
             requests,
             self.config.check_invariants,

@@ -13,7 +13,7 @@ from tests.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, ti
 GREEDY: dict[str, Any] = dict(do_sample=False)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, top_p=0.95)
 DRAFTS = {"perfect": dict(seed=0), "useless": dict(seed=1), "fair": dict(seed=0, noise=0.03)}
-CHECKED = SLOSpecConfig(check_invariants=True, token_budget=40)
+CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)  # always drafts
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -46,7 +46,7 @@ def test_same_tokens_for_every_tree_shape_and_backend(shape: tuple[int, int], at
 
 def test_perfect_draft_commits_whole_chains() -> None:
     model = tiny_model("llama")
-    config = SLOSpecConfig(max_depth=4, max_width=1, token_budget=10)
+    config = SLOSpecConfig(policy="adaserve", max_depth=4, max_width=1, token_budget=10)
     out = assert_same_as_stock(
         model, SLOSpecGenerator(model, model, config=config).generate, ragged_prompts(1, seed=3), **GREEDY,
         max_new_tokens=31, eos_token_id=None,

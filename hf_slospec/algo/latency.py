@@ -24,7 +24,7 @@ class LatencyCurve:
         monotone = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64)[order])
         return cls(tuple(int(num_tokens[i]) for i in order), tuple(float(s) for s in monotone))
 
-    def __call__(self, num_tokens: IntArray | int) -> FloatArray:
+    def __call__(self, num_tokens: IntArray | FloatArray | int) -> FloatArray:
         x, y = np.array(self.num_tokens, dtype=np.float64), np.array(self.seconds)
         inside: FloatArray = np.asarray(np.interp(num_tokens, x, y))
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0

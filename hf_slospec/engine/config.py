@@ -12,16 +12,19 @@ class SLOSpecConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["adaserve"] = Field(
-        "adaserve", description="Who decides depth, width and nodes of each step: AdaServe's Algorithm 2."
+    policy: Literal["auto", "adaserve"] = Field(
+        "auto",
+        description="Who decides depth, width and nodes of each step. adaserve: the paper's Algorithm 2 and equations "
+        "8/9, the whole token budget on every step. auto: the same, but no deeper and no more nodes than raise "
+        "expected tokens per second.",
     )
     max_depth: int = Field(6, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
     max_width: int = Field(4, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")
     token_budget: int | None = Field(
         None,
         ge=1,
-        description="Nodes verified per step over all requests, roots included (B and B1). None: from measured step "
-        "times, and each step spends only as many as raise expected tokens per second.",
+        description="Nodes verified per step at most, over all requests, roots included (B and B1). None: as many as "
+        "cost up to four times a single token's step, by measurement.",
     )
     draft_budget: int = Field(96, ge=1, description="Draft tokens per level over all requests (B2), bounds the width.")
     depth_offset: int = Field(0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees.")

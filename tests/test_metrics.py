@@ -1,0 +1,43 @@
+"""TPOT and attainment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.algo.metrics import is_attained, tpot_s
+
+
+def test_tpot_is_the_mean_gap_after_the_first_token():
+    assert tpot_s(2.0, 5.0, 4) == 1.0
+    assert tpot_s(2.0, 2.5, 2) == 0.5
+    assert tpot_s(2.0, 2.0, 3) == 0.0  # one burst
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_tpot_is_undefined_below_two_tokens(num_tokens):
+    assert tpot_s(2.0, 2.0, num_tokens) is None
+
+
+@given(first=st.floats(0, 1e6), gaps=st.lists(st.floats(0, 100), min_size=1, max_size=50))
+@settings(deadline=None)
+def test_tpot_lies_between_the_smallest_and_the_largest_gap(first, gaps):
+    measured = tpot_s(first, first + sum(gaps), len(gaps) + 1)
+    assert measured is not None
+    assert min(gaps) - 1e-6 <= measured <= max(gaps) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "target_s", "expected"),
+    [
+        (0.04, 0.05, True),
+        (0.05, 0.05, True),
+        (0.06, 0.05, False),
+        (None, 0.05, True),  # no second token, nothing to be late with
+        (0.06, None, None),
+        (None, None, None),
+    ],
+)
+def test_is_attained(measured_s, target_s, expected):
+    assert is_attained(measured_s, target_s) is expected
