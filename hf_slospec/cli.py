@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,7 +61,7 @@ def bench(
 
     All contestants are interleaved in one process; speed-ups are medians of ratios within a repeat.
     """
-    settings = SLOSpecConfig.model_validate_json(config)
+    settings = _settings(config)
     models = _models(target, assistant, size, dtype, device)
     runner = benchmark.Bench(*models, tiny_prompts(), new_tokens, settings)
     contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
@@ -76,6 +77,13 @@ def bench(
         json_path.write_text(json.dumps({"provenance": facts, "results": rows}, indent=2) + "\n")
 
 
+def _settings(config: str) -> SLOSpecConfig:
+    try:
+        return SLOSpecConfig.model_validate_json(config)
+    except ValidationError as error:
+        raise typer.BadParameter(f"--config: {error}") from error
+
+
 def _models(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> tuple[Any, Any, Any]:
     if (target is None) != (assistant is None):
         raise typer.BadParameter("--target and --assistant go together")
@@ -88,6 +96,8 @@ def _models(target: str | None, assistant: str | None, size: str, dtype: str, de
         )
     if size != "tiny" and size not in SHAPES:
         raise typer.BadParameter(f"--size must be tiny or one of {', '.join(SHAPES)}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter("--dtype must be bfloat16, float16 or float32")
     model, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
     model, draft = model.to(device), draft.to(device)
     return model if size == "tiny" else inflate(model, SHAPES[size]), draft, tokenizer

@@ -14,17 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import random
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 
 VOCAB_SIZE = 2048
 LONG_FROM = 0.7  # share of the steps after which windows are four times as long (and a quarter as many)
@@ -275,6 +279,65 @@ def held_out_prompts(count: int, seed: int, lines: int = 12) -> Iterator[str]:
         yield "".join(source[start : start + lines])
 
 
+def acceptance_lengths(plan: Plan) -> dict[str, float]:
+    """Mean committed tokens per verify step of the shipped pair on the shipped (held-out) prompts, fp32."""
+    shapes = {
+        "chain of 4": {"max_depth": 4, "max_width": 1, "token_budget": 5},
+        "tree of 12 nodes": {"max_depth": 6, "max_width": 4, "token_budget": 12},
+        "tree of 16 nodes": {"max_depth": 6, "max_width": 4, "token_budget": 16},
+    }
+    target = LlamaForCausalLM.from_pretrained(plan.out / "target", dtype=torch.float32)
+    draft = LlamaForCausalLM.from_pretrained(plan.out / "draft", dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(plan.out / "tokenizer")
+    prompts = json.loads((plan.out / "prompts.json").read_text())[:32]
+    lengths = {}
+    for name, shape in shapes.items():
+        generator = SLOSpecGenerator(target, draft, config=SLOSpecConfig(policy="adaserve", **shape))
+        for decoding, sampling in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "top_k": 0})):
+            torch.manual_seed(plan.seed)
+            steps = tokens = 0
+            for prompt in tqdm(prompts, desc=f"{name}, {decoding}"):
+                inputs = tokenizer(prompt, return_tensors="pt")
+                out = generator.generate(**inputs, **sampling, max_new_tokens=96, return_dict_in_generate=True)
+                steps, tokens = steps + out.slo[0].steps, tokens + out.slo[0].tokens - 1
+            lengths[f"{name}, {decoding}"] = round(tokens / steps, 3)
+    return lengths
+
+
+CARD = """# The embedded pair
+
+A target ({target[parameters]:,} parameters), a draft ({draft[parameters]:,}) and a byte-level BPE tokenizer ({vocab} tokens),
+all Llama-shaped, made by `scripts/train_tiny_pair.py` (seed {seed}) so that examples, tests and benchmarks need no
+download. They write Python-looking text with real, uneven predictability. They are not useful for anything else.
+
+**Data.** The source of the Python {python} standard library without its tests: {train_tokens:,} tokens. Held out, and the
+source of `prompts.json`: {modules} ({held_out_tokens:,} tokens). The draft was distilled on the target's own
+distribution, half on corpus windows and half on text the target sampled itself.
+
+**Licence.** The weights and the tokenizer are under the project's Apache-2.0. The training text and the excerpts in
+`prompts.json` are copyright the Python Software Foundation, used under the PSF License Version 2 (`PSF-LICENSE.txt`).
+
+**Loss on the held-out modules** (nats per token, windows of {window} tokens, the shipped bf16 weights): target
+{target[held_out_loss]:.3f}, draft {draft[held_out_loss]:.3f}.
+
+**Acceptance length** (committed tokens per verify step, fp32, 32 held-out prompts, 96 new tokens each; nodes count
+the root of trees, a chain of 4 is 4 drafted tokens):
+
+| tree | greedy | sampled at temperature 1 |
+|---|---|---|
+{lengths}
+"""
+
+
+def write_card(plan: Plan, facts: dict[str, Any]) -> None:
+    lengths = facts["acceptance_length"]
+    names = dict.fromkeys(name.rsplit(", ", 1)[0] for name in lengths)
+    rows = [f"| {name} | {lengths[f'{name}, greedy']:.2f} | {lengths[f'{name}, sampled']:.2f} |" for name in names]
+    modules = ", ".join(f"`{module}`" for module in HELD_OUT)
+    filled = facts | {"vocab": VOCAB_SIZE, "modules": modules, "window": 4 * plan.seq_len, "lengths": "\n".join(rows)}
+    (plan.out / "README.md").write_text(CARD.format(**filled))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -295,7 +358,13 @@ def main() -> None:
     target = train_target(plan, train)
     draft = train_draft(plan, target, train)
 
-    facts = {"seed": plan.seed, "train_tokens": len(train), "held_out_tokens": len(test), "held_out_modules": HELD_OUT}
+    facts = {
+        "seed": plan.seed,
+        "python": platform.python_version(),
+        "train_tokens": len(train),
+        "held_out_tokens": len(test),
+        "held_out_modules": HELD_OUT,
+    }
     for name, model in (("target", target), ("draft", draft)):
         model = model.to(torch.bfloat16)  # shipped in bf16; the facts describe what ships
         model.save_pretrained(plan.out / name)
@@ -303,9 +372,11 @@ def main() -> None:
             "parameters": model.num_parameters(),
             "held_out_loss": round(held_out_loss(model.float(), test, 4 * plan.seq_len), 4),
         }
-    (plan.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     prompts = list(held_out_prompts(64, plan.seed))
     (plan.out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
+    facts["acceptance_length"] = acceptance_lengths(plan)
+    (plan.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    write_card(plan, facts)
     print(json.dumps(facts, indent=2))
 
 
