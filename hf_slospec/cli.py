@@ -105,17 +105,10 @@ def _models(target: str | None, assistant: str | None, size: str, dtype: str, de
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Speed against stock generate, same batch, same repeat (medians)")
-    for heading in (
-        "batch",
-        "method",
-        "speed-up",
-        "tokens/s",
-        "ms/token per row",
-        "host share",
-        "acceptance",
-        "rows equal",
-    ):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+    table.add_column("batch", justify="right")
+    table.add_column("method", no_wrap=True)
+    for heading in ("speed-up", "tokens/s", "ms/token per row", "host share", "acceptance", "rows equal"):
+        table.add_column(heading, justify="right")
     for row in rows:
         style = "bold" if row["name"] == benchmark.OURS else None
         length = row["acceptance_length"]

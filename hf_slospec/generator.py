@@ -18,7 +18,8 @@ class SLOSpecGenerator:
 
     Args:
         model: the target, a loaded transformers causal LM.
-        assistant_model: a smaller causal LM with the same vocabulary, on the same device.
+        assistant_model: a smaller causal LM with the same vocabulary, on the same device. Without one, the
+            request's own tokens draft (prompt lookup).
         tokenizer: of both models.
         config: how to speculate.
     """
@@ -26,12 +27,13 @@ class SLOSpecGenerator:
     def __init__(
         self,
         model: PreTrainedModel,
-        assistant_model: PreTrainedModel,
+        assistant_model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: SLOSpecConfig | None = None,
     ):
         check_causal_lm("model", model)
-        check_causal_lm("assistant_model", assistant_model)
+        if assistant_model is not None:
+            check_causal_lm("assistant_model", assistant_model)
         self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
         self.config = check_config(config)
         self._speculator = Speculator(model, assistant_model, self.config)
@@ -40,19 +42,21 @@ class SLOSpecGenerator:
     def from_pretrained(
         cls,
         model: str,
-        assistant_model: str,
+        assistant_model: str | None = None,
         *,
         config: SLOSpecConfig | None = None,
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
         **model_kwargs: Any,
     ) -> SLOSpecGenerator:
-        """Load both models and the target's tokenizer from the Hub or from folders.
+        """Load target, draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
         ``dtype`` and ``device_map`` hold for both models, further arguments for the target's ``from_pretrained``.
         """
         target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
-        draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map)
+        draft = None
+        if assistant_model is not None:
+            draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map)
         return cls(target, draft, AutoTokenizer.from_pretrained(model), config)
 
     def generate(self, inputs: torch.Tensor | None = None, *, slo_tpot: Targets = None, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ class SLOSpecOutput(GenerateDecoderOnlyOutput):
 
 def enable(
     model: PreTrainedModel,
-    assistant_model: PreTrainedModel,
+    assistant_model: PreTrainedModel | None = None,
     *,
     config: SLOSpecConfig | None = None,
     always: bool = False,
@@ -58,7 +58,8 @@ def enable(
 
     Args:
         model: a loaded transformers causal LM.
-        assistant_model: a smaller causal LM with the same vocabulary, on the same device.
+        assistant_model: a smaller causal LM with the same vocabulary, on the same device. Without one, the
+            request's own tokens draft (prompt lookup).
         config: how to speculate; the defaults of :class:`SLOSpecConfig` if omitted.
         always: speculate calls without ``slo_tpot`` too. Otherwise they are stock ``generate``, untouched.
 
@@ -71,11 +72,13 @@ def enable(
         IncompatibleDraftError: the two models do not share a vocabulary or a device.
     """
     check_causal_lm("model", model)
-    check_causal_lm("assistant_model", assistant_model)
+    if assistant_model is not None:
+        check_causal_lm("assistant_model", assistant_model)
     config = check_config(config)
     speculator = Speculator(model, assistant_model, config)  # may refuse; nothing has been changed yet
     disable(model)
-    stock = model.generate
+    replaced = model.__dict__.get("generate")  # a custom generate of the instance's own, if it has one
+    stock = model.generate  # bound; the class's own unless replaced
 
     @functools.wraps(stock)
     def generate(self: PreTrainedModel, *args: Any, slo_tpot: Targets = None, **kwargs: Any) -> Any:
@@ -91,15 +94,18 @@ def enable(
         return generate_speculated(chosen, stock, slo_tpot, arguments)
 
     generate.__signature__ = _with_slo_tpot(inspect.signature(stock))  # type: ignore[attr-defined]
-    generate.is_speculated = True  # type: ignore[attr-defined]
+    generate.replaced = replaced  # type: ignore[attr-defined]
     model.generate = types.MethodType(generate, model)  # type: ignore[method-assign]
     return model
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Give ``model`` its stock ``generate`` back. Does nothing if it is not enabled."""
-    if getattr(model.__dict__.get("generate"), "is_speculated", False):
+    generate = model.__dict__.get("generate")
+    if hasattr(generate, "replaced"):
         del model.__dict__["generate"]
+        if generate.replaced is not None:
+            model.generate = generate.replaced  # type: ignore[method-assign]
     return model
 
 

@@ -1,4 +1,4 @@
-"""A target and its draft, ready to decode batches: models, policy and engine put together."""
+"""A target and its drafter, ready to decode batches: models, policy and engine put together."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.measure import measure_step_costs
 from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy
@@ -25,13 +26,15 @@ clock = time.perf_counter  # the one clock of requests and engine: monotonic sec
 
 
 class Speculator:
-    """Runs requests on a pair of models. Holds no request state: every run has KV storage of its own."""
+    """Runs requests on a target. Holds no request state: every run has KV storage of its own."""
 
-    def __init__(self, model: Any, assistant_model: Any, config: SLOSpecConfig):
+    def __init__(self, model: Any, assistant_model: Any | None, config: SLOSpecConfig):
+        """Without an assistant model, prompt lookup drafts."""
         self.config = config
         self.target = PackedModel(model, config.attention)
-        self.draft = PackedModel(assistant_model, config.attention)
-        _check_pair(self.target, self.draft)
+        self.draft = None if assistant_model is None else PackedModel(assistant_model, config.attention)
+        if self.draft is not None:
+            _check_pair(self.target, self.draft)
 
     @cached_property
     def costs(self) -> StepCosts:
@@ -43,7 +46,7 @@ class Speculator:
         max_nodes = self.config.max_depth * self.config.max_width
         engine = Engine(
             PackedTarget(self.target, requests, max_nodes, sampler),
-            AssistantDrafter(self.draft, requests, max_nodes),
+            PromptLookupDrafter() if self.draft is None else AssistantDrafter(self.draft, requests, max_nodes),
             POLICIES[self.config.policy](self.config, self.costs),
             clock,
             requests,

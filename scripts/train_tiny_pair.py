@@ -306,13 +306,13 @@ def acceptance_lengths(plan: Plan) -> dict[str, float]:
 
 CARD = """# The embedded pair
 
-A target ({target[parameters]:,} parameters), a draft ({draft[parameters]:,}) and a byte-level BPE tokenizer ({vocab} tokens),
-all Llama-shaped, made by `scripts/train_tiny_pair.py` (seed {seed}) so that examples, tests and benchmarks need no
-download. They write Python-looking text with real, uneven predictability. They are not useful for anything else.
+A Llama target ({target[parameters]:,} parameters), a Llama draft ({draft[parameters]:,}) and a byte-level BPE tokenizer
+({vocab} tokens), made by `scripts/train_tiny_pair.py` (seed {seed}) so that examples, tests and benchmarks need no
+download. They write Python-looking text with real, uneven predictability and are of no other use.
 
-**Data.** The source of the Python {python} standard library without its tests: {train_tokens:,} tokens. Held out, and the
-source of `prompts.json`: {modules} ({held_out_tokens:,} tokens). The draft was distilled on the target's own
-distribution, half on corpus windows and half on text the target sampled itself.
+**Data.** The source of the Python {python} standard library without its tests: {train_tokens:,} tokens. Held out, and
+the source of `prompts.json`: {modules} ({held_out_tokens:,} tokens). The draft was distilled on the
+target's own distribution, half on corpus windows and half on text the target sampled itself.
 
 **Licence.** The weights and the tokenizer are under the project's Apache-2.0. The training text and the excerpts in
 `prompts.json` are copyright the Python Software Foundation, used under the PSF License Version 2 (`PSF-LICENSE.txt`).
@@ -342,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=2800)
-    parser.add_argument("--draft-steps", type=int, default=3600)
+    parser.add_argument("--draft-steps", type=int, default=2400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_pair"), help="checkpoints; safe to delete")

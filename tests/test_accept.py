@@ -60,7 +60,7 @@ def sample_step(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_mean_committed_tokens_is_the_sum_of_path_probabilities(shape, seed):
+def test_mean_committed_tokens_is_the_sum_of_path_probabilities(shape: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     next_probs = markov_model(rng, VOCAB)
     tree = tree_of_paths(next_probs, CONTEXT, SHAPES[shape])
@@ -73,7 +73,7 @@ def test_mean_committed_tokens_is_the_sum_of_path_probabilities(shape, seed):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_processed", [False, True])
-def test_output_has_the_distribution_of_plain_sampling(shape, is_processed):
+def test_output_has_the_distribution_of_plain_sampling(shape: str, is_processed: bool) -> None:
     rng = np.random.default_rng(3)
     target, draft = markov_model(rng, VOCAB), markov_model(rng, VOCAB)
     next_probs = functools.partial(penalised, target) if is_processed else target
@@ -103,7 +103,7 @@ def test_output_has_the_distribution_of_plain_sampling(shape, is_processed):
 
 @given(seed=SEEDS, paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), max_size=12))
 @settings(deadline=None)
-def test_greedy_output_equals_greedy_decoding_for_any_tree(seed, paths):
+def test_greedy_output_equals_greedy_decoding_for_any_tree(seed: int, paths: list[list[int]]) -> None:
     next_probs = markov_model(np.random.default_rng(seed), VOCAB)
     plain = list(CONTEXT)
     for _ in range(6):
@@ -121,7 +121,7 @@ def test_greedy_output_equals_greedy_decoding_for_any_tree(seed, paths):
 
 @given(seed=SEEDS, size=st.integers(1, 30), stop_after=st.integers(1, 6))
 @settings(deadline=None)
-def test_walk_goes_down_one_path_and_stops_when_told(seed, size, stop_after):
+def test_walk_goes_down_one_path_and_stops_when_told(seed: int, size: int, stop_after: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, size)
     choices = {node: int(rng.integers(0, 4)) for node in range(size)}

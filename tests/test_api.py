@@ -77,6 +77,14 @@ def test_disable_restores_everything() -> None:
         model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
 
 
+def test_disable_restores_a_generate_of_the_instance() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generate = "custom"
+    hf_slospec.enable(model, tiny_model("llama"))
+    hf_slospec.disable(model)
+    assert model.generate == "custom"
+
+
 def test_plain_forwards_are_untouched_while_enabled(model: Any) -> None:
     inputs = ragged_prompts(3)
     hf_slospec.disable(model)

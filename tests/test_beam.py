@@ -35,7 +35,7 @@ BEAMS = given(seed=SEEDS, beam=st.integers(1, 5), vocab=st.integers(2, 7), width
 
 @BEAMS
 @settings(deadline=None)
-def test_extend_beam_keeps_the_best_children(seed, beam, vocab, width):
+def test_extend_beam_keeps_the_best_children(seed: int, beam: int, vocab: int, width: int) -> None:
     paths, logits = random_beam(seed, beam, vocab, is_tied=False)
     tokens, parents, extended = extend_beam(paths, logits, width)
     assert tokens.shape == parents.shape == extended.shape == (3, min(width, beam * vocab))
@@ -53,7 +53,7 @@ def test_extend_beam_keeps_the_best_children(seed, beam, vocab, width):
 
 @BEAMS
 @settings(deadline=None)
-def test_extend_beam_breaks_ties_by_parent(seed, beam, vocab, width):
+def test_extend_beam_breaks_ties_by_parent(seed: int, beam: int, vocab: int, width: int) -> None:
     paths, logits = random_beam(seed, beam, vocab, is_tied=True)
     tokens, parents, extended = (column.numpy() for column in extend_beam(paths, logits, width))
     children = (paths[..., None] + logits.log_softmax(-1)).numpy()
@@ -65,7 +65,7 @@ def test_extend_beam_breaks_ties_by_parent(seed, beam, vocab, width):
         assert order == sorted(order)
 
 
-def test_extend_beam_never_raises_a_path_probability():
+def test_extend_beam_never_raises_a_path_probability() -> None:
     paths = torch.tensor([[0.0, -1e-7]])
     certain = torch.tensor([[[0.0, 1e4, 0.0], [90.0, 0.0, 0.0]]])
     tokens, parents, extended = extend_beam(paths, certain, 2)
@@ -95,7 +95,7 @@ def optimal(tree: TokenTree, budget: int) -> tuple[IntArray, FloatArray]:
 
 @given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
 @settings(deadline=None, max_examples=60)
-def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed, vocab, budget):
+def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed: int, vocab: int, budget: int) -> None:
     table = torch.tensor(3.0 * np.random.default_rng(seed).normal(size=(vocab, vocab)), dtype=torch.float32)
     full = search(table, budget - 1, lambda level: vocab**level)
     narrow = search(table, budget - 1, lambda level: budget - level)
@@ -105,7 +105,7 @@ def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed, vocab,
 
 @given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
 @settings(deadline=None, max_examples=60)
-def test_beam_contains_an_optimal_tree_when_paths_tie(seed, vocab, budget):
+def test_beam_contains_an_optimal_tree_when_paths_tie(seed: int, vocab: int, budget: int) -> None:
     # Which of several equally likely tokens torch.topk keeps is its own affair; what they are worth is not.
     table = torch.tensor(np.random.default_rng(seed).integers(0, 2, (vocab, vocab)), dtype=torch.float32)
     full = search(table, budget - 1, lambda level: vocab**level)
@@ -115,7 +115,7 @@ def test_beam_contains_an_optimal_tree_when_paths_tie(seed, vocab, budget):
 
 @pytest.mark.parametrize("level", [1, 2, 4])
 @pytest.mark.parametrize("fan", [2, 3, 6])
-def test_one_node_narrower_loses_a_chain_with_a_fan(level, fan):
+def test_one_node_narrower_loses_a_chain_with_a_fan(level: int, fan: int) -> None:
     """A certain chain of level - 1 tokens, then ``fan`` equally likely ones, each followed by anything."""
     vocab, budget = level + fan, level + fan
     table = torch.zeros(vocab, vocab)

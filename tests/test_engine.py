@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.latency import LatencyCurve, StepCosts
+from hf_slospec.algo.select import SLOOrder
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.policies.auto import AutoPolicy
 from tests.toys import SEEDS, NextProbs, beam_tree, draw, markov_model, path_to
 
 Choose = Callable[[Request], int]  # the token plain decoding gives a request after its tokens as they stand
@@ -149,15 +151,24 @@ def run(engine: Engine) -> None:
     num_requests=st.integers(1, 6),
     is_sampled=st.booleans(),
     likeness=st.sampled_from([0.0, 0.7, 1.0]),
+    policy_class=st.sampled_from([AdaServePolicy, AutoPolicy]),
     max_depth=st.integers(0, 5),
     max_width=st.integers(1, 4),
     token_budget=st.none() | st.integers(1, 40),
     order=st.sampled_from(["ascending", "descending"]),
 )
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=200)
 def test_every_request_gets_what_plain_decoding_gives(
-    seed, num_requests, is_sampled, likeness, max_depth, max_width, token_budget, order
-):
+    seed: int,
+    num_requests: int,
+    is_sampled: bool,
+    likeness: float,
+    policy_class: type[AdaServePolicy],
+    max_depth: int,
+    max_width: int,
+    token_budget: int | None,
+    order: SLOOrder,
+) -> None:
     rng = np.random.default_rng(seed)
     target, other = markov_model(rng, VOCAB), markov_model(rng, VOCAB)
     choose = sampled(target, seed) if is_sampled else greedy(target)
@@ -165,7 +176,7 @@ def test_every_request_gets_what_plain_decoding_gives(
     expected = [decode_plainly(choose, request) for request in requests]
 
     config = SLOSpecConfig(max_depth=max_depth, max_width=max_width, token_budget=token_budget, slo_order=order)
-    policy = AdaServePolicy(config, COSTS)
+    policy = policy_class(config, COSTS)
     toy = ToyTarget(choose)
     drafter = ToyDrafter(lambda tokens: likeness * target(tokens) + (1.0 - likeness) * other(tokens))
     run(Engine(toy, drafter, policy, Clock(), requests, check_invariants=True))
@@ -183,7 +194,7 @@ def test_every_request_gets_what_plain_decoding_gives(
         assert metrics.drafted == sum(tree.num_nodes - 1 for tree in own) >= metrics.accepted
 
 
-def test_requests_are_prefilled_first_and_alone():
+def test_requests_are_prefilled_first_and_alone() -> None:
     rng = np.random.default_rng(0)
     target = markov_model(rng, VOCAB)
     first, second, late = (Request(index, [0, 1], 9) for index in range(3))
@@ -200,18 +211,19 @@ def test_requests_are_prefilled_first_and_alone():
     assert late.num_steps == 1
 
 
-def test_depth_0_never_drafts():
+@pytest.mark.parametrize("policy_class", [AdaServePolicy, AutoPolicy])
+def test_depth_0_never_drafts(policy_class: type[AdaServePolicy]) -> None:
     target = markov_model(np.random.default_rng(1), VOCAB)
     requests = [Request(index, [0, 1], 6) for index in range(3)]
     drafter = ToyDrafter(target)
     toy = ToyTarget(greedy(target))
-    run(Engine(toy, drafter, AdaServePolicy(SLOSpecConfig(max_depth=0), COSTS), Clock(), requests))
+    run(Engine(toy, drafter, policy_class(SLOSpecConfig(max_depth=0), COSTS), Clock(), requests))
     assert drafter.plans == []
     assert len(toy.steps) == 6
     assert [request.metrics().acceptance_length for request in requests] == [1.0] * 3
 
 
-def test_last_token_is_decoded_without_drafting():
+def test_last_token_is_decoded_without_drafting() -> None:
     target = markov_model(np.random.default_rng(1), VOCAB)
     drafter = ToyDrafter(target)
     request = Request(0, [0, 1], 2)
@@ -221,7 +233,7 @@ def test_last_token_is_decoded_without_drafting():
 
 
 @pytest.mark.parametrize("depth", [1, 3, 4])
-def test_a_draft_that_is_always_right_commits_whole_chains(depth):
+def test_a_draft_that_is_always_right_commits_whole_chains(depth: int) -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
     request = Request(0, [0, 1], 1 + 3 * (depth + 1))
@@ -231,7 +243,7 @@ def test_a_draft_that_is_always_right_commits_whole_chains(depth):
     assert metrics.acceptance_length == depth + 1
 
 
-def test_a_draft_that_is_always_wrong_costs_no_token():
+def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
     request = Request(0, [0, 1], 10)
@@ -240,7 +252,7 @@ def test_a_draft_that_is_always_wrong_costs_no_token():
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
 
 
-def test_finished_requests_leave_and_the_others_go_on():
+def test_finished_requests_leave_and_the_others_go_on() -> None:
     target = markov_model(np.random.default_rng(3), VOCAB)
     requests = [Request(index, [0, 1], max_new_tokens) for index, max_new_tokens in enumerate((1, 8, 3))]
     toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
@@ -249,7 +261,7 @@ def test_finished_requests_leave_and_the_others_go_on():
     assert [request.index for request in toy.released] == [request.index for request in drafter.released] == [0, 2, 1]
 
 
-def test_a_stop_inside_the_walk_ends_the_request_there():
+def test_a_stop_inside_the_walk_ends_the_request_there() -> None:
     chain = {0: 1, 1: 2, 2: 3, 3: 0}
     request = Request(0, [0, 0], 20, is_stop=lambda tokens: tokens[-3:] == [1, 2, 3])
     toy = ToyTarget(lambda request: chain[request.tokens[-1]])
@@ -259,7 +271,7 @@ def test_a_stop_inside_the_walk_ends_the_request_there():
     assert (request.num_steps, request.num_drafted, request.num_accepted) == (1, 4, 1)
 
 
-def test_times_are_taken_when_tokens_are_committed():
+def test_times_are_taken_when_tokens_are_committed() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
     requests = [Request(0, [0, 1], 5, target_s=0.5, arrived_s=10.0), Request(1, [1, 0], 5, target_s=0.6)]
     clock = Clock()
@@ -274,7 +286,7 @@ def test_times_are_taken_when_tokens_are_committed():
     assert requests[0].elapsed_s(15.0) == 3.0
 
 
-def test_a_request_of_one_token_has_no_tpot_and_is_not_late():
+def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
     request = Request(0, [0, 1], 1, target_s=1e-9)
     run(Engine(ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(2, 2)), Clock(), [request]))
@@ -283,7 +295,7 @@ def test_a_request_of_one_token_has_no_tpot_and_is_not_late():
     assert metrics.attained is True
 
 
-def test_broken_trees_are_caught_when_invariants_are_checked():
+def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
     target = markov_model(np.random.default_rng(5), VOCAB)
     drafter = ToyDrafter(lambda tokens: 1.5 * one_hot(0))
     engine = Engine(ToyTarget(greedy(target)), drafter, WholeTrees(Plan(2, 1)), Clock(), [Request(0, [0, 1], 9)], True)
@@ -292,7 +304,7 @@ def test_broken_trees_are_caught_when_invariants_are_checked():
         engine.step()
 
 
-def test_late_requests_get_their_nodes_first():
+def test_late_requests_get_their_nodes_first() -> None:
     """Both draft the same tree and ties favour the first; the second one is behind its target."""
     target = markov_model(np.random.default_rng(6), VOCAB)
     toy, clock = ToyTarget(greedy(target)), Clock()
@@ -305,3 +317,16 @@ def test_late_requests_get_their_nodes_first():
     clock.now_s = 1000.0
     engine.step()
     assert [tree.num_nodes for _, tree, _ in toy.steps[-1]] == [1, 3]
+
+
+@pytest.mark.parametrize(("required", "sizes"), [(0.95, [2, 1]), (1.05, [1, 2])])
+def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(required: float, sizes: list[int]) -> None:
+    """Ties and the one node to give favour the first request, unless the second needs more than its root."""
+    model = markov_model(np.random.default_rng(6), VOCAB)
+    plan, requests = Plan(1, 2), [Request(0, [0, 1], 30), Request(1, [0, 1], 30, target_s=1.0, first_token_s=100.0)]
+    requests[1].tokens += [2, 3, 2, 0, 1]  # four tokens after the first
+    step_s = COSTS.draft_s(2, plan.depth, plan.width) + float(COSTS.verify(3))
+    now_s = 100.0 + (4.0 + required) - step_s
+    policy = AdaServePolicy(SLOSpecConfig(token_budget=3), COSTS)
+    trees = policy.select(requests, ToyDrafter(model).draft(requests, plan), plan, now_s)
+    assert [tree.num_nodes for tree in trees] == sizes

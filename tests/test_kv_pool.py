@@ -81,7 +81,7 @@ def fill(pool: KVPool) -> list[torch.Tensor]:
     return views
 
 
-def test_every_layer_has_storage_of_its_own_shape():
+def test_every_layer_has_storage_of_its_own_shape() -> None:
     pool = new_pool()
     assert [tuple(keys.shape) for keys in pool.keys] == [(NUM_SLOTS, s.num_kv_heads, s.key_dim) for s in LAYOUT]
     assert [tuple(values.shape) for values in pool.values] == [(NUM_SLOTS, s.num_kv_heads, s.value_dim) for s in LAYOUT]
@@ -92,7 +92,7 @@ def test_every_layer_has_storage_of_its_own_shape():
 
 @given(seed=SEEDS, num_moved=st.integers(0, NUM_SLOTS))
 @settings(deadline=None)
-def test_move_reads_all_slots_before_it_writes_any(seed, num_moved):
+def test_move_reads_all_slots_before_it_writes_any(seed: int, num_moved: int) -> None:
     rng = np.random.default_rng(seed)
     source = rng.integers(0, NUM_SLOTS, num_moved).tolist()
     destination = rng.permutation(NUM_SLOTS)[:num_moved].tolist()
@@ -107,7 +107,7 @@ def test_move_reads_all_slots_before_it_writes_any(seed, num_moved):
         assert torch.equal(view, expected)
 
 
-def test_a_sequence_ends_after_what_is_staged():
+def test_a_sequence_ends_after_what_is_staged() -> None:
     sequence = new_pool().allocate(10)
     sequence.length, sequence.num_staged = 3, 4
     assert sequence.end == sequence.start + 7

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from hf_slospec.algo.metrics import is_attained, tpot_s
 
 
-def test_tpot_is_the_mean_gap_after_the_first_token():
+def test_tpot_is_the_mean_gap_after_the_first_token() -> None:
     assert tpot_s(2.0, 5.0, 4) == 1.0
     assert tpot_s(2.0, 2.5, 2) == 0.5
     assert tpot_s(2.0, 2.0, 3) == 0.0  # one burst
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_tpot_is_undefined_below_two_tokens(num_tokens):
+def test_tpot_is_undefined_below_two_tokens(num_tokens: int) -> None:
     assert tpot_s(2.0, 2.0, num_tokens) is None
 
 
 @given(first=st.floats(0, 1e6), gaps=st.lists(st.floats(0, 100), min_size=1, max_size=50))
 @settings(deadline=None)
-def test_tpot_lies_between_the_smallest_and_the_largest_gap(first, gaps):
+def test_tpot_lies_between_the_smallest_and_the_largest_gap(first: float, gaps: list[float]) -> None:
     measured = tpot_s(first, first + sum(gaps), len(gaps) + 1)
     assert measured is not None
     assert min(gaps) - 1e-6 <= measured <= max(gaps) + 1e-6
@@ -39,5 +39,5 @@ def test_tpot_lies_between_the_smallest_and_the_largest_gap(first, gaps):
         (None, None, None),
     ],
 )
-def test_is_attained(measured_s, target_s, expected):
+def test_is_attained(measured_s: float | None, target_s: float | None, expected: bool | None) -> None:
     assert is_attained(measured_s, target_s) is expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -21,13 +22,13 @@ def ancestors(tree: TokenTree, node: int) -> set[int]:
     return {node} if node == ROOT else {node, *ancestors(tree, int(tree.parents[node]))}
 
 
-def described(tree: TokenTree, nodes: range | np.ndarray) -> list[tuple[list[int], int, float]]:
+def described(tree: TokenTree, nodes: Iterable[int]) -> list[tuple[list[int], int, float]]:
     return [(path_to(tree, v), int(tree.depths[v]), float(tree.path_probs[v])) for v in nodes]
 
 
 @given(seed=SEEDS, sizes=st.lists(SIZES, max_size=4), conditionals=PROBS)
 @settings(deadline=None)
-def test_candidates_stand_in_canonical_order(seed, sizes, conditionals):
+def test_candidates_stand_in_canonical_order(seed: int, sizes: list[int], conditionals: Sequence[float]) -> None:
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     reachable = [(i, v) for i, tree in enumerate(trees) for v in range(1, tree.num_nodes) if tree.path_probs[v] > 0]
@@ -39,7 +40,9 @@ def test_candidates_stand_in_canonical_order(seed, sizes, conditionals):
 
 @given(seed=SEEDS, sizes=st.lists(SIZES, max_size=4), conditionals=PROBS)
 @settings(deadline=None)
-def test_every_prefix_of_the_canonical_order_is_parent_closed(seed, sizes, conditionals):
+def test_every_prefix_of_the_canonical_order_is_parent_closed(
+    seed: int, sizes: list[int], conditionals: Sequence[float]
+) -> None:
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     candidates = Candidates.of(trees)
@@ -49,14 +52,14 @@ def test_every_prefix_of_the_canonical_order_is_parent_closed(seed, sizes, condi
             assert is_parent_closed(tree, own)
 
 
-def test_unreachable_candidates_are_left_out():
+def test_unreachable_candidates_are_left_out() -> None:
     tree = grow([0, 0, 1, 2], [0.5, 0.0, np.nan, 1.0], [1, 2, 3, 4])
     assert Candidates.of([tree]).nodes.tolist() == [1]
 
 
 @given(seed=SEEDS, size=SIZES)
 @settings(deadline=None)
-def test_subtree_keeps_paths_depths_and_probabilities(seed, size):
+def test_subtree_keeps_paths_depths_and_probabilities(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, size)
     closed = {ROOT}.union(*(ancestors(tree, int(v)) for v in rng.integers(0, size, 5)))
@@ -68,7 +71,7 @@ def test_subtree_keeps_paths_depths_and_probabilities(seed, size):
 
 @given(seed=SEEDS, size=SIZES, depth=st.integers(0, 8))
 @settings(deadline=None)
-def test_up_to_drops_exactly_the_deeper_nodes(seed, size, depth):
+def test_up_to_drops_exactly_the_deeper_nodes(seed: int, size: int, depth: int) -> None:
     tree = random_tree(np.random.default_rng(seed), size)
     shallow = tree.up_to(depth)
     shallow.check()
@@ -78,7 +81,7 @@ def test_up_to_drops_exactly_the_deeper_nodes(seed, size, depth):
 
 @given(seed=SEEDS, size=SIZES)
 @settings(deadline=None)
-def test_child_is_the_first_with_its_parent_and_token(seed, size):
+def test_child_is_the_first_with_its_parent_and_token(seed: int, size: int) -> None:
     tree = random_tree(np.random.default_rng(seed), size)
     for node in range(size):
         for token in range(5):
@@ -88,7 +91,7 @@ def test_child_is_the_first_with_its_parent_and_token(seed, size):
 
 @given(seed=SEEDS, size=SIZES)
 @settings(deadline=None)
-def test_ancestor_mask_marks_ancestors_and_self(seed, size):
+def test_ancestor_mask_marks_ancestors_and_self(seed: int, size: int) -> None:
     tree = random_tree(np.random.default_rng(seed), size)
     mask = tree.ancestor_mask()
     assert mask.shape == (size, size)
@@ -97,7 +100,7 @@ def test_ancestor_mask_marks_ancestors_and_self(seed, size):
 
 @given(seed=SEEDS, size=SIZES, conditionals=PROBS)
 @settings(deadline=None)
-def test_check_accepts_trees(seed, size, conditionals):
+def test_check_accepts_trees(seed: int, size: int, conditionals: Sequence[float]) -> None:
     random_tree(np.random.default_rng(seed), size, conditionals).check()
     TokenTree.root_only(7).check()
 
@@ -118,7 +121,7 @@ def test_check_accepts_trees(seed, size, conditionals):
         ("path_probs", 3, np.nan),
     ],
 )
-def test_check_rejects_broken_trees(field, node, value):
+def test_check_rejects_broken_trees(field: str, node: int, value: float) -> None:
     tree = grow([0, 1, 1], [0.5, 0.5, 0.5], [1, 1, 2])
     tree.check()
     broken = getattr(tree, field).copy()

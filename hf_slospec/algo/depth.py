@@ -14,32 +14,38 @@ class DepthControl:
     """Running averages of what each depth contributes, and the best depth by them (goodput over depths, 0 included).
 
     Levels deeper than the last steps drafted keep their old averages; every ``EXPLORE_EVERY``-th step drafts
-    at full depth, so that they are looked at again and speculation comes back when it pays.
+    at full depth, so that they are looked at again and speculation comes back when it pays. The longer a level was not
+    looked at, the more a new look counts.
     """
 
     EXPLORE_EVERY = 32
-    WEIGHT = 0.1  # of a step in the running averages
+    WEIGHT = 0.1  # of a step in the running averages, if the level was looked at in the step before
+    MAX_WEIGHT = 0.5  # of a step after a long time without
 
     def __init__(self, max_depth: int):
         self.nodes = np.zeros(max_depth + 1)  # [depth] verified nodes per request
         self.mass = np.zeros(max_depth + 1)  # [depth] their path probability, the tokens expected of them
+        self.steps_since = np.full(max_depth + 1, np.inf)  # [depth] steps since the level was last looked at
         self.num_planned = 0
-        self.has_observed = False
 
     def observe(self, trees: Sequence[TokenTree], depth: int) -> None:
         """Take in the draft trees of a step that drafted ``depth`` levels."""
         depths = np.concatenate([tree.depths for tree in trees])
         path_probs = np.concatenate([tree.path_probs for tree in trees])
-        weight = self.WEIGHT if self.has_observed else 1.0
+        levels = slice(depth + 1)
+        weights = np.minimum(1.0 - (1.0 - self.WEIGHT) ** self.steps_since[levels], self.MAX_WEIGHT)
+        weights[np.isinf(self.steps_since[levels])] = 1.0
         for average, values in ((self.nodes, None), (self.mass, path_probs)):
-            now = np.bincount(depths, values, minlength=depth + 1)[: depth + 1] / len(trees)
-            average[: depth + 1] += weight * (now - average[: depth + 1])
-        self.has_observed = True
+            now = np.bincount(depths, values, minlength=depth + 1)[levels] / len(trees)
+            average[levels] += weights * (now - average[levels])
+        self.steps_since[levels] = 0
 
     def best(self, num_requests: int, max_depth: int, width: int, costs: StepCosts) -> int:
         """The depth with most expected tokens per second, or ``max_depth`` while exploring."""
         self.num_planned += 1
-        if not self.has_observed or self.num_planned % self.EXPLORE_EVERY == 0:
+        self.steps_since += 1
+        is_new = bool(np.isinf(self.steps_since[: max_depth + 1]).any())
+        if is_new or self.num_planned % self.EXPLORE_EVERY == 0:
             return max_depth
         tokens = np.cumsum(self.mass[: max_depth + 1])
         verify_s = costs.verify(num_requests * np.cumsum(self.nodes[: max_depth + 1]))

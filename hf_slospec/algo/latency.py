@@ -19,10 +19,18 @@ class LatencyCurve:
 
     @classmethod
     def fit(cls, num_tokens: Sequence[int], seconds: Sequence[float]) -> LatencyCurve:
-        """Through measured points; where noise made more tokens look cheaper, the higher earlier time holds."""
-        order = np.argsort(num_tokens, kind="stable")
-        monotone = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64)[order])
-        return cls(tuple(int(num_tokens[i]) for i in order), tuple(float(s) for s in monotone))
+        """The non-decreasing curve closest to the measurements in least squares (pool adjacent violators)."""
+        blocks: list[tuple[float, int]] = []  # (mean, number of points)
+        points = sorted(zip(num_tokens, seconds, strict=True))
+        for _, mean in points:
+            count = 1
+            while blocks and blocks[-1][0] > mean:
+                last_mean, last_count = blocks.pop()
+                mean = (last_mean * last_count + mean * count) / (last_count + count)
+                count += last_count
+            blocks.append((mean, count))
+        monotone = tuple(mean for mean, count in blocks for _ in range(count))
+        return cls(tuple(tokens for tokens, _ in points), monotone)
 
     def __call__(self, num_tokens: IntArray | FloatArray | int) -> FloatArray:
         x, y = np.array(self.num_tokens, dtype=np.float64), np.array(self.seconds)

@@ -5,7 +5,6 @@ Budgets count nodes, roots included. Corrections to the printed algorithms are m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -40,8 +39,12 @@ def adaptive_shape(
 def count_until(needed: float, path_probs: FloatArray, at_most: int) -> int:
     """How many of ``path_probs``, best first, until 1 + their sum reaches ``needed``; all allowed if it never does."""
     path_probs = path_probs[:at_most]
-    expected = np.cumsum(np.concatenate(([1.0], path_probs)))  # expected tokens after taking 0, 1, 2, ... nodes
-    return min(int(np.searchsorted(expected, needed)), len(path_probs))
+    return min(int(np.searchsorted(expected_tokens(path_probs), needed)), len(path_probs))
+
+
+def expected_tokens(path_probs: FloatArray) -> FloatArray:
+    """Expected tokens of a root after taking none, one, two, ... of the nodes.  -> [len(path_probs) + 1]"""
+    return np.cumsum(np.concatenate(([1.0], path_probs)))
 
 
 def select_nodes(
@@ -109,7 +112,7 @@ def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget:
         count = count_until(needed, candidates.path_probs[own], len(own))
         is_taken[own[:count]] = True
         left -= count
-        if left < 0 or math.fsum([1.0, *candidates.path_probs[own[:count]]]) < needed:
+        if left < 0 or expected_tokens(candidates.path_probs[own[:count]])[-1] < needed:
             return None
     is_taken[np.flatnonzero(~is_taken)[:left]] = True
     return _nodes_by_request(candidates, is_taken, len(trees))

@@ -45,7 +45,7 @@ class Request:
     def emit(self, token: int) -> bool:
         """Commit one token.  -> whether the request is finished with it."""
         self.tokens.append(token)
-        self.is_finished = self.num_left == 0 or self.is_stop(self.tokens)
+        self.is_finished = self.num_left <= 0 or self.is_stop(self.tokens)
         return self.is_finished
 
     def account(self, num_drafted: int, num_accepted: int, now_s: float) -> None:

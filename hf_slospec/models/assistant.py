@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ def extend_beam(
         tokens, parents (index into the current layer) and path_logprobs, each [num_requests, new_beam] with
         new_beam = min(width, beam * vocab).
     """
-    logprobs = logits.float().log_softmax(-1).clamp(max=0.0)  # rounding may put a certain token above 1
+    # Rounding may put a certain token's probability above 1; a NaN would sort before every real path.
+    logprobs = logits.float().log_softmax(-1).clamp(max=0.0).nan_to_num(nan=-inf, neginf=-inf)
     children = logprobs.topk(min(width, logits.shape[-1]), dim=-1)
     num_children = children.values.shape[-1]
     paths = (path_logprobs[..., None] + children.values).flatten(1)  # [num_requests, beam * num_children]

@@ -76,6 +76,7 @@ class KVPool:
     def release(self, sequence: CachedSequence) -> None:
         merged: list[tuple[int, int]] = []
         for start, end in sorted([*self._free, (sequence.start, sequence.start + sequence.capacity)]):
+            assert not merged or merged[-1][1] <= start, "a range of KV slots was released twice"
             if merged and merged[-1][1] == start:
                 merged[-1] = (merged[-1][0], end)
             else:

@@ -16,12 +16,14 @@ REPEATS = 3
 PREFIX_LEN = 128  # committed tokens the measured ones attend to
 
 
-def measure_step_costs(target: PackedModel, draft: PackedModel, limit_s: float = 3.0) -> StepCosts:
+def measure_step_costs(target: PackedModel, draft: PackedModel | None, limit_s: float = 3.0) -> StepCosts:
     """Time forwards of either model by their number of tokens, for about ``limit_s`` seconds at most.
 
-    A model so slow that the time runs out is known up to the sizes measured; the curve goes on as a line.
+    A model so slow that the time runs out is known up to the sizes measured; the curve goes on as a line. Without a
+    draft model, drafting costs nothing.
     """
-    return StepCosts(measure_curve(target, limit_s * 0.8), measure_curve(draft, limit_s * 0.2))
+    free = LatencyCurve((1,), (0.0,))
+    return StepCosts(measure_curve(target, limit_s * 0.8), measure_curve(draft, limit_s * 0.2) if draft else free)
 
 
 def measure_curve(packed: PackedModel, limit_s: float) -> LatencyCurve:

@@ -31,7 +31,7 @@ class PackedModel:
         self.model = model
         self.backend = BACKENDS[attention]
         _refuse_by_declaration(model)
-        self.layout = _probe(model)
+        self.layout, self.dtype = _probe(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -52,7 +52,7 @@ class PackedModel:
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
     def new_pool(self, num_slots: int) -> KVPool:
-        return KVPool(self.layout, num_slots, self.model.dtype, self.device)
+        return KVPool(self.layout, num_slots, self.dtype, self.device)
 
     @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class _Probe:
 
 
 @torch.no_grad()
-def _probe(model: Any) -> list[LayerShape]:
+def _probe(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     """Forward one token to learn what each layer caches, and that every layer attends through the interface."""
     probe = _Probe()
     device = model.get_input_embeddings().weight.device
@@ -167,4 +167,5 @@ def _probe(model: Any) -> list[LayerShape]:
         why = f"{len(layers)} layers cache keys and {probe.num_attended} of them attend through the attention interface"
     if why is not None:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
-    return [probe.layout[layer] for layer in layers]
+    assert probe.key is not None
+    return [probe.layout[layer] for layer in layers], probe.key.dtype

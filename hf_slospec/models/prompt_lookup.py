@@ -1,0 +1,60 @@
+"""Drafting without a draft model: what followed the last tokens where they stood before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_slospec.algo.tree import ROOT, TokenTree
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+
+MAX_NGRAM = 3  # longest run of last tokens that is looked up; shorter ones are tried when it is found nowhere
+TRUST = 0.7  # conditional probability given to continuations that all matches agree on
+
+
+class PromptLookupDrafter:
+    """Prompt lookup, with several matches as branches of a tree.
+
+    Every earlier place where the request's last tokens stand proposes what followed there. Continuations are merged
+    into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`.
+    """
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        return [self._tree(request.tokens, plan) for request in requests]
+
+    def release(self, request: Request) -> None:
+        """Nothing is held for a request."""
+
+    def _tree(self, tokens: list[int], plan: Plan) -> TokenTree:
+        # One level at a time: every node holds the continuations that run through it.
+        layer = [(ROOT, 1.0, continuations(np.array(tokens), plan.depth))]
+        nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
+        for depth in range(1, plan.depth + 1):
+            children = []
+            for parent, path_prob, runs in layer:
+                going_on = [run for run in runs if len(run) >= depth]
+                for token, count in Counter(run[depth - 1] for run in going_on).items():
+                    through = [run for run in going_on if run[depth - 1] == token]
+                    children.append((parent, path_prob * TRUST * count / len(runs), token, through))
+            children.sort(key=lambda child: -child[1])  # stable: of equal ones the latest match stays first
+            layer = []
+            for parent, path_prob, token, through in children[: plan.width]:
+                layer.append((len(nodes), path_prob, through))
+                nodes.append(token)
+                parents.append(parent)
+                depths.append(depth)
+                path_probs.append(path_prob)
+        return TokenTree(np.array(nodes), np.array(parents), np.array(depths), np.array(path_probs))
+
+
+def continuations(tokens: np.ndarray, depth: int) -> list[list[int]]:
+    """Up to ``depth`` tokens behind every earlier stand of the longest last n-gram that has one, latest first."""
+    for length in range(min(MAX_NGRAM, len(tokens) - 1), 0, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
+        found = np.flatnonzero((windows == tokens[-length:]).all(axis=1)) + length
+        if len(found):
+            return [tokens[begin : begin + depth].tolist() for begin in found[::-1]]
+    return []
