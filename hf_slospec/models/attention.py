@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -185,47 +185,46 @@ _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
 @contextlib.contextmanager
 def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
     """Within, the model's attention layers call ``forward.attend`` (in this thread only)."""
+    configs = _configs_of(model)
     token = _active.set(forward)
+    _point_to_packed(configs)
     try:
-        with _Switch.of(model):
-            yield
+        yield
     finally:
+        _point_back(configs)
         _active.reset(token)
 
 
-class _Switch:
-    """Points a model's configs to the registered attention while at least one packed forward runs, then back."""
+# Threads, and models that share a config, may run packed forwards at the same time: the last one out points back.
+_lock = threading.Lock()
+_users: dict[int, tuple[str | None, int]] = {}  # id(config) -> its own implementation, number of active forwards
+_configs: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
-    _by_model: ClassVar[weakref.WeakKeyDictionary[torch.nn.Module, _Switch]] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, model: torch.nn.Module):
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        self.configs = [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
-        self.originals: list[str | None] = []
-        self.num_active = 0
+def _configs_of(model: torch.nn.Module) -> list[Any]:
+    """The distinct configs that the model's modules read their attention implementation from."""
+    if model not in _configs:
+        found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        _configs[model] = [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
+    return _configs[model]
 
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> _Switch:
-        with cls._lock:
-            if model not in cls._by_model:
-                cls._by_model[model] = cls(model)
-            return cls._by_model[model]
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if self.num_active == 0:
-                self.originals = [config._attn_implementation_internal for config in self.configs]
-                for config, original in zip(self.configs, self.originals, strict=True):
-                    config._attn_implementation_internal = _registered_name(original)
-            self.num_active += 1
+def _point_to_packed(configs: list[Any]) -> None:
+    with _lock:
+        for config in configs:
+            original, count = _users.get(id(config), (config._attn_implementation_internal, 0))
+            _users[id(config)] = original, count + 1
+            config._attn_implementation_internal = _registered_name(original)
 
-    def __exit__(self, *_: Any) -> None:
-        with self._lock:
-            self.num_active -= 1
-            if self.num_active == 0:
-                for config, original in zip(self.configs, self.originals, strict=True):
-                    config._attn_implementation_internal = original
+
+def _point_back(configs: list[Any]) -> None:
+    with _lock:
+        for config in configs:
+            original, count = _users.pop(id(config))
+            if count > 1:
+                _users[id(config)] = original, count - 1
+            else:
+                config._attn_implementation_internal = original
 
 
 def _registered_name(original: str | None) -> str:
