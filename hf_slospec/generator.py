@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_slospec.checks import Targets, check_causal_lm, check_config
 from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.hf import configured_targets, generate_speculated
+from hf_slospec.hf import configured, generate_speculated
 from hf_slospec.speculator import Speculator
 
 
@@ -69,7 +69,7 @@ class SLOSpecGenerator:
                 :class:`RequestMetrics` per row.
         """
         if slo_tpot is None:
-            slo_tpot = configured_targets(self.model, kwargs.get("generation_config"))
-        arguments = kwargs if inputs is None else {"inputs": inputs, **kwargs}
+            slo_tpot = configured("slo_tpot", self.model, kwargs)
+        arguments = {"tokenizer": self.tokenizer, **kwargs} | ({} if inputs is None else {"inputs": inputs})
         stock = type(self.model).generate.__get__(self.model)
         return generate_speculated(self._speculator, stock, slo_tpot, arguments)

@@ -20,6 +20,8 @@ from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationConfig,
     MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from hf_slospec.checks import (
@@ -86,7 +88,7 @@ def enable(
             return type(self).generate(self, *args, **kwargs)
         arguments = dict(zip(list(inspect.signature(stock).parameters), args, strict=False)) | kwargs
         if slo_tpot is None:
-            slo_tpot = configured_targets(model, arguments.get("generation_config"))
+            slo_tpot = configured("slo_tpot", model, arguments)
         if slo_tpot is None and not always:
             return stock(*args, **kwargs)
         own = arguments.pop("assistant_model", None)
@@ -121,6 +123,7 @@ def generate_speculated(
             arguments[name] = ids[None]
             if isinstance(mask := arguments.get("attention_mask"), torch.Tensor) and mask.ndim == 1:
                 arguments["attention_mask"] = mask[None]
+    _take_stop_strings(speculator.target.model, arguments)
     streamer = arguments.get("streamer")
 
     def decode(
@@ -219,12 +222,23 @@ def _requests(
     return requests
 
 
-def configured_targets(model: PreTrainedModel, generation_config: GenerationConfig | None) -> Targets:
-    """``slo_tpot`` as an attribute of the call's generation config, or of the model's."""
-    for config in (generation_config, model.generation_config):
-        if (slo_tpot := getattr(config, "slo_tpot", None)) is not None:
-            return slo_tpot
+def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
+    """A setting of the call, else of its generation config, else of the model's."""
+    if (value := arguments.get(name)) is not None:
+        return value
+    for config in (arguments.get("generation_config"), model.generation_config):
+        if (value := getattr(config, name, None)) is not None:
+            return value
     return None
+
+
+def _take_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Turn stop strings into a criterion here: stock drops ``tokenizer`` when the decoding method is a custom one."""
+    strings, tokenizer = configured("stop_strings", model, arguments), arguments.get("tokenizer")
+    if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
+        own = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), own])
+        arguments["stop_strings"] = None
 
 
 def _with_slo_tpot(signature: inspect.Signature) -> inspect.Signature:

@@ -198,6 +198,21 @@ def test_custom_criteria_are_checked_per_token(model: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("as_config", [False, True])
+def test_stop_strings_end_at_the_token_that_completes_them(as_config: bool) -> None:
+    target, draft, tokenizer = hf_slospec.load_tiny_pair()
+    inputs = dict(tokenizer(["def __init__(self"], return_tensors="pt"))
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=60, stop_strings=["self.", "):"])
+    if as_config:
+        options = dict(generation_config=GenerationConfig(**options, eos_token_id=0, pad_token_id=1))
+    expected = target.generate(**inputs, **options, tokenizer=tokenizer)
+    assert inputs["input_ids"].shape[1] < expected.shape[1] < inputs["input_ids"].shape[1] + 60
+    generator = SLOSpecGenerator(target, draft, tokenizer)
+    assert torch.equal(generator.generate(**inputs, **options, slo_tpot=0.1), expected)
+    with pytest.raises(ValueError, match="tokenizer"):
+        hf_slospec.enable(target, draft).generate(**inputs, **options, slo_tpot=0.1)
+
+
 def test_prefix_constraint_sees_its_own_row(model: Any) -> None:
     allowed = lambda row, _: list(range(10 + 20 * row, 30 + 20 * row))  # noqa: E731
     assert_same_as_stock(model, _with_target(model), ragged_prompts(3), **OPTIONS, prefix_allowed_tokens_fn=allowed)
