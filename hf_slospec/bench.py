@@ -78,7 +78,9 @@ class Bench:
 
     def run(self, contestants: list[Contestant], repeats: int) -> dict[tuple[str, int], list[Sample]]:
         samples: dict[tuple[str, int], list[Sample]] = {(c.name, c.batch): [] for c in contestants}
-        self._time(contestants[-1], 0)  # warm-up; ours also measures its step costs here
+        for contestant in contestants:  # warm-up; ours also measures its step costs here
+            if contestant.name in (PLAIN, OURS, ASSISTED):
+                self._time(contestant, 0)
         rounds = [(repeat, contestant) for repeat in range(repeats) for contestant in contestants]
         for repeat, contestant in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
             samples[contestant.name, contestant.batch].append(self._time(contestant, repeat))
@@ -92,6 +94,7 @@ class Bench:
         with forward_time(self.target, self.draft) as spent:
             started_s = time.perf_counter()
             output = contestant.run(dict(encoded))
+            _synchronize(self.target)
             seconds = time.perf_counter() - started_s
         sequences = getattr(output, "sequences", output)
         return Sample(seconds, spent[0], sequences, getattr(output, "slo", None))
@@ -133,10 +136,12 @@ def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
     """Within, the yielded single-element list sums the seconds spent in the models' forwards."""
     spent, started = [0.0], [0.0]
 
-    def before(*_: Any) -> None:
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        _synchronize(module)
         started[0] = time.perf_counter()
 
-    def after(*_: Any) -> None:
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        _synchronize(module)
         spent[0] += time.perf_counter() - started[0]
 
     hooks = [model.register_forward_pre_hook(before) for model in models]
@@ -146,6 +151,11 @@ def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _synchronize(model: torch.nn.Module) -> None:
+    if (device := next(model.parameters()).device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> list[dict[str, Any]]:
@@ -178,12 +188,9 @@ def provenance(**facts: Any) -> dict[str, Any]:
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or None,
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -192,3 +199,21 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,
     }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this runs from, marked if files were changed since; None when installed."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()

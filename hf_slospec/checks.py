@@ -75,13 +75,26 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         ("past_key_values", "pass the whole text as input_ids"),
         ("position_ids", "leave positions to generate"),
         ("custom_generate", "call generate without slo_tpot"),
+        ("cache_implementation", "speculation keeps its own KV storage, so leave it out"),
+        ("token_healing", "heal the prompt first"),
+        ("prompt_lookup_num_tokens", "enable the model without an assistant_model to draft by prompt lookup"),
     ):
-        if arguments.get(name) is not None:
+        value = arguments.get(name)
+        if value is not None and value is not False:
             raise UnsupportedOptionError(f"{name} cannot be combined with slo_tpot; {instead}")
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)
+        if ids is not None and not isinstance(ids, torch.Tensor):
+            raise InvalidTypeError(
+                f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
+            )
         if isinstance(ids, torch.Tensor) and not ids.numel():
             raise InvalidInputError(f"{name} is empty, shape {list(ids.shape)}; give every row at least one token")
+        mask = arguments.get("attention_mask")
+        if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
+            raise InvalidInputError(
+                f"attention_mask has shape {list(mask.shape)} and {name} {list(ids.shape)}; they must be equal"
+            )
 
 
 def check_options(generation_config: GenerationConfig, logits_processor: Any, model_kwargs: dict[str, Any]) -> None:
@@ -111,13 +124,31 @@ def check_prompts(requests: list[Request], speculator: Speculator, input_ids: to
             raise InvalidInputError(
                 f"row {request.index} of input_ids is empty or all padding; give it at least one token"
             )
-        if limit is not None and request.prompt_len + request.max_new_tokens > limit:
+        if limit is not None and request.prompt_len + request.max_new_tokens - 1 > limit:  # the last needs no position
             raise InvalidInputError(
                 f"row {request.index}: prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} "
                 f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
-                f"{max(limit - request.prompt_len, 0)}"
+                f"{max(limit - request.prompt_len + 1, 0)}"
             )
+    _check_rope(requests, speculator.target.model.config.get_text_config())
     if int(input_ids.max()) >= speculator.target.vocab_size or int(input_ids.min()) < 0:
         raise InvalidInputError(
             f"input_ids holds ids outside 0 .. {speculator.target.vocab_size - 1}; is it another model's tokenizer?"
         )
+
+
+def _check_rope(requests: list[Request], config: Any) -> None:
+    """Refuse lengths at which RoPE frequencies follow the longest sequence of a forward: a packed row mixes several."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        kind = parameters.get("rope_type")
+        trained = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        shortest, longest = (pick(r.prompt_len + r.max_new_tokens for r in requests) for pick in (min, max))
+        is_on_one_side = longest <= trained or (
+            kind == "longrope" and min(request.prompt_len for request in requests) > trained
+        )
+        if kind in ("longrope", "dynamic") and not is_on_one_side:
+            raise UnsupportedOptionError(
+                f"this model's {kind} RoPE changes with the length of the text beyond {trained} tokens, and rows of "
+                f"{shortest} to {longest} tokens would mix; lower max_new_tokens, or call generate without slo_tpot"
+            )

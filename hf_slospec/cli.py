@@ -63,16 +63,16 @@ def bench(
     """
     settings = _settings(config)
     models = _models(target, assistant, size, dtype, device)
+    facts = benchmark.provenance(
+        target=target or f"embedded, {size}", assistant=assistant or "embedded", dtype=dtype, device=device,
+        parameters=[model.num_parameters() for model in models[:2]], new_tokens=new_tokens, repeats=repeats,
+        config=settings.model_dump(),
+    )  # fmt: skip
     runner = benchmark.Bench(*models, tiny_prompts(), new_tokens, settings)
     contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
     rows = benchmark.summarize(runner.run(contestants, repeats), new_tokens)
     Console().print(_table(rows))
     if json_path is not None:
-        facts = benchmark.provenance(
-            target=target or f"embedded, {size}", assistant=assistant or "embedded", dtype=dtype, device=device,
-            parameters=[model.num_parameters() for model in models[:2]], new_tokens=new_tokens, repeats=repeats,
-            config=settings.model_dump(),
-        )  # fmt: skip
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps({"provenance": facts, "results": rows}, indent=2) + "\n")
 
@@ -87,17 +87,15 @@ def _settings(config: str) -> SLOSpecConfig:
 def _models(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> tuple[Any, Any, Any]:
     if (target is None) != (assistant is None):
         raise typer.BadParameter("--target and --assistant go together")
-    if target is not None and assistant is not None:
-        load = AutoModelForCausalLM.from_pretrained
-        return (
-            load(target, dtype=dtype).to(device),
-            load(assistant, dtype=dtype).to(device),
-            AutoTokenizer.from_pretrained(target),
-        )
-    if size != "tiny" and size not in SHAPES:
-        raise typer.BadParameter(f"--size must be tiny or one of {', '.join(SHAPES)}")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter("--dtype must be bfloat16, float16 or float32")
+    if target is not None and assistant is not None:
+        load = AutoModelForCausalLM.from_pretrained
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return load(target, dtype=dtype).to(device), load(assistant, dtype=dtype).to(device), tokenizer
+    if size != "tiny" and size not in SHAPES:
+        raise typer.BadParameter(f"--size must be tiny or one of {', '.join(SHAPES)}")
     model, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
     model, draft = model.to(device), draft.to(device)
     return model if size == "tiny" else inflate(model, SHAPES[size]), draft, tokenizer

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, each also the built-in a caller would expect to catch."""
+"""What callers can do wrong, each error also the built-in one would expect to catch."""
 
 __all__ = [
     "IncompatibleDraftError",

@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_slospec.checks import Targets, check_causal_lm, check_config
 from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.hf import configured, generate_speculated
+from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.hf import configured, generate_speculated, stock_generate
 from hf_slospec.speculator import Speculator
+
+HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 
 
 class SLOSpecGenerator:
@@ -51,15 +60,26 @@ class SLOSpecGenerator:
     ) -> SLOSpecGenerator:
         """Load target, draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
-        ``dtype`` and ``device_map`` hold for both models, further arguments for the target's ``from_pretrained``.
+        ``dtype``, ``device_map`` and Hub access (``token``, ``cache_dir``, ...) hold for both models, further arguments
+        for the target's ``from_pretrained``.
         """
+        hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
+        revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
+        tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
         target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
         draft = None
         if assistant_model is not None:
-            draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map)
-        return cls(target, draft, AutoTokenizer.from_pretrained(model), config)
+            draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
+        return cls(target, draft, tokenizer, config)
 
-    def generate(self, inputs: torch.Tensor | None = None, *, slo_tpot: Targets = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        slo_tpot: Targets = None,
+        **kwargs: Any,
+    ) -> Any:
         """``model.generate`` with tree speculation, with or without a target; same arguments and return types.
 
         Args:
@@ -68,8 +88,10 @@ class SLOSpecGenerator:
             kwargs: everything else ``generate`` takes. ``return_dict_in_generate=True`` adds ``slo``, one
                 :class:`RequestMetrics` per row.
         """
+        if kwargs.pop("assistant_model", self.assistant_model) is not self.assistant_model:
+            raise UnsupportedOptionError("assistant_model is fixed when the generator is made; make another generator")
+        positional = {"inputs": inputs, "generation_config": generation_config}
+        arguments = {"tokenizer": self.tokenizer, **kwargs} | {k: v for k, v in positional.items() if v is not None}
         if slo_tpot is None:
-            slo_tpot = configured("slo_tpot", self.model, kwargs)
-        arguments = {"tokenizer": self.tokenizer, **kwargs} | ({} if inputs is None else {"inputs": inputs})
-        stock = type(self.model).generate.__get__(self.model)
-        return generate_speculated(self._speculator, stock, slo_tpot, arguments)
+            slo_tpot = configured("slo_tpot", self.model, arguments)
+        return generate_speculated(self._speculator, stock_generate(self.model), slo_tpot, arguments)

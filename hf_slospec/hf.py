@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ from hf_slospec.checks import (
 )
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, RequestMetrics
-from hf_slospec.errors import InvalidInputError
+from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
 from hf_slospec.models.sampling import StockSampler
 from hf_slospec.row_processors import processors_of_row
 from hf_slospec.speculator import Speculator, clock
@@ -80,19 +81,26 @@ def enable(
     speculator = Speculator(model, assistant_model, config)  # may refuse; nothing has been changed yet
     disable(model)
     replaced = model.__dict__.get("generate")  # a custom generate of the instance's own, if it has one
-    stock = model.generate  # bound; the class's own unless replaced
+    stock = stock_generate(model)
+    overrides: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.WeakKeyDictionary()
 
     @functools.wraps(stock)
     def generate(self: PreTrainedModel, *args: Any, slo_tpot: Targets = None, **kwargs: Any) -> Any:
         if self is not model:  # a deep copy carries this method along; it has no engine of its own
+            if slo_tpot is not None:
+                raise InvalidInputError("slo_tpot was given to a copy of an enabled model; enable the copy itself")
             return type(self).generate(self, *args, **kwargs)
-        arguments = dict(zip(list(inspect.signature(stock).parameters), args, strict=False)) | kwargs
+        arguments = dict(zip(inspect.signature(stock).parameters, args, strict=False)) | kwargs
         if slo_tpot is None:
             slo_tpot = configured("slo_tpot", model, arguments)
         if slo_tpot is None and not always:
-            return stock(*args, **kwargs)
-        own = arguments.pop("assistant_model", None)
-        chosen = speculator if own is None or own is assistant_model else Speculator(model, own, config)
+            return (replaced or stock)(*args, **kwargs)
+        chosen, own = speculator, arguments.pop("assistant_model", None)
+        if own is not None and own is not assistant_model:  # another draft for this call
+            check_causal_lm("assistant_model", own)
+            if own not in overrides:
+                overrides[own] = Speculator(model, own, config)
+            chosen = overrides[own]
         return generate_speculated(chosen, stock, slo_tpot, arguments)
 
     generate.__signature__ = _with_slo_tpot(inspect.signature(stock))  # type: ignore[attr-defined]
@@ -111,6 +119,11 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
+    """The model class's own ``generate``, bound, whatever stands on the instance."""
+    return type(model).generate.__get__(model)  # type: ignore[no-any-return]
+
+
 def generate_speculated(
     speculator: Speculator, stock: Callable[..., Any], slo_tpot: Targets, arguments: dict[str, Any]
 ) -> Any:
@@ -118,6 +131,7 @@ def generate_speculated(
     arrived_s = clock()
     check_targets(slo_tpot)
     check_arguments(arguments)
+    speculator.prepare()
     for name in ("inputs", "input_ids"):
         if isinstance(ids := arguments.get(name), torch.Tensor) and ids.ndim == 1:
             arguments[name] = ids[None]
@@ -197,13 +211,18 @@ def _requests(
     max_new_tokens = stopping_criteria.max_length - input_ids.shape[1]
     eos = {int(i) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
     others = [c for c in stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    if others and not eos and len(input_ids) > 1:
+        raise UnsupportedOptionError(
+            "stop_strings, max_time and stopping_criteria need an eos_token_id when there are several rows: without "
+            "one, stock generate goes on writing to rows that have stopped; set eos_token_id, or leave slo_tpot out"
+        )
 
     def stop_after(padding: list[int]) -> Callable[[list[int]], bool]:
         def is_stop(tokens: list[int]) -> bool:
             if tokens[-1] in eos or not others:
                 return tokens[-1] in eos
             row = torch.tensor([padding + tokens], device=device)
-            return any(bool(criterion(row, None).all()) for criterion in others)
+            return any(bool(torch.as_tensor(criterion(row, None)).all()) for criterion in others)
 
         return is_stop
 

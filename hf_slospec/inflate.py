@@ -35,14 +35,16 @@ def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCau
     """A larger model with the logits of ``model``, up to the rounding of longer sums.
 
     Args:
-        model: an untied or tied Llama without biases.
+        model: a Llama without biases.
         shape: its new size, nowhere smaller than the old one. Heads grow in proportion to the hidden size.
         seed: of the random weights that fill what cannot influence the output.
 
     Raises:
-        ValueError: the shape is smaller than the model, or not a multiple of its hidden size.
+        ValueError: the shape is smaller than the model, or not a multiple of its hidden size; the model has biases.
     """
     old = model.config
+    if old.attention_bias or old.mlp_bias:
+        raise ValueError("a model with biases cannot be inflated")
     factor, remainder = divmod(shape.hidden_size, old.hidden_size)
     if (
         remainder

@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
 )
 
 
 def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
-    """The call's processors, each ready for ``[1, length]`` inputs of this row; only those that must be are copied."""
+    """The call's processors, each ready for ``[1, length]`` inputs of this row, once per token and in order.
+
+    Transformers' own are stateless or cut to the row here. Others get a copy per row, in case they remember something;
+    one that tells rows apart by their index in the batch cannot work.
+    """
     return [_of_row(processor, row, num_rows) for processor in processors]
 
 
@@ -36,4 +42,7 @@ def _of_row(processor: Any, row: int, num_rows: int) -> Any:
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
-    return processor
+    is_stateless = type(processor).__module__ == logits_process.__name__ and not isinstance(
+        processor, SynthIDTextWatermarkLogitsProcessor
+    )
+    return processor if is_stateless or num_rows == 1 else copy.deepcopy(processor)

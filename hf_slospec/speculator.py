@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
+
+import torch
 
 from hf_slospec.algo.latency import StepCosts
 from hf_slospec.engine.config import SLOSpecConfig
@@ -31,15 +32,26 @@ class Speculator:
     def __init__(self, model: Any, assistant_model: Any | None, config: SLOSpecConfig):
         """Without an assistant model, prompt lookup drafts."""
         self.config = config
-        self.target = PackedModel(model, config.attention)
-        self.draft = None if assistant_model is None else PackedModel(assistant_model, config.attention)
+        self.models = [model] if assistant_model is None else [model, assistant_model]
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Look at the models as they are now: after a move or a cast, K/V and step times are others."""
+        placement = [_placement(model) for model in self.models]
+        if placement == getattr(self, "_placement", None):
+            return
+        packed = [PackedModel(model, self.config.attention) for model in self.models]
+        self.target, self.draft = packed[0], packed[1] if len(packed) > 1 else None
         if self.draft is not None:
             _check_pair(self.target, self.draft)
+        self._placement, self._costs = placement, None
 
-    @cached_property
+    @property
     def costs(self) -> StepCosts:
         """Measured on first use, in a few seconds at most."""
-        return measure_step_costs(self.target, self.draft)
+        if self._costs is None:
+            self._costs = measure_step_costs(self.target, self.draft)
+        return self._costs
 
     def run(self, requests: Sequence[Request], sampler: Sampler, on_step: Callable[[], None] = lambda: None) -> None:
         """Decode all requests to their ends, calling ``on_step`` after each step."""
@@ -55,6 +67,12 @@ class Speculator:
         while engine.running:
             engine.step()
             on_step()
+
+
+def _placement(model: Any) -> tuple[Any, ...]:
+    weight = model.get_input_embeddings().weight
+    kind = weight.device.type
+    return weight.device, weight.dtype, torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _check_pair(target: PackedModel, draft: PackedModel) -> None:

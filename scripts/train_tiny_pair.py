@@ -209,6 +209,7 @@ def train_target(plan: Plan, data: torch.Tensor) -> LlamaForCausalLM:
 def sample_from_target(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Text the target writes itself after corpus prompts, greedy and sampled.  -> [num_rows, seq_len + 1]"""
     path = plan.work / "samples.pt"
+    target.to(torch.bfloat16).float()  # from here on the target is what ships, resumed or not
     if path.exists():
         return torch.load(path, weights_only=True)
     prompt_len, rows_per_call = 48, 128

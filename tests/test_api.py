@@ -14,14 +14,22 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
+    WatermarkingConfig,
 )
 from transformers.generation import BaseStreamer
 
@@ -79,10 +87,12 @@ def test_disable_restores_everything() -> None:
 
 def test_disable_restores_a_generate_of_the_instance() -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    model.generate = "custom"
+    model.generate = lambda *args, **kwargs: "custom"
     hf_slospec.enable(model, tiny_model("llama"))
+    assert model.generate(**ragged_prompts(1)) == "custom"
+    assert model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1).shape[0] == 1
     hf_slospec.disable(model)
-    assert model.generate == "custom"
+    assert model.generate() == "custom"
 
 
 def test_plain_forwards_are_untouched_while_enabled(model: Any) -> None:
@@ -102,6 +112,8 @@ def test_enabled_model_can_be_copied_and_pickled(model: Any) -> None:
     torch.save(model, buffer)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other.generate(**inputs, **OPTIONS), expected)
+        with pytest.raises(ValueError, match="slo_tpot"):
+            other.generate(**inputs, **OPTIONS, slo_tpot=0.1)
 
 
 def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
@@ -326,7 +338,7 @@ def test_models_that_cannot_hold_a_tree(build: Any, why: str) -> None:
         hf_slospec.enable(model, tiny_model("llama"))
 
 
-@pytest.mark.parametrize("bad", [None, "gpt2", torch.nn.Linear(2, 2)])
+@pytest.mark.parametrize("bad", [7, "gpt2", torch.nn.Linear(2, 2)])
 def test_models_of_wrong_type(bad: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"^model must be"):
         hf_slospec.enable(bad, tiny_model("llama"))
@@ -365,3 +377,121 @@ def test_interrupted_run_leaves_the_model_usable(model: Any, interruption: type[
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     assert torch.equal(model.generate(**inputs, **OPTIONS, slo_tpot=0.1), expected)
+
+
+# ---------------------------------------------------------------- found by review
+
+
+def test_criteria_may_return_a_plain_bool(model: Any) -> None:
+    out = model.generate(
+        **ragged_prompts(1), max_new_tokens=20, do_sample=False, slo_tpot=0.1,
+        stopping_criteria=[lambda input_ids, scores, **_: input_ids.shape[1] >= 26],
+    )  # fmt: skip
+    assert out.shape[1] <= 26
+
+
+def test_criteria_without_eos_in_a_batch_are_refused(model: Any) -> None:
+    with pytest.raises(UnsupportedOptionError, match="eos_token_id"):
+        model.generate(
+            **ragged_prompts(2), **OPTIONS, eos_token_id=None, stopping_criteria=[StopAfter(5)], slo_tpot=1.0
+        )
+
+
+def test_stateful_processor_keeps_its_state_per_row(model: Any) -> None:
+    watermark = WatermarkingConfig(bias=2.5)
+    synth = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[11, 22, 33], context_history_size=16)
+    for config in (watermark, synth):
+        assert_same_as_stock(
+            model, _with_target(model), ragged_prompts(3), do_sample=True, max_new_tokens=16, watermarking_config=config
+        )
+
+
+def test_another_draft_for_one_call(model: Any) -> None:
+    inputs = ragged_prompts(2)
+    expected = type(model).generate(model, **inputs, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(
+            model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model=tiny_model("llama")), expected
+        )
+    with pytest.raises(InvalidTypeError, match="assistant_model"):
+        model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model="gpt2")
+    with pytest.raises(UnsupportedOptionError, match="assistant_model"):
+        SLOSpecGenerator(model, tiny_model("llama")).generate(**inputs, assistant_model=tiny_model("qwen2"))
+
+
+def test_model_may_be_cast_after_enabling() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    generator = SLOSpecGenerator(model, copy.deepcopy(tiny_model("llama")))
+    generator.generate(**ragged_prompts(1), **OPTIONS)
+    model.double()
+    assert_same_as_stock(model, generator.generate, ragged_prompts(1), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        (dict(attention_mask=torch.ones(2, 3)), InvalidInputError, "attention_mask has shape"),
+        (dict(attention_mask=torch.ones(3, 15)), InvalidInputError, "attention_mask has shape"),
+        (dict(cache_implementation="quantized"), UnsupportedOptionError, "cache_implementation"),
+        (dict(token_healing=True), UnsupportedOptionError, "token_healing"),
+        (dict(prompt_lookup_num_tokens=3), UnsupportedOptionError, "prompt_lookup_num_tokens"),
+    ],
+)
+def test_arguments_named_in_their_errors(model: Any, arguments: Any, error: Any, name: str) -> None:
+    with pytest.raises(error, match=name):
+        model.generate(torch.randint(3, 101, (2, 15)), **OPTIONS, slo_tpot=0.1, **arguments)
+
+
+def test_tokenizer_output_passed_whole(model: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"generate\(\*\*inputs\)"):
+        model.generate(ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
+
+
+def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_slospec.models.sequences.CHUNK", 5)
+    for family in ("llama", "mistral-window"):
+        model = tiny_model(family)
+        generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve"))
+        assert_same_as_stock(model, generator.generate, ragged_prompts(4), **OPTIONS)
+
+
+@pytest.mark.parametrize(("kind", "max_new_tokens"), [("longrope", 30), ("dynamic", 30)])
+def test_rope_that_follows_the_longest_text(kind: str, max_new_tokens: int) -> None:
+    rope: dict[str, Any] = dict(rope_type=kind, rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
+    if kind == "longrope":
+        rope |= dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, rope_parameters=rope,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    generator = SLOSpecGenerator(model, model)
+    with pytest.raises(UnsupportedOptionError, match=kind):
+        generator.generate(**ragged_prompts(2), do_sample=False, max_new_tokens=max_new_tokens)
+    assert_same_as_stock(model, generator.generate, ragged_prompts(2), do_sample=False, max_new_tokens=6)
+
+
+def test_models_with_attention_of_their_own() -> None:
+    config = Qwen2MoeConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        use_sliding_window=True, sliding_window=9, max_window_layers=2,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="sliding window"):
+        SLOSpecGenerator(Qwen2MoeForCausalLM(config).eval())
+    with pytest.raises(UnsupportedModelError, match="Doge"):
+        SLOSpecGenerator(DogeForCausalLM(DogeConfig(
+            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        )).eval())  # fmt: skip
+
+
+def test_from_pretrained_reads_folders(tmp_path: Any) -> None:
+    target, draft, tokenizer = hf_slospec.load_tiny_pair()
+    for name, part in (("target", target), ("draft", draft)):
+        part.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    generator = SLOSpecGenerator.from_pretrained(
+        str(tmp_path / "target"), assistant_model=str(tmp_path / "draft"), dtype="auto", device_map="auto"
+    )
+    inputs = generator.tokenizer(["import os\n"], return_tensors="pt")
+    assert_same_as_stock(generator.model, generator.generate, dict(inputs), **OPTIONS)

@@ -51,7 +51,7 @@ def packed_row() -> tuple[KVPool, list[Span], list[tuple[int, list[int], list[in
     for prefix_len, chain_len, tree in CASES:
         sequence: CachedSequence = pool.allocate(30)
         mask, offsets = tree_after_chain(chain_len, tree)
-        sequence.length, sequence.num_staged = prefix_len, len(offsets)
+        sequence.length = prefix_len
         positions = prefix_len + offsets
         begin = len(tokens)
         for row in range(len(offsets)):

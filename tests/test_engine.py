@@ -102,7 +102,7 @@ class WholeTrees:
     def __init__(self, plan: Plan):
         self.fixed = plan
 
-    def plan(self, requests: Sequence[Request]) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
         return self.fixed
 
     def select(

@@ -49,7 +49,7 @@ class Allocations(RuleBasedStateMachine):
                 self.pool.allocate(capacity)
             return multiple()
         sequence = self.pool.allocate(capacity)
-        assert (sequence.start, sequence.capacity, sequence.end) == (fitting[0], capacity, fitting[0])
+        assert (sequence.start, sequence.capacity, sequence.length) == (fitting[0], capacity, 0)
         self.sequences.append(sequence)
         return sequence
 
@@ -105,9 +105,3 @@ def test_move_reads_all_slots_before_it_writes_any(seed: int, num_moved: int) ->
         for from_slot, to_slot in zip(source, destination, strict=True):
             expected[to_slot] = old[from_slot]
         assert torch.equal(view, expected)
-
-
-def test_a_sequence_ends_after_what_is_staged() -> None:
-    sequence = new_pool().allocate(10)
-    sequence.length, sequence.num_staged = 3, 4
-    assert sequence.end == sequence.start + 7

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "checks": {"engine", "errors", "speculator"},
     "row_processors": set(),
     "hf": {"checks", "engine", "errors", "models", "row_processors", "speculator"},
-    "generator": {"checks", "engine", "hf", "speculator"},
+    "generator": {"checks", "engine", "errors", "hf", "speculator"},
     "tiny": set(),
     "inflate": set(),
     "bench": {"engine", "generator"},

@@ -35,7 +35,7 @@ class SLOSpecConfig(BaseModel):
         1.2, gt=0, description="n_max as a multiple of an even share of the budget: the SLO phase's limit per request."
     )
     attention: Literal["auto", "sdpa", "4d_mask"] = Field(
-        "auto", description="Tree attention: sdpa, or the plain 4d_mask reference. auto picks the fastest available."
+        "auto", description="Tree attention: sdpa, or the plain 4d_mask reference. auto is sdpa."
     )
     check_invariants: bool = Field(
         False, description="Verify trees and KV book-keeping at every step (slow; for tests)."

@@ -43,9 +43,10 @@ class Engine:
         return requests
 
     def _draft_trees(self, requests: Sequence[Request]) -> Sequence[TokenTree]:
-        plan = self.policy.plan(requests)
+        begun_s = self.clock()
+        plan = self.policy.plan(requests, begun_s)
         candidates = self.drafter.draft(requests, plan) if plan.depth else self._roots(requests)
-        trees = self.policy.select(requests, candidates, plan, self.clock())
+        trees = self.policy.select(requests, candidates, plan, begun_s)
         if self.check_invariants:
             for tree in (*candidates, *trees):
                 tree.check()

@@ -50,10 +50,10 @@ class Drafter(Protocol):
 class Policy(Protocol):
     """Decides what a step spends and on whom."""
 
-    def plan(self, requests: Sequence[Request]) -> Plan:
-        """How deep and wide to draft for these running requests."""
+    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
+        """How deep and wide to draft for these running requests, in a step that began at ``begun_s``."""
 
     def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, now_s: float
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
     ) -> Sequence[TokenTree]:
         """The draft trees to verify, out of the candidate trees."""

@@ -11,8 +11,8 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.kv_pool import CachedSequence
 from hf_slospec.models.packed import Fresh, PackedModel
+from hf_slospec.models.sequences import Sequences
 
 
 def extend_beam(
@@ -49,15 +49,10 @@ class AssistantDrafter:
     def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int):
         """``max_nodes`` bounds depth times width of the plans to come."""
         self.packed = packed
-        capacities = [request.prompt_len + request.max_new_tokens + max_nodes for request in requests]
-        self.pool = packed.new_pool(sum(capacities))
-        self.sequences: dict[Request, CachedSequence] = {
-            request: self.pool.allocate(capacity) for request, capacity in zip(requests, capacities, strict=True)
-        }
+        self.sequences = Sequences(packed, requests, max_nodes)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        sequences = [self.sequences[request] for request in requests]
-        logits = self._catch_up(requests, sequences)[:, None]  # [num_requests, 1, vocab]
+        logits = self._catch_up(requests)[:, None]  # [num_requests, 1, vocab]
         root_positions = torch.tensor([len(request.tokens) - 1 for request in requests], device=self.packed.device)
         layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
         # ancestors[i, v, u]: node v of request i's last layer may attend to node u of all its layers so far
@@ -67,51 +62,44 @@ class AssistantDrafter:
             tokens, _, path_logprobs = layers[-1]
             own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])
             positions = torch.cat((positions, own_positions), dim=1)
-            logits = self._forward_layer(sequences, tokens, positions, ancestors)
+            logits = self._forward_layer(requests, tokens, positions, ancestors)
             layers.append(extend_beam(path_logprobs, logits, plan.width))
             tokens, parents, _ = layers[-1]
             inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
             ancestors = torch.cat((inherited, self._own(tokens)), dim=-1)
-        for sequence in sequences:
-            sequence.num_staged = 0
         return self._trees(requests, layers)
 
     def release(self, request: Request) -> None:
-        self.pool.release(self.sequences.pop(request))
+        self.sequences.release(request)
 
     def _own(self, tokens: torch.Tensor) -> torch.Tensor:
         """Each node of a layer sees itself among its layer.  -> [num_requests, beam, beam] bool"""
         eye = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
         return eye.expand(len(tokens), -1, -1)
 
-    def _catch_up(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> torch.Tensor:
+    def _catch_up(self, requests: Sequence[Request]) -> torch.Tensor:
         """Feed all committed tokens the draft has not seen.  -> logits after each root, [num_requests, vocab]"""
-        device = self.packed.device
-        parts, last_rows, end = [], [], 0
-        for request, sequence in zip(requests, sequences, strict=True):
-            chain = torch.tensor(request.tokens[sequence.length :], device=device)
-            positions = torch.arange(sequence.length, len(request.tokens), device=device)
-            causal = torch.ones(len(chain), len(chain), dtype=torch.bool, device=device).tril()
-            parts.append(Fresh(sequence, chain, self.packed.inside(positions), causal))
-            end += len(chain)
-            last_rows.append(end - 1)
-        logits = self.packed.forward(self.pool, parts, torch.tensor(last_rows, device=device))
-        for request, sequence in zip(requests, sequences, strict=True):
-            sequence.length, sequence.num_staged = len(request.tokens), 0
+        tails = [self.sequences.uncached_tail(request) for request in requests]
+        parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
+        last_rows = np.cumsum([len(tail) for tail in tails]) - 1
+        logits = self.sequences.forward(parts, torch.from_numpy(last_rows).to(self.packed.device))
+        for request in requests:
+            self.sequences.of(request).length = len(request.tokens)
         return logits
 
     def _forward_layer(
         self,
-        sequences: Sequence[CachedSequence],
+        requests: Sequence[Request],
         tokens: torch.Tensor,  # [num_requests, beam]
         positions: torch.Tensor,  # [num_requests, num_staged + beam]
         ancestors: torch.Tensor,  # [num_requests, beam, num_staged + beam] bool
     ) -> torch.Tensor:
         """Logits of one beam layer.  -> [num_requests, beam, vocab]"""
+        sequences = [self.sequences.of(request) for request in requests]
         positions = self.packed.inside(positions)
         parts = [Fresh(*part) for part in zip(sequences, tokens, positions, ancestors, strict=True)]
         all_rows = torch.arange(tokens.numel(), device=tokens.device)
-        return self.packed.forward(self.pool, parts, all_rows).view(*tokens.shape, -1)
+        return self.sequences.forward(parts, all_rows).view(*tokens.shape, -1)
 
     def _trees(
         self, requests: Sequence[Request], layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -36,8 +36,9 @@ class Span:
 
     @property
     def visible(self) -> slice:
-        """The slots this forward may attend to: committed tokens, then all fresh ones."""
-        return slice(self.sequence.start, self.sequence.end)
+        """The slots this forward may attend to: committed tokens, then all fresh ones, its own last."""
+        start = self.sequence.start
+        return slice(start, start + self.sequence.length + len(self.fresh_positions))
 
     def mask(self, window: int | None, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor | None:
         """Additive mask over the visible slots, or None if everything is visible.
@@ -150,7 +151,7 @@ class PackedForward:
 
     def __init__(self, pool: KVPool, spans: list[Span], backend: Backend):
         self.pool, self.spans, self.backend = pool, spans, backend
-        slots = [torch.arange(s.sequence.end - (s.end - s.begin), s.sequence.end) for s in spans]
+        slots = [torch.arange(s.visible.stop - (s.end - s.begin), s.visible.stop) for s in spans]
         self.slots = torch.cat(slots).to(pool.keys[0].device)  # [num_tokens] int64, where this row's K/V goes
         self._layer = -1
         self._key: torch.Tensor | None = None
@@ -169,9 +170,15 @@ class PackedForward:
         return key, value
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, **features: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        mask: torch.Tensor | None,
+        **features: Any,
     ) -> torch.Tensor:
-        """Attention of the layer that was just updated.  -> [1, num_tokens, num_heads, value_dim]"""
+        """Attention of the layer that was just updated; ``mask`` says nothing here.  -> [1, num_tokens, heads, dim]"""
         if key is not self._key:
             raise RuntimeError("an attention layer changed its keys after caching them; such a model cannot be packed")
         keys, values = self.pool.keys[self._layer], self.pool.values[self._layer]
@@ -186,13 +193,13 @@ _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
 def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
     """Within, the model's attention layers call ``forward.attend`` (in this thread only)."""
     configs = _configs_of(model)
-    token = _active.set(forward)
     _point_to_packed(configs)
+    token = _active.set(forward)
     try:
         yield
     finally:
-        _point_back(configs)
         _active.reset(token)
+        _point_back(configs)
 
 
 # Threads, and models that share a config, may run packed forwards at the same time: the last one out points back.
@@ -211,10 +218,11 @@ def _configs_of(model: torch.nn.Module) -> list[Any]:
 
 def _point_to_packed(configs: list[Any]) -> None:
     with _lock:
-        for config in configs:
-            original, count = _users.get(id(config), (config._attn_implementation_internal, 0))
+        users = [_users.get(id(config), (config._attn_implementation_internal, 0)) for config in configs]
+        names = [_registered_name(original) for original, _ in users]  # may raise; nothing has been changed yet
+        for config, (original, count), name in zip(configs, users, names, strict=True):
             _users[id(config)] = original, count + 1
-            config._attn_implementation_internal = _registered_name(original)
+            config._attn_implementation_internal = name
 
 
 def _point_back(configs: list[Any]) -> None:
@@ -231,8 +239,9 @@ def _registered_name(original: str | None) -> str:
     """The registered implementation that packs when a forward is active and is ``original`` otherwise."""
     original = original or "eager"
     name = f"hf_slospec:{original}"
-    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        if original in ALL_MASK_ATTENTION_FUNCTIONS:
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
         ALL_ATTENTION_FUNCTIONS.register(name, _packed_or(original))
     return name
 
@@ -256,6 +265,7 @@ def _packed_or(original: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
             key,
             value,
             kwargs.get("scaling"),
+            mask=attention_mask if kwargs.get("position_bias") is None else kwargs["position_bias"],
             window=kwargs.get("sliding_window"),
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),

@@ -19,7 +19,7 @@ class LayerShape(NamedTuple):
 
 @dataclass(eq=False)
 class CachedSequence:
-    """A sequence's range of slots: committed tokens first, then whatever the current step has staged behind them.
+    """A sequence's range of slots: committed tokens first, then room for what a step stages behind them.
 
     Only ``length`` says what is committed, so a rejected token's K/V is forgotten without touching memory.
     """
@@ -27,12 +27,6 @@ class CachedSequence:
     start: int
     capacity: int
     length: int = 0  # committed tokens; their positions are 0 .. length - 1
-    num_staged: int = 0
-
-    @property
-    def end(self) -> int:
-        """The slot after the last staged one."""
-        return self.start + self.length + self.num_staged
 
 
 class KVPool:

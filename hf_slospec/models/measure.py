@@ -3,56 +3,56 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 
-import numpy as np
 import torch
 
 from hf_slospec.algo.latency import LatencyCurve, StepCosts
-from hf_slospec.models.kv_pool import CachedSequence, KVPool
-from hf_slospec.models.packed import Fresh, PackedModel
+from hf_slospec.engine.request import Request
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.sequences import Sequences
 
-NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+COARSE = (1, 16, 64)  # measured once at least, however slow the model
+FINE = (4, 32, 8, 2)  # while time is left
+LARGE = (128, 256)  # the same, and only if half as many tokens cost less than WORTHWHILE times a single one
+WORTHWHILE = 4.0
 REPEATS = 3
 PREFIX_LEN = 128  # committed tokens the measured ones attend to
 
 
 def measure_step_costs(target: PackedModel, draft: PackedModel | None, limit_s: float = 3.0) -> StepCosts:
-    """Time forwards of either model by their number of tokens, for about ``limit_s`` seconds at most.
+    """Time forwards of either model by their number of tokens, for about ``limit_s`` seconds.
 
-    A model so slow that the time runs out is known up to the sizes measured; the curve goes on as a line. Without a
-    draft model, drafting costs nothing.
+    A model so slow that the time runs out is known at fewer sizes. Without a draft model, drafting costs nothing.
     """
     free = LatencyCurve((1,), (0.0,))
     return StepCosts(measure_curve(target, limit_s * 0.8), measure_curve(draft, limit_s * 0.2) if draft else free)
 
 
 def measure_curve(packed: PackedModel, limit_s: float) -> LatencyCurve:
-    pool = packed.new_pool(PREFIX_LEN + max(NUM_TOKENS))
-    sequence = pool.allocate(pool.num_slots)
-    sequence.length = PREFIX_LEN
+    """Median forward times in rounds over all sizes, so that a busy moment does not fall on one size alone."""
+    probe = Request(0, [0] * PREFIX_LEN, max_new_tokens=0)
+    sequences = Sequences(packed, [probe], max_nodes=max(LARGE))
+    sequences.of(probe).length = PREFIX_LEN
+    _forward_s(sequences, probe, 1)  # pays one-off costs
     started_s = time.perf_counter()
-    sizes, medians = list[int](), list[float]()
-    for num_tokens in NUM_TOKENS:
-        times = []
-        for repeat in range(REPEATS + (num_tokens == 1)):  # the very first forward also pays one-off costs
-            begun_s = time.perf_counter()
-            _forward_chain(packed, pool, sequence, num_tokens)
-            times.append(time.perf_counter() - begun_s)
-            if repeat and time.perf_counter() - started_s > limit_s:
-                break
-        sizes.append(num_tokens)
-        medians.append(float(np.median(times[num_tokens == 1 :])))
-        if time.perf_counter() - started_s > limit_s:
-            break
-    return LatencyCurve.fit(sizes, medians)
+    times: dict[int, list[float]] = {size: [] for size in COARSE + FINE + LARGE}
+    for repeat in range(REPEATS):
+        for size, own in times.items():
+            if size in LARGE and not (times[size // 2] and min(times[size // 2]) < WORTHWHILE * min(times[1])):
+                continue
+            is_needed = repeat == 0 and size in COARSE
+            if is_needed or time.perf_counter() - started_s < limit_s:
+                own.append(_forward_s(sequences, probe, size))
+    medians = {size: median(own) for size, own in times.items() if own}
+    return LatencyCurve.fit(list(medians), list(medians.values()))
 
 
-def _forward_chain(packed: PackedModel, pool: KVPool, sequence: CachedSequence, num_tokens: int) -> None:
-    device = packed.device
-    positions = packed.inside(sequence.length + torch.arange(num_tokens, device=device))
-    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
-    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    packed.forward(pool, [Fresh(sequence, tokens, positions, mask)], torch.arange(num_tokens, device=device))
-    sequence.num_staged = 0
+def _forward_s(sequences: Sequences, request: Request, num_tokens: int) -> float:
+    """Seconds of one forward of a chain of tokens behind the request's cached ones."""
+    device = sequences.packed.device
+    begun_s = time.perf_counter()
+    sequences.forward([sequences.chain(request, [0] * num_tokens)], torch.arange(num_tokens, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter() - begun_s

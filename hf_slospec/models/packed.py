@@ -13,6 +13,9 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import BACKENDS, PackedForward, Span, active_forward
 from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape
 
+# A 4D mask is passed through untouched by every mask builder; nothing reads this one.
+UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+
 
 @dataclass(eq=False)
 class Fresh:
@@ -68,8 +71,7 @@ class PackedModel:
         """
         spans, begin = [], 0
         for part in parts:
-            part.sequence.num_staged += len(part.input_ids)
-            assert part.sequence.length + part.sequence.num_staged <= part.sequence.capacity
+            assert part.sequence.length + len(part.positions) <= part.sequence.capacity
             end = begin + len(part.input_ids)
             spans.append(Span(part.sequence, begin, end, part.mask, part.positions))
             begin = end
@@ -89,8 +91,7 @@ def _run(
     keep: torch.Tensor | None,
     logit_rows: torch.Tensor,
 ) -> torch.Tensor:
-    # A 4D mask is passed through untouched by every mask builder; nothing reads this one.
-    unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+    unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=input_ids.device)
     optional = {} if keep is None else {"logits_to_keep": keep}
     with active_forward(model, forward):
         logits = model(
@@ -120,18 +121,22 @@ def _refuse_by_declaration(model: Any) -> None:
             f"{name} does not use transformers' attention interface (_supports_attention_backend is not set), so tree "
             "attention cannot be put in; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
         )
+    if len(devices := {str(p.device) for p in model.parameters()}) > 1:
+        raise UnsupportedModelError(f"{name} is spread over {', '.join(sorted(devices))}; load it on one device")
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
 
 
 class _Probe:
-    """Stands in for a packed forward once: attends plainly and notes what each layer caches."""
+    """Stands in for a packed forward once: attends plainly and notes what each layer caches and asks for."""
 
     def __init__(self) -> None:
         self.layout: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+        self.layer = -1
         self.key: torch.Tensor | None = None
-        self.num_attended = 0
+        self.has_own_mask = False
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
@@ -140,15 +145,38 @@ class _Probe:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.layout[layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        self.key = key
+        self.layer, self.key = layer_idx, key
         return key, value
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        mask: torch.Tensor | None,
+        window: int | None,
+        **_: Any,
     ) -> torch.Tensor:
         # One token attends to itself only, so attention is the value, repeated for the query heads of each group.
-        self.num_attended += key is self.key
+        if key is self.key:
+            self.windows[self.layer] = window
+        self.has_own_mask |= mask is not None and (mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE)
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
+
+    def refusal(self, config: Any) -> str | None:
+        """Why the model cannot be packed, going by what its layers did; None if it can."""
+        layers = sorted(self.layout)
+        if not layers or layers != list(range(len(layers))) or self.windows.keys() != self.layout.keys():
+            return f"{len(layers)} layers cache keys and {len(self.windows)} of them attend through the interface"
+        if self.has_own_mask:
+            return "its layers put something of their own into the attention mask"
+        kinds = getattr(config, "layer_types", None)
+        for layer in layers:
+            has_window = kinds[layer] == "sliding_attention" if kinds else getattr(config, "sliding_window", None)
+            if has_window and self.windows[layer] is None:
+                return f"layer {layer} has a sliding window that it does not pass to its attention function"
+        return None
 
 
 @torch.no_grad()
@@ -157,15 +185,11 @@ def _probe(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     probe = _Probe()
     device = model.get_input_embeddings().weight.device
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    why = None
     try:
         _run(model, probe, zero, zero, None, zero[0])
+        why = probe.refusal(model.config.get_text_config())
     except (TypeError, AttributeError, NotImplementedError) as error:
         why = f"its forward asks for more than a packed row can give ({type(error).__name__}: {error})"
-    layers = sorted(probe.layout)
-    if why is None and (not layers or layers != list(range(len(layers))) or probe.num_attended != len(layers)):
-        why = f"{len(layers)} layers cache keys and {probe.num_attended} of them attend through the attention interface"
-    if why is not None:
+    if why is not None or probe.key is None:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
-    assert probe.key is not None
-    return [probe.layout[layer] for layer in layers], probe.key.dtype
+    return [probe.layout[layer] for layer in sorted(probe.layout)], probe.key.dtype

@@ -11,8 +11,8 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
-from hf_slospec.models.kv_pool import CachedSequence
 from hf_slospec.models.packed import Fresh, PackedModel
+from hf_slospec.models.sequences import Sequences
 
 
 class Sampler(Protocol):
@@ -46,19 +46,15 @@ class PackedTarget:
 
     def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int, sampler: Sampler):
         """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted."""
-        self.packed, self.sampler = packed, sampler
-        capacities = [request.prompt_len + request.max_new_tokens + max_nodes for request in requests]
-        self.pool = packed.new_pool(sum(capacities))
-        self.sequences: dict[Request, CachedSequence] = {
-            request: self.pool.allocate(capacity) for request, capacity in zip(requests, capacities, strict=True)
-        }
+        self.sampler = sampler
+        self.sequences = Sequences(packed, requests, max_nodes)
 
     def verify(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Sequence[Chooser]:
-        device = self.packed.device
+        device = self.sequences.packed.device
         parts, logit_rows, begin = [], [], 0
         for request, tree in zip(requests, trees, strict=True):
-            sequence = self.sequences[request]
-            chain = request.tokens[sequence.length :]  # committed tokens without K/V; the last is the root
+            chain = self.sequences.uncached_tail(request)  # the last one is the root
+            sequence = self.sequences.of(request)
             mask, offsets = tree_after_chain(len(chain), tree)
             parts.append(
                 Fresh(
@@ -71,13 +67,13 @@ class PackedTarget:
             logit_rows.append(np.arange(begin + len(chain) - 1, begin + len(offsets)))
             begin += len(offsets)
         rows = torch.from_numpy(np.concatenate(logit_rows)).to(device)
-        logits = self.packed.forward(self.pool, parts, rows)
+        logits = self.sequences.forward(parts, rows)
         return self.sampler.choosers(requests, logits, [tree.num_nodes for tree in trees])
 
     def commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]]) -> None:
         source, destination = list[int](), list[int]()
         for request, nodes in zip(requests, accepted, strict=True):
-            sequence = self.sequences[request]
+            sequence = self.sequences.of(request)
             chain_len = len(request.tokens) - len(nodes) - 1 - sequence.length
             first_node = sequence.start + sequence.length + chain_len
             for place, node in enumerate(nodes):
@@ -85,8 +81,7 @@ class PackedTarget:
                     source.append(first_node + node - 1)
                     destination.append(first_node + place)
             sequence.length += chain_len + len(nodes)
-            sequence.num_staged = 0
-        self.pool.move(source, destination)
+        self.sequences.pool.move(source, destination)
 
     def release(self, request: Request) -> None:
-        self.pool.release(self.sequences.pop(request))
+        self.sequences.release(request)

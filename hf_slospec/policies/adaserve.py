@@ -13,6 +13,7 @@ from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 
+MAX_AFFORDABLE = 1024
 AFFORDABLE = 4.0  # with no budget given, a step may cost up to this many times one token's step
 
 
@@ -23,7 +24,7 @@ class AdaServePolicy:
         self.config, self.costs = config, costs
         self.budget = config.token_budget or affordable_tokens(costs)
 
-    def plan(self, requests: Sequence[Request]) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
         config = self.config
         useful = max(request.num_left for request in requests) - 1  # a tree of depth d commits up to d + 1 tokens
         max_depth = min(config.max_depth, useful)
@@ -34,26 +35,30 @@ class AdaServePolicy:
         )
 
     def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, now_s: float
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
     ) -> list[TokenTree]:
-        return self._select(requests, candidates, plan, now_s, goodput=False)
+        return self._select(requests, candidates, plan, begun_s, goodput=False)
 
     def _select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, now_s: float, goodput: bool
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float, goodput: bool
     ) -> list[TokenTree]:
         # A node deeper than the tokens a request may still emit can never be committed.
         candidates = [tree.up_to(request.num_left - 1) for tree, request in zip(candidates, requests, strict=True)]
         step_time_s = self._step_time(len(requests), plan)
-        full_step_s = float(step_time_s(np.array(self.budget)))
         nodes = select_nodes(
             candidates,
-            [required_tokens(r.elapsed_s(now_s), r.num_emitted - 1, full_step_s, r.target_s) for r in requests],
+            self._required(requests, plan, begun_s),
             self.budget,
             max_slo_nodes=int(self.config.max_slo_share * self.budget / len(requests)),
             order=self.config.slo_order,
             step_time_s=step_time_s if goodput else None,
         )
         return [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
+
+    def _required(self, requests: Sequence[Request], plan: Plan, begun_s: float) -> list[float]:
+        """A(r) of every request, for a step of this plan that spends the whole budget."""
+        full_step_s = float(self._step_time(len(requests), plan)(np.array(self.budget)))
+        return [required_tokens(r.elapsed_s(begun_s), r.num_emitted - 1, full_step_s, r.target_s) for r in requests]
 
     def _step_time(self, num_requests: int, plan: Plan) -> StepTime:
         draft_s = self.costs.draft_s(num_requests, plan.depth, plan.width)
@@ -65,6 +70,7 @@ class AdaServePolicy:
 
 
 def affordable_tokens(costs: StepCosts) -> int:
-    """The most tokens whose verify step is measured to cost at most :data:`AFFORDABLE` times a single token's."""
-    limit_s = AFFORDABLE * float(costs.verify(1))
-    return max(n for n in costs.verify.num_tokens if float(costs.verify(n)) <= limit_s)
+    """The most tokens whose verify step costs at most :data:`AFFORDABLE` times a single token's, by measurement."""
+    num_tokens = np.arange(1, MAX_AFFORDABLE + 1)
+    times_s = costs.verify(num_tokens)
+    return int(np.searchsorted(times_s, AFFORDABLE * times_s[0], side="right"))

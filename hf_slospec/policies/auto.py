@@ -16,22 +16,25 @@ from hf_slospec.policies.adaserve import AdaServePolicy
 class AutoPolicy(AdaServePolicy):
     """AdaServe within its own bounds: the SLO phase is the same, the rest stops where goodput is highest.
 
-    The throughput phase adds nodes only while expected tokens per second rise, and depth is the best one by running
-    averages (0 included), where AdaServe spends its budget and its depth on every step.
+    The throughput phase adds nodes only while expected tokens per second rise; depth is the best one by running
+    averages (0 included) unless a request is behind its target. AdaServe spends budget and depth on every step.
     """
 
     def __init__(self, config: SLOSpecConfig, costs: StepCosts):
         super().__init__(config, costs)
         self.depths = DepthControl(config.max_depth)
 
-    def plan(self, requests: Sequence[Request]) -> Plan:
-        bound = super().plan(requests)
-        return Plan(self.depths.best(len(requests), bound.depth, bound.width, self.costs), bound.width)
+    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
+        bound = super().plan(requests, begun_s)
+        plan = Plan(self.depths.best(len(requests), bound.depth, bound.width, self.costs), bound.width)
+        # A request behind its target needs nodes to choose from, also where they do not pay.
+        is_behind = any(needed > 1.0 for needed in self._required(requests, plan, begun_s))
+        return bound if is_behind else plan
 
     def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, now_s: float
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
     ) -> list[TokenTree]:
-        trees = self._select(requests, candidates, plan, now_s, goodput=True)
+        trees = self._select(requests, candidates, plan, begun_s, goodput=True)
         if plan.depth:
             self.depths.observe(trees, plan.depth)
         return trees
