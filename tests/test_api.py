@@ -495,3 +495,15 @@ def test_from_pretrained_reads_folders(tmp_path: Any) -> None:
     )
     inputs = generator.tokenizer(["import os\n"], return_tensors="pt")
     assert_same_as_stock(generator.model, generator.generate, dict(inputs), **OPTIONS)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_rows_far_behind_have_their_noise_drawn_again(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    monkeypatch.setattr("hf_slospec.models.sampling.KEPT", kept)
+    model = tiny_model("llama")
+    config = SLOSpecConfig(policy="adaserve", token_budget=12)
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.01), config=config)
+    assert_same_as_stock(
+        model, lambda **k: generator.generate(**k, slo_tpot=[1e-6, None, None, None]), ragged_prompts(4),
+        do_sample=True, temperature=0.3, max_new_tokens=60,
+    )  # fmt: skip

@@ -14,6 +14,9 @@ from hf_slospec.engine.request import Request
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+KEPT = 64  # positions whose noise is kept; older ones are drawn again from the generator's state at their time
+
+
 class GeneratorNoise:
     """The noise ``torch.multinomial(probs, 1)`` would draw, by position.
 
@@ -25,18 +28,37 @@ class GeneratorNoise:
     def __init__(self, batch: int, vocab: int, device: torch.device):
         self.shape, self.device = (batch, vocab), device
         self.num_drawn = 0
-        self._kept: dict[int, torch.Tensor] = {}
+        self._global = _default_generator(device)
+        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each position was drawn
+        self._kept: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
 
     def at(self, position: int, row: int) -> torch.Tensor:
         """Noise for a row's token at a position (0: its first new token).  -> [vocab] f32"""
         while self.num_drawn <= position:
-            noise = torch.empty(self.shape, dtype=torch.float32, device=self.device).exponential_(1)
-            self._kept[self.num_drawn] = noise
+            self._states[self.num_drawn] = self._global.get_state()
+            self._keep(self.num_drawn, self._global)
             self.num_drawn += 1
+        if position not in self._kept:
+            self._keep(position, torch.Generator(self.device).set_state(self._states[position]))
         return self._kept[position][row]
 
+    def _keep(self, position: int, generator: torch.Generator) -> None:
+        noise = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+        self._kept[position] = noise.exponential_(1, generator=generator)
+        if len(self._kept) > KEPT:
+            del self._kept[next(iter(self._kept))]
+
     def forget_before(self, position: int) -> None:
-        self._kept = {at: noise for at, noise in self._kept.items() if at >= position}
+        """No row will ask for an earlier position again."""
+        for store in (self._states, self._kept):
+            for passed in [at for at in store if at < position]:
+                del store[passed]
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
 
 
 class StockSampler:
