@@ -55,11 +55,12 @@ class Bench:
         draft: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         prompts: list[str],
+        prompt_tokens: int,
         new_tokens: int,
         config: SLOSpecConfig | None = None,
     ):
         self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
-        self.new_tokens = new_tokens
+        self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
         self.generator = SLOSpecGenerator(target, draft, tokenizer, config)
         for model in (target, draft):
             model.generation_config.eos_token_id = None  # every contestant writes exactly new_tokens per row
@@ -89,7 +90,8 @@ class Bench:
     def _time(self, contestant: Contestant, repeat: int) -> Sample:
         first = repeat * contestant.batch
         texts = [self.prompts[(first + row) % len(self.prompts)] for row in range(contestant.batch)]
-        encoded = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(self.target.device)
+        options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.prompt_tokens}
+        encoded = self.tokenizer(texts, return_tensors="pt", **options).to(self.target.device)
         encoded.pop("token_type_ids", None)
         with forward_time(self.target, self.draft) as spent:
             started_s = time.perf_counter()

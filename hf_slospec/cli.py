@@ -47,6 +47,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="bfloat16 for speed on CPU, float32 for identity.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     batch: Annotated[list[int], typer.Option(help="Batch sizes; give several times.")] = [1, 8],  # noqa: B006
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are cut to this many tokens.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens every row writes.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Times each contestant runs, each time on other prompts.")] = 5,
     tune: Annotated[
@@ -65,10 +66,11 @@ def bench(
     models = _models(target, assistant, size, dtype, device)
     facts = benchmark.provenance(
         target=target or f"embedded, {size}", assistant=assistant or "embedded", dtype=dtype, device=device,
-        parameters=[model.num_parameters() for model in models[:2]], new_tokens=new_tokens, repeats=repeats,
+        parameters=[model.num_parameters() for model in models[:2]], prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens, repeats=repeats,
         config=settings.model_dump(),
     )  # fmt: skip
-    runner = benchmark.Bench(*models, tiny_prompts(), new_tokens, settings)
+    runner = benchmark.Bench(*models, tiny_prompts(), prompt_tokens, new_tokens, settings)
     contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
     rows = benchmark.summarize(runner.run(contestants, repeats), new_tokens)
     Console().print(_table(rows))
@@ -105,7 +107,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Speed against stock generate, same batch, same repeat (medians)")
     table.add_column("batch", justify="right")
     table.add_column("method", no_wrap=True)
-    for heading in ("speed-up", "tokens/s", "ms/token per row", "host share", "acceptance", "rows equal"):
+    for heading in ("speed-up", "tokens/s", "ms/token", "host", "accept", "equal"):
         table.add_column(heading, justify="right")
     for row in rows:
         style = "bold" if row["name"] == benchmark.OURS else None

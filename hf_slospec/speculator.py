@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from hf_slospec.algo.calibration import Calibration
 from hf_slospec.algo.latency import StepCosts
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.loop import Engine
+from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
@@ -21,13 +23,11 @@ from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy
 
-POLICIES = {"auto": AutoPolicy, "adaserve": AdaServePolicy}
-
 clock = time.perf_counter  # the one clock of requests and engine: monotonic seconds
 
 
 class Speculator:
-    """Runs requests on a target. Holds no request state: every run has KV storage of its own."""
+    """Runs requests on a target. Between runs it keeps what it learned about the pair, and nothing of the requests."""
 
     def __init__(self, model: Any, assistant_model: Any | None, config: SLOSpecConfig):
         """Without an assistant model, prompt lookup drafts."""
@@ -45,6 +45,7 @@ class Speculator:
         if self.draft is not None:
             _check_pair(self.target, self.draft)
         self._placement, self._costs = placement, None
+        self._calibrations = {"greedy": Calibration(Calibration.GREEDY_EXPONENT), "sampled": Calibration()}
 
     @property
     def costs(self) -> StepCosts:
@@ -53,13 +54,19 @@ class Speculator:
             self._costs = measure_step_costs(self.target, self.draft)
         return self._costs
 
+    def policy(self, kind: Literal["greedy", "sampled"]) -> Policy:
+        """A policy for one run; acceptance is learned across runs of the same kind (greedy ones, sampled ones)."""
+        if self.config.policy == "adaserve":
+            return AdaServePolicy(self.config, self.costs)
+        return AutoPolicy(self.config, self.costs, self._calibrations[kind])
+
     def run(self, requests: Sequence[Request], sampler: Sampler, on_step: Callable[[], None] = lambda: None) -> None:
         """Decode all requests to their ends, calling ``on_step`` after each step."""
         max_nodes = self.config.max_depth * self.config.max_width
         engine = Engine(
             PackedTarget(self.target, requests, max_nodes, sampler),
             PromptLookupDrafter() if self.draft is None else AssistantDrafter(self.draft, requests, max_nodes),
-            POLICIES[self.config.policy](self.config, self.costs),
+            self.policy(sampler.kind),
             clock,
             requests,
             self.config.check_invariants,

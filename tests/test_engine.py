@@ -105,6 +105,9 @@ class WholeTrees:
     def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
         return self.fixed
 
+    def observe(self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]) -> None:
+        """Nothing to learn."""
+
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, now_s: float
     ) -> Sequence[TokenTree]:

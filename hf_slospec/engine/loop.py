@@ -35,6 +35,7 @@ class Engine:
         choosers = self.target.verify(requests, trees)
         accepted = [accept(t, c, r.emit) for t, c, r in zip(trees, choosers, requests, strict=True)]
         self.target.commit(requests, accepted)
+        self.policy.observe(trees, accepted)
 
         now_s = self.clock()
         for request, tree, nodes in zip(requests, trees, accepted, strict=True):

@@ -56,4 +56,7 @@ class Policy(Protocol):
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
     ) -> Sequence[TokenTree]:
-        """The draft trees to verify, out of the candidate trees."""
+        """The draft trees to verify, out of the candidate trees and with the draft's own path probabilities."""
+
+    def observe(self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]) -> None:
+        """Take in which nodes of the verified draft trees were accepted."""

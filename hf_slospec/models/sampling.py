@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
@@ -72,6 +73,7 @@ class StockSampler:
         device: torch.device,
     ):
         """Per row of the batch: its processors, and the left padding they expect to see before its prompt."""
+        self.kind: Literal["greedy", "sampled"] = "sampled" if do_sample else "greedy"
         self.processors, self.do_sample, self.paddings, self.device = processors, do_sample, paddings, device
         self._noise: GeneratorNoise | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from hf_slospec.models.sequences import Sequences
 
 class Sampler(Protocol):
     """Chooses tokens exactly as plain decoding would."""
+
+    kind: Literal["greedy", "sampled"]  # runs with samplers of one kind accept drafts alike
 
     def choosers(
         self, requests: Sequence[Request], logits: torch.Tensor, num_nodes: Sequence[int]

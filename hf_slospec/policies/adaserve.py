@@ -37,23 +37,29 @@ class AdaServePolicy:
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
     ) -> list[TokenTree]:
-        return self._select(requests, candidates, plan, begun_s, goodput=False)
+        candidates = useful(requests, candidates)
+        nodes = self._nodes(requests, candidates, plan, begun_s)
+        return [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
 
-    def _select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float, goodput: bool
-    ) -> list[TokenTree]:
-        # A node deeper than the tokens a request may still emit can never be committed.
-        candidates = [tree.up_to(request.num_left - 1) for tree, request in zip(candidates, requests, strict=True)]
-        step_time_s = self._step_time(len(requests), plan)
-        nodes = select_nodes(
+    def observe(self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]) -> None:
+        """The paper takes the draft's probabilities as they are."""
+
+    def _nodes(
+        self,
+        requests: Sequence[Request],
+        candidates: Sequence[TokenTree],
+        plan: Plan,
+        begun_s: float,
+        step_time_s: StepTime | None = None,
+    ) -> list[IntArray]:
+        return select_nodes(
             candidates,
             self._required(requests, plan, begun_s),
             self.budget,
             max_slo_nodes=int(self.config.max_slo_share * self.budget / len(requests)),
             order=self.config.slo_order,
-            step_time_s=step_time_s if goodput else None,
+            step_time_s=step_time_s,
         )
-        return [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
 
     def _required(self, requests: Sequence[Request], plan: Plan, begun_s: float) -> list[float]:
         """A(r) of every request, for a step of this plan that spends the whole budget."""
@@ -67,6 +73,11 @@ class AdaServePolicy:
             return draft_s + self.costs.verify(num_nodes)
 
         return step_time_s
+
+
+def useful(requests: Sequence[Request], candidates: Sequence[TokenTree]) -> list[TokenTree]:
+    """The candidate trees without nodes deeper than what their requests may still emit: those are never committed."""
+    return [tree.up_to(request.num_left - 1) for tree, request in zip(candidates, requests, strict=True)]
 
 
 def affordable_tokens(costs: StepCosts) -> int:

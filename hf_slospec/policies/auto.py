@@ -1,27 +1,30 @@
-"""The default: AdaServe's selection, with depth and budget no larger than what pays by measured step times."""
+"""The default: AdaServe's selection, with depth and budget no larger than what pays by measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hf_slospec.algo.calibration import Calibration
 from hf_slospec.algo.depth import DepthControl
 from hf_slospec.algo.latency import StepCosts
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.policies.adaserve import AdaServePolicy, useful
 
 
 class AutoPolicy(AdaServePolicy):
     """AdaServe within its own bounds: the SLO phase is the same, the rest stops where goodput is highest.
 
-    The throughput phase adds nodes only while expected tokens per second rise; depth is the best one by running
-    averages (0 included) unless a request is behind its target. AdaServe spends budget and depth on every step.
+    Path probabilities are calibrated by what was accepted. The throughput phase adds nodes only while expected tokens
+    per second rise; depth is the best one by running averages (0 included) unless a request is behind its target.
+    AdaServe takes the draft's word and spends budget and depth on every step.
     """
 
-    def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+    def __init__(self, config: SLOSpecConfig, costs: StepCosts, calibration: Calibration | None = None):
         super().__init__(config, costs)
+        self.calibration = calibration or Calibration()
         self.depths = DepthControl(config.max_depth)
 
     def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
@@ -34,7 +37,13 @@ class AutoPolicy(AdaServePolicy):
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
     ) -> list[TokenTree]:
-        trees = self._select(requests, candidates, plan, begun_s, goodput=True)
+        candidates = useful(requests, candidates)
+        calibrated = [self.calibration(tree) for tree in candidates]
+        nodes = self._nodes(requests, calibrated, plan, begun_s, self._step_time(len(requests), plan))
         if plan.depth:
-            self.depths.observe(trees, plan.depth)
-        return trees
+            self.depths.observe([tree.subtree(own) for tree, own in zip(calibrated, nodes, strict=True)], plan.depth)
+        return [tree.subtree(own) for tree, own in zip(candidates, nodes, strict=True)]
+
+    def observe(self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]) -> None:
+        for tree, nodes in zip(trees, accepted, strict=True):
+            self.calibration.observe(tree, nodes)
