@@ -32,13 +32,13 @@ def test_first_step_looks_at_every_depth_and_good_drafts_stay_deep() -> None:
 
 def test_useless_drafts_switch_speculation_off_but_for_a_look_now_and_then() -> None:
     picks = run(DepthControl(6), [0.0] * 320, [6] * 320)
-    assert picks.count(6) == 1 + 320 // DepthControl.EXPLORE_EVERY
+    assert picks.count(6) == DepthControl.MIN_OBSERVED + 320 // DepthControl.EXPLORE_EVERY
     assert picks.count(0) == len(picks) - picks.count(6)
 
 
 def test_depth_is_the_brute_force_best() -> None:
     control = DepthControl(6)
-    run(control, [0.6], [6])
+    run(control, [0.6] * DepthControl.MIN_OBSERVED, [6] * DepthControl.MIN_OBSERVED)
     goodput = [
         sum(0.6**level for level in range(depth + 1)) / float(COSTS.draft_s(1, depth, 1) + COSTS.verify(1 + depth))
         for depth in range(7)

@@ -18,8 +18,8 @@ class SLOSpecConfig(BaseModel):
         "8/9, the whole token budget on every step. auto: the same, but no deeper and no more nodes than raise "
         "expected tokens per second.",
     )
-    max_depth: int = Field(6, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
-    max_width: int = Field(4, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")
+    max_depth: int = Field(12, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
+    max_width: int = Field(3, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")
     token_budget: int | None = Field(
         None,
         ge=1,

@@ -19,6 +19,7 @@ class Plan:
 
     depth: int  # draft levels; 0 decodes plainly
     width: int  # beam width per request
+    min_gain: float = 0.0  # stop drafting early once the best paths of all requests sum to less than this
 
 
 class Target(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hf_slospec.algo.calibration import Calibration
 from hf_slospec.algo.depth import DepthControl
@@ -18,8 +19,9 @@ class AutoPolicy(AdaServePolicy):
     """AdaServe within its own bounds: the SLO phase is the same, the rest stops where goodput is highest.
 
     Path probabilities are calibrated by what was accepted. The throughput phase adds nodes only while expected tokens
-    per second rise; depth is the best one by running averages (0 included) unless a request is behind its target.
-    AdaServe takes the draft's word and spends budget and depth on every step.
+    per second rise. Drafting stops at the level that cannot pay for itself, and is left out where running averages
+    say that none pays, unless a request is behind its target. AdaServe takes the draft's word and spends budget and
+    depth on every step.
     """
 
     def __init__(self, config: SLOSpecConfig, costs: StepCosts, calibration: Calibration | None = None):
@@ -29,10 +31,13 @@ class AutoPolicy(AdaServePolicy):
 
     def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
         bound = super().plan(requests, begun_s)
-        plan = Plan(self.depths.best(len(requests), bound.depth, bound.width, self.costs), bound.width)
+        best = self.depths.best(len(requests), bound.depth, bound.width, self.costs)
+        # A level is worth drafting while it may gain more tokens than its time would yield otherwise.
+        level_s = float(self.costs.draft_level(len(requests) * bound.width))
+        plan = replace(bound, min_gain=level_s * self.depths.goodput)
         # A request behind its target needs nodes to choose from, also where they do not pay.
         is_behind = any(needed > 1.0 for needed in self._required(requests, plan, begun_s))
-        return bound if is_behind else plan
+        return plan if best or is_behind else replace(plan, depth=0)
 
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
