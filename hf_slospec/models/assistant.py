@@ -60,8 +60,10 @@ class AssistantDrafter:
         positions = torch.empty(len(requests), 0, dtype=torch.int64, device=self.packed.device)
         for depth in range(1, plan.depth):
             tokens, _, path_logprobs = layers[-1]
-            if plan.min_gain and float(path_logprobs[:, 0].exp().sum()) < plan.min_gain:
-                break  # no deeper node can be worth its level
+            if plan.min_gain:
+                gain = (path_logprobs[:, 0].exp() - plan.min_path_prob).clamp(min=0.0).sum()
+                if float(gain) < plan.min_gain:
+                    break  # no deeper node can be worth its level
             own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])
             positions = torch.cat((positions, own_positions), dim=1)
             logits = self._forward_layer(requests, tokens, positions, ancestors)

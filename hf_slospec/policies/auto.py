@@ -14,6 +14,8 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.adaserve import AdaServePolicy, useful
 
+SPAN = 16  # nodes over which the cost of one more node is averaged
+
 
 class AutoPolicy(AdaServePolicy):
     """AdaServe within its own bounds: the SLO phase is the same, the rest stops where goodput is highest.
@@ -32,9 +34,11 @@ class AutoPolicy(AdaServePolicy):
     def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
         bound = super().plan(requests, begun_s)
         best = self.depths.best(len(requests), bound.depth, bound.width, self.costs)
-        # A level is worth drafting while it may gain more tokens than its time would yield otherwise.
-        level_s = float(self.costs.draft_level(len(requests) * bound.width))
-        plan = replace(bound, min_gain=level_s * self.depths.goodput)
+        # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
+        num_roots, goodput = len(requests), self.depths.goodput
+        node_s = float(self.costs.verify(num_roots + SPAN) - self.costs.verify(num_roots)) / SPAN
+        level_s = float(self.costs.draft_level(num_roots * bound.width))
+        plan = replace(bound, min_path_prob=node_s * goodput, min_gain=level_s * goodput)
         # A request behind its target needs nodes to choose from, also where they do not pay.
         is_behind = any(needed > 1.0 for needed in self._required(requests, plan, begun_s))
         return plan if best or is_behind else replace(plan, depth=0)
