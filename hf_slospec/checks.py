@@ -35,9 +35,9 @@ def check_config(config: Any) -> SLOSpecConfig:
     return config or SLOSpecConfig()
 
 
-def check_targets(slo_tpot: Any) -> None:
-    """Refuse anything but a positive finite number of seconds, None, or a sequence of those."""
-    if isinstance(slo_tpot, torch.Tensor) or hasattr(slo_tpot, "tolist"):
+def check_targets(slo_tpot: Any) -> Targets:
+    """Targets as plain values; anything but positive finite seconds, None, or a sequence of those is refused."""
+    if hasattr(slo_tpot, "tolist"):  # arrays and tensors
         slo_tpot = slo_tpot.tolist()
     for target_s in slo_tpot if isinstance(slo_tpot, (list, tuple)) else [slo_tpot]:
         if target_s is None:
@@ -51,12 +51,11 @@ def check_targets(slo_tpot: Any) -> None:
                 f"slo_tpot must be a positive, finite number of seconds per output token, got {target_s!r}; "
                 "use None for a row without a target"
             )
+    return slo_tpot
 
 
 def targets_by_row(slo_tpot: Targets, num_rows: int, num_return_sequences: int) -> list[float | None]:
     """One target per row; a list may name the prompts (each stands for its returned sequences) or all rows."""
-    if hasattr(slo_tpot, "tolist"):
-        slo_tpot = slo_tpot.tolist()
     if not isinstance(slo_tpot, (list, tuple)):
         return [slo_tpot] * num_rows
     if len(slo_tpot) * num_return_sequences == num_rows:

@@ -103,9 +103,9 @@ def enable(
             chosen = overrides[own]
         return generate_speculated(chosen, stock, slo_tpot, arguments)
 
-    generate.__signature__ = _with_slo_tpot(inspect.signature(stock))  # type: ignore[attr-defined]
-    generate.replaced = replaced  # type: ignore[attr-defined]
-    model.generate = types.MethodType(generate, model)  # type: ignore[method-assign]
+    generate.__signature__ = _with_slo_tpot(inspect.signature(stock))
+    generate.replaced = replaced
+    model.generate = types.MethodType(generate, model)
     return model
 
 
@@ -115,13 +115,13 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if hasattr(generate, "replaced"):
         del model.__dict__["generate"]
         if generate.replaced is not None:
-            model.generate = generate.replaced  # type: ignore[method-assign]
+            model.generate = generate.replaced
     return model
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
     """The model class's own ``generate``, bound, whatever stands on the instance."""
-    return type(model).generate.__get__(model)  # type: ignore[no-any-return]
+    return type(model).generate.__get__(model)
 
 
 def generate_speculated(
@@ -129,7 +129,7 @@ def generate_speculated(
 ) -> Any:
     """Run stock ``generate`` with the speculated decoding method in place of its own loop."""
     arrived_s = clock()
-    check_targets(slo_tpot)
+    slo_tpot = check_targets(slo_tpot)
     check_arguments(arguments)
     speculator.prepare()
     for name in ("inputs", "input_ids"):

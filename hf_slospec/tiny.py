@@ -28,4 +28,4 @@ def load_tiny_pair(
 
 def tiny_prompts() -> list[str]:
     """Runs of source lines from standard-library modules that the embedded pair was not trained on."""
-    return json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))

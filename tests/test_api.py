@@ -226,7 +226,9 @@ def test_stop_strings_end_at_the_token_that_completes_them(as_config: bool) -> N
 
 
 def test_prefix_constraint_sees_its_own_row(model: Any) -> None:
-    allowed = lambda row, _: list(range(10 + 20 * row, 30 + 20 * row))  # noqa: E731
+    def allowed(row: int, _: torch.Tensor) -> list[int]:
+        return list(range(10 + 20 * row, 30 + 20 * row))
+
     assert_same_as_stock(model, _with_target(model), ragged_prompts(3), **OPTIONS, prefix_allowed_tokens_fn=allowed)
 
 

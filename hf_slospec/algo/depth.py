@@ -1,4 +1,4 @@
-"""How deep to draft: the depth whose expected tokens per second were highest lately."""
+"""Whether drafting pays, and how deep: the depth whose expected tokens per second were highest lately."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+        return self.model.get_input_embeddings().weight.device
 
     @property
     def vocab_size(self) -> int:
