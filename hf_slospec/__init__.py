@@ -1,8 +1,12 @@
 """Lossless batched tree speculation for Hugging Face models, with a speed target per request."""
 
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.divergence import Divergence, DivergenceReport, divergence_report
 from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.engine.request import RequestMetrics
+from hf_slospec.engine.protocols import Drafter, Plan
+from hf_slospec.engine.request import Request, RequestMetrics
 from hf_slospec.errors import (
+    FallbackWarning,
     IncompatibleDraftError,
     InvalidInputError,
     InvalidTypeError,
@@ -15,17 +19,25 @@ from hf_slospec.hf import SLOSpecOutput, disable, enable
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
 
 __all__ = [
+    "Divergence",
+    "DivergenceReport",
+    "Drafter",
+    "FallbackWarning",
     "IncompatibleDraftError",
     "InvalidInputError",
     "InvalidTypeError",
+    "Plan",
+    "Request",
     "RequestMetrics",
     "SLOSpecConfig",
     "SLOSpecError",
     "SLOSpecGenerator",
     "SLOSpecOutput",
+    "TokenTree",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "disable",
+    "divergence_report",
     "enable",
     "load_tiny_pair",
     "tiny_prompts",

@@ -8,25 +8,59 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import BaseQuantizedLayer, DynamicLayer, StaticLayer
 from transformers.generation import GenerationMode
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.request import Request
-from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.rows import Rows
 from hf_slospec.speculator import Speculator
 
 Targets = Sequence[float | None] | float | None
-PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+# What stock hands on that is known here, or says nothing about the text.
+PREPARED = {
+    "attention_mask",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+OTHER_TEXT = ("quantized", "paged")  # caches that round K/V, or stand for another decoding loop
 
 
-def check_causal_lm(name: str, model: Any) -> None:
+def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
+    """The model itself; of a PEFT model, the one whose layers it adapted."""
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+            raise UnsupportedModelError(
+                f"{name} has a PEFT adapter that puts virtual tokens before the prompt, which speculation cannot; "
+                "use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
+            )
+        model = model.get_base_model()
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise InvalidTypeError(
             f"{name} must be a loaded transformers model with a language-modelling head, such as "
             f"AutoModelForCausalLM.from_pretrained(...) returns; got {type(model).__name__}"
         )
+    return model
+
+
+def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None:
+    """The assistant model, if that is what drafts."""
+    if drafter is not None:
+        if assistant_model is not None:
+            raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
+        for name in ("draft", "release"):
+            if not callable(getattr(drafter, name, None)):
+                raise InvalidTypeError(
+                    f"drafter must have a method {name!r}, see hf_slospec.Drafter; got {type(drafter).__name__}"
+                )
+    return None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
 
 
 def check_config(config: Any) -> SLOSpecConfig:
@@ -67,36 +101,72 @@ def targets_by_row(slo_tpot: Targets, num_rows: int, num_return_sequences: int) 
     )
 
 
-def check_arguments(arguments: dict[str, Any]) -> None:
+def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
+    """A setting of the call, else of its generation config, else of the model's."""
+    if (value := arguments.get(name)) is not None:
+        return value
+    for config in (arguments.get("generation_config"), model.generation_config):
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    return None
+
+
+def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """What must be refused before stock ``generate`` sees it."""
     for name, instead in (
-        ("inputs_embeds", "pass input_ids"),
-        ("past_key_values", "pass the whole text as input_ids"),
-        ("position_ids", "leave positions to generate"),
         ("custom_generate", "call generate without slo_tpot"),
-        ("cache_implementation", "speculation keeps its own KV storage, so leave it out"),
         ("token_healing", "heal the prompt first"),
-        ("prompt_lookup_num_tokens", "enable the model without an assistant_model to draft by prompt lookup"),
+        ("synced_gpus", "speculated rows of several processes do not take equally many steps"),
     ):
-        value = arguments.get(name)
+        value = configured(name, model, arguments)
         if value is not None and value is not False:
             raise UnsupportedOptionError(f"{name} cannot be combined with slo_tpot; {instead}")
+    if (kind := configured("cache_implementation", model, arguments)) in OTHER_TEXT:
+        raise UnsupportedOptionError(
+            f"cache_implementation={kind!r} cannot be combined with slo_tpot; speculation keeps its own KV storage, so "
+            "leave it out"
+        )
+    _check_cache(arguments.get("past_key_values"))
+    _check_lookup(configured("prompt_lookup_num_tokens", model, arguments))
+    embeds, has_cache = arguments.get("inputs_embeds"), arguments.get("past_key_values") is not None
+    if embeds is not None and not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
+        raise InvalidInputError("inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0")
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)
         if ids is not None and not isinstance(ids, torch.Tensor):
             raise InvalidTypeError(
                 f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
             )
-        if isinstance(ids, torch.Tensor) and not ids.numel():
+        if isinstance(ids, torch.Tensor) and not ids.numel() and embeds is None:
             raise InvalidInputError(f"{name} is empty, shape {list(ids.shape)}; give every row at least one token")
         mask = arguments.get("attention_mask")
-        if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
+        if embeds is not None or has_cache or not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
+            continue  # a mask over cached or embedded tokens is checked when it is known how many there are
+        if mask.shape != ids.shape:
             raise InvalidInputError(
                 f"attention_mask has shape {list(mask.shape)} and {name} {list(ids.shape)}; they must be equal"
             )
 
 
-def check_options(generation_config: GenerationConfig, logits_processor: Any, model_kwargs: dict[str, Any]) -> None:
+def _check_cache(cache: Any) -> None:
+    if cache is None:
+        return
+    if not isinstance(cache, Cache):
+        raise InvalidTypeError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
+    for layer in getattr(cache, "layers", [None]):
+        if not isinstance(layer, (DynamicLayer, StaticLayer)) or isinstance(layer, BaseQuantizedLayer):
+            raise UnsupportedOptionError(
+                f"past_key_values with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "
+                "DynamicCache, or pass the whole text as input_ids"
+            )
+
+
+def _check_lookup(num_tokens: Any) -> None:
+    if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 1):
+        raise InvalidInputError(f"prompt_lookup_num_tokens must be a positive integer, got {num_tokens!r}")
+
+
+def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Refuse what a tree of tokens cannot honour, on the prepared generation config."""
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -104,21 +174,19 @@ def check_options(generation_config: GenerationConfig, logits_processor: Any, mo
             f"slo_tpot works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}; "
             "set num_beams=1 (and no other search option), or call generate without slo_tpot"
         )
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(generation_config, name, False):
-            raise UnsupportedOptionError(f"{name}=True is not available with slo_tpot; call generate without slo_tpot")
-    if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
-        raise UnsupportedOptionError(
-            "guidance_scale runs the model a second time per token in step with decoding, which speculation breaks; "
-            "call generate without slo_tpot"
-        )
-    if extra := sorted(k for k, v in model_kwargs.items() if k not in PREPARED and v is not None):
+    for name in ("output_attentions", "output_hidden_states"):
+        if generation_config.return_dict_in_generate and getattr(generation_config, name, False):
+            raise UnsupportedOptionError(
+                f"{name}=True is not available with slo_tpot: they come from forwards of one token; "
+                "call generate without slo_tpot"
+            )
+    if extra := sorted(k for k, v in model_kwargs.items() if k not in PREPARED and v is not None and v != {}):
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
 
 
-def check_prompts(requests: list[Request], speculator: Speculator, input_ids: torch.Tensor) -> None:
+def check_prompts(rows: Rows, speculator: Speculator) -> None:
     limit = speculator.target.max_positions
-    for request in requests:
+    for request in rows.requests:
         if request.prompt_len == 0:
             raise InvalidInputError(
                 f"row {request.index} of input_ids is empty or all padding; give it at least one token"
@@ -129,11 +197,16 @@ def check_prompts(requests: list[Request], speculator: Speculator, input_ids: to
                 f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
                 f"{max(limit - request.prompt_len + 1, 0)}"
             )
-    _check_rope(requests, speculator.target.model.config.get_text_config())
-    if int(input_ids.max()) >= speculator.target.vocab_size or int(input_ids.min()) < 0:
-        raise InvalidInputError(
-            f"input_ids holds ids outside 0 .. {speculator.target.vocab_size - 1}; is it another model's tokenizer?"
-        )
+        own = rows.context.mask[request.index]
+        if any(layer.window for layer in speculator.target.layers) and bool((own[:-1] & ~own[1:]).any()):
+            raise UnsupportedOptionError(
+                f"attention_mask masks tokens inside row {request.index}, which a sliding window would count; pad on "
+                "the left only, or call generate without slo_tpot"
+            )
+    _check_rope(rows.requests, speculator.target.model.config.get_text_config())
+    vocab_size, ids = speculator.target.vocab_size, rows.context.tokens
+    if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
+        raise InvalidInputError(f"input_ids holds ids outside 0 .. {vocab_size - 1}; is it another model's tokenizer?")
 
 
 def _check_rope(requests: list[Request], config: Any) -> None:

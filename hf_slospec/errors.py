@@ -1,6 +1,7 @@
 """What callers can do wrong, each error also the built-in one would expect to catch."""
 
 __all__ = [
+    "FallbackWarning",
     "IncompatibleDraftError",
     "InvalidInputError",
     "InvalidTypeError",
@@ -31,4 +32,8 @@ class UnsupportedOptionError(SLOSpecError, ValueError):
 
 
 class IncompatibleDraftError(SLOSpecError, ValueError):
-    """Target and draft do not fit together: other vocabulary or other device."""
+    """Target and draft do not fit together: another vocabulary or another device."""
+
+
+class FallbackWarning(UserWarning):
+    """Stock ``generate`` ran in place of speculation, as ``fallback=True`` asked; the message says why."""

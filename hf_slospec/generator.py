@@ -13,11 +13,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_slospec.checks import Targets, check_causal_lm, check_config
+from hf_slospec.checks import Targets, configured
 from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.hf import configured, generate_speculated, stock_generate
-from hf_slospec.speculator import Speculator
+from hf_slospec.engine.protocols import Drafter
+from hf_slospec.hf import Decoder
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 
@@ -26,11 +25,13 @@ class SLOSpecGenerator:
     """Speculated generation without touching ``model.generate``.
 
     Args:
-        model: the target, a loaded transformers causal LM.
-        assistant_model: a smaller causal LM with the same vocabulary, on the same device. Without one, the
-            request's own tokens draft (prompt lookup).
+        model: the target, a loaded transformers causal LM, or a PEFT model around one.
+        assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
+            drafter, the request's own tokens draft (prompt lookup).
         tokenizer: of both models.
         config: how to speculate.
+        drafter: an object of your own that proposes token trees, see :class:`Drafter`.
+        fallback: as in :func:`enable`.
     """
 
     def __init__(
@@ -39,13 +40,13 @@ class SLOSpecGenerator:
         assistant_model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: SLOSpecConfig | None = None,
+        *,
+        drafter: Drafter | None = None,
+        fallback: bool = False,
     ):
-        check_causal_lm("model", model)
-        if assistant_model is not None:
-            check_causal_lm("assistant_model", assistant_model)
+        self._decoder = Decoder(model, assistant_model, drafter=drafter, config=config, fallback=fallback)
         self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
-        self.config = check_config(config)
-        self._speculator = Speculator(model, assistant_model, self.config)
+        self.config = self._decoder.config
 
     @classmethod
     def from_pretrained(
@@ -54,6 +55,8 @@ class SLOSpecGenerator:
         assistant_model: str | None = None,
         *,
         config: SLOSpecConfig | None = None,
+        drafter: Drafter | None = None,
+        fallback: bool = False,
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
         **model_kwargs: Any,
@@ -70,7 +73,7 @@ class SLOSpecGenerator:
         draft = None
         if assistant_model is not None:
             draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
-        return cls(target, draft, tokenizer, config)
+        return cls(target, draft, tokenizer, config, drafter=drafter, fallback=fallback)
 
     def generate(
         self,
@@ -78,6 +81,7 @@ class SLOSpecGenerator:
         generation_config: GenerationConfig | None = None,
         *,
         slo_tpot: Targets = None,
+        fallback: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """``model.generate`` with tree speculation, with or without a target; same arguments and return types.
@@ -85,13 +89,12 @@ class SLOSpecGenerator:
         Args:
             inputs: [batch, length] or [length] int64, or as ``input_ids``; left-padded with an ``attention_mask``.
             slo_tpot: seconds per output token for all rows, or a list with one entry (or None) per row.
+            fallback: overrides the generator's for this call.
             kwargs: everything else ``generate`` takes. ``return_dict_in_generate=True`` adds ``slo``, one
                 :class:`RequestMetrics` per row.
         """
-        if kwargs.pop("assistant_model", self.assistant_model) is not self.assistant_model:
-            raise UnsupportedOptionError("assistant_model is fixed when the generator is made; make another generator")
         positional = {"inputs": inputs, "generation_config": generation_config}
         arguments = {"tokenizer": self.tokenizer, **kwargs} | {k: v for k, v in positional.items() if v is not None}
         if slo_tpot is None:
-            slo_tpot = configured("slo_tpot", self.model, arguments)
-        return generate_speculated(self._speculator, stock_generate(self.model), slo_tpot, arguments)
+            slo_tpot = configured("slo_tpot", self._decoder.model, arguments)
+        return self._decoder.generate(slo_tpot, arguments, fallback)

@@ -5,14 +5,46 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+
+IGNORE_SEQUENCE = {
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+}
+
+
+def ignore_sequence(processors: list[Any]) -> bool:
+    """Whether no processor reads ``input_ids``, so that any nodes of any rows may be processed together."""
+    return all(type(processor) in IGNORE_SEQUENCE for processor in processors)  # a subclass may do anything
 
 
 def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
@@ -42,6 +74,13 @@ def _of_row(processor: Any, row: int, num_rows: int) -> Any:
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
+    if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        own = copy.copy(processor)  # of the row's own negative prompt and its cache, of the same model
+        own.unconditional_context = {
+            name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == num_rows else value
+            for name, value in processor.unconditional_context.items()
+        }
+        return own
     is_stateless = type(processor).__module__ == logits_process.__name__ and not isinstance(
         processor, SynthIDTextWatermarkLogitsProcessor
     )

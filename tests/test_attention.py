@@ -11,13 +11,14 @@ import torch
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.attention import Span, active_forward, masked_attention, sdpa_attention
-from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.attention import AttentionLayer, Span, active_forward, masked_attention, sdpa_attention
+from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.target import tree_after_chain
+from hf_slospec.models.sequences import tree_after_chain
 from tests.tiny_models import ragged_prompts, tiny_model
 
 NUM_HEADS, NUM_KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 6
+SHAPE = LayerShape(Stored(NUM_KV_HEADS, KEY_DIM), Stored(NUM_KV_HEADS, VALUE_DIM))
 TREES = [
     TokenTree.root_only(3),
     TokenTree(np.arange(6), np.array([-1, 0, 0, 1, 1, 3]), np.array([0, 1, 1, 2, 2, 3]), np.ones(6)),
@@ -43,7 +44,7 @@ def test_chain_and_tree_masks_against_paths() -> None:
 
 def packed_row() -> tuple[KVPool, list[Span], list[tuple[int, list[int], list[int]]], int]:
     """Sequences of every case in one pool.  -> pool, spans, per token (its position, visible slots, their positions)"""
-    pool = KVPool([LayerShape(NUM_KV_HEADS, KEY_DIM, VALUE_DIM)], 400, torch.float32, torch.device("cpu"))
+    pool = KVPool([SHAPE], 400, torch.float32)
     pool.keys[0].normal_()
     pool.values[0].normal_()
     spans: list[Span] = []
@@ -71,7 +72,8 @@ def test_backends_against_every_node_alone(backend: Any, window: Any, softcap: A
     pool, spans, tokens, num_tokens = packed_row()
     query = torch.randn(NUM_HEADS, num_tokens, KEY_DIM)
     sinks = torch.randn(NUM_HEADS) if has_sinks else None
-    out = backend(query, pool.keys[0], pool.values[0], spans, 0.3, window, softcap, sinks)
+    visible = [span.visible for span in spans]
+    out = backend(query, pool.keys[0], pool.values[0], spans, visible, 0.3, window, softcap, sinks)
     assert out.shape == (num_tokens, NUM_HEADS, VALUE_DIM)
     for row, (position, slots, positions) in enumerate(tokens):
         seen = [s for s, p in zip(slots, positions, strict=True) if window is None or position - p < window]
@@ -144,7 +146,9 @@ def test_models_that_share_a_config_point_back_in_any_order() -> None:
 
 
 def test_layers_may_differ_in_shape() -> None:
-    pool = KVPool([LayerShape(2, 4, 4), LayerShape(1, 8, 6)], 5, torch.float32, torch.device("cpu"))
+    shapes = [LayerShape(Stored(2, 4), Stored(2, 4)), LayerShape(Stored(1, 8), Stored(1, 6))]
+    pool = KVPool(shapes, 5, torch.float32)
     assert [tuple(key.shape) for key in pool.keys] == [(5, 2, 4), (5, 1, 8)]
     assert [tuple(value.shape) for value in pool.values] == [(5, 2, 4), (5, 1, 6)]
-    assert PackedModel(tiny_model("llama")).layout == [LayerShape(2, 8, 8)] * 2
+    layer = AttentionLayer(LayerShape(Stored(2, 8), Stored(2, 8)))
+    assert PackedModel(tiny_model("llama")).layers == [layer] * 2

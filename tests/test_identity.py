@@ -16,9 +16,13 @@ DRAFTS = {"perfect": dict(seed=0), "useless": dict(seed=1), "fair": dict(seed=0,
 CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)  # always drafts
 
 
+ALL_DRAFTS = ("llama", "mistral-window", "gpt2", "gemma3")
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "draft"), [(f, d) for f in FAMILIES for d in DRAFTS if d == "fair" or f in ALL_DRAFTS]
+)
 def test_same_tokens_as_stock(family: str, draft: str, batch: int) -> None:
     model = tiny_model(family)
     generator = SLOSpecGenerator(model, tiny_model(family, **DRAFTS[draft]), config=CHECKED)

@@ -16,17 +16,19 @@ MAY_IMPORT = {
     "policies": {"algo", "engine", "errors"},
     "models": {"algo", "engine", "errors"},
     "speculator": {"algo", "engine", "errors", "models", "policies"},
-    "checks": {"engine", "errors", "speculator"},
+    "rows": {"engine", "errors", "models"},
+    "checks": {"engine", "errors", "rows", "speculator"},
     "row_processors": set(),
-    "hf": {"checks", "engine", "errors", "models", "row_processors", "speculator"},
-    "generator": {"checks", "engine", "errors", "hf", "speculator"},
+    "hf": {"checks", "engine", "errors", "models", "row_processors", "rows", "speculator"},
+    "generator": {"checks", "engine", "hf"},
+    "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors"},
     "tiny": set(),
     "inflate": set(),
     "bench": {"engine", "generator"},
     "cli": {"bench", "engine", "inflate", "tiny"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies"}
-KNOWS_GENERATE = {"checks", "row_processors", "hf"}
+KNOWS_GENERATE = {"checks", "row_processors", "rows", "hf"}
 
 
 def imports_of(path: Path) -> set[str]:

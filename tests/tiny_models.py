@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,10 +56,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def tiny_model(family: str, seed: int = 0, noise: float = 0.0) -> PreTrainedModel:
-    """A random model with sharp, uneven predictions; with ``noise`` a draft that agrees with it only sometimes."""
     name, settings = FAMILIES[family]
+    return sharpened(lambda: AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)), seed, noise)
+
+
+def sharpened(build: Callable[[], PreTrainedModel], seed: int, noise: float = 0.0) -> PreTrainedModel:
+    """A random model with sharp, uneven predictions; with ``noise`` a draft that agrees with it only sometimes."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
+    model = build().float().eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4.0)
@@ -79,12 +85,46 @@ def ragged_prompts(batch: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    """Stock and ours on the same inputs and seed: equal tokens, and the global generator left in the same state."""
+    """Stock and ours on the same inputs and seed: equal outputs, and the global generator left in the same state.
+
+    Tokens are equal exactly, scores, logits and K/V up to rounding.
+    """
+    options = {"return_dict_in_generate": True, **options}
     torch.manual_seed(7)
-    stock = type(model).generate(model, **inputs, **options)
+    stock = type(model).generate(model, **copy.deepcopy(inputs), **copy.deepcopy(options))
     state = torch.get_rng_state()
     torch.manual_seed(7)
-    ours = generate(**inputs, **options, return_dict_in_generate=True)
-    assert torch.equal(ours.sequences, stock)
+    ours = generate(**inputs, **options)
     assert torch.equal(torch.get_rng_state(), state)
+    if not options["return_dict_in_generate"]:
+        assert torch.equal(ours, stock)
+        return ours
+    assert torch.equal(ours.sequences, stock.sequences)
+    for name in ("scores", "logits"):
+        theirs, own = getattr(stock, name), getattr(ours, name)
+        assert (own is None) == (theirs is None)
+        if theirs is not None:
+            assert len(own) == len(theirs)
+            torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
+    assert_same_cache(ours.past_key_values, stock.past_key_values, inputs.get("attention_mask"))
     return ours
+
+
+def assert_same_cache(ours: Any, stock: Any, attention_mask: torch.Tensor | None = None) -> None:
+    """Same layers, and the same K and V wherever the prompt is not padding."""
+    assert (ours is None) == (stock is None)
+    if stock is None:
+        return
+    assert len(ours) == len(stock) and ours.get_seq_length() == stock.get_seq_length()
+    for own, theirs in zip(ours.layers, stock.layers, strict=True):
+        if theirs.keys is None or not theirs.keys.numel():
+            assert own.keys is None or not own.keys.numel()
+            continue
+        for a, b in ((own.keys, theirs.keys), (own.values, theirs.values)):
+            assert a.shape == b.shape
+            dropped = stock.get_seq_length() - a.shape[2]  # by a sliding window
+            seen = torch.ones(len(a), a.shape[2], dtype=torch.bool)
+            if attention_mask is not None and dropped < attention_mask.shape[1]:
+                masks = attention_mask.repeat_interleave(len(a) // len(attention_mask), 0)[:, max(dropped, 0) :].bool()
+                seen[:, : masks.shape[1]] = masks[:, : seen.shape[1]]
+            torch.testing.assert_close(a.transpose(1, 2)[seen], b.transpose(1, 2)[seen], rtol=1e-3, atol=1e-3)

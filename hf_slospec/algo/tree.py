@@ -34,6 +34,12 @@ class TokenTree:
     def root_only(cls, token: int) -> TokenTree:
         return cls(np.array([token]), np.array([-1]), np.array([0]), np.array([1.0]))
 
+    @classmethod
+    def chain(cls, root_token: int, tokens: Sequence[int], conditional: float) -> TokenTree:
+        """A tree of one path: ``tokens`` after the root, each accepted after its parent with this probability."""
+        depths = np.arange(len(tokens) + 1)
+        return cls(np.array([root_token, *tokens]), depths - 1, depths, np.asarray(conditional**depths, np.float64))
+
     @property
     def num_nodes(self) -> int:
         return len(self.tokens)
@@ -73,10 +79,15 @@ class TokenTree:
     def check(self) -> None:
         """Raise AssertionError unless this is a tree with parents first and path probabilities that never rise."""
         inner, parents = slice(1, None), self.parents[1:]
-        assert self.parents[0] == -1 and self.depths[0] == 0 and self.path_probs[0] == 1.0
-        assert (parents >= 0).all() and (parents < np.arange(1, self.num_nodes)).all()
-        assert (self.depths[inner] == self.depths[parents] + 1).all()
-        assert (self.path_probs[inner] <= self.path_probs[parents]).all() and (self.path_probs >= 0).all()
+        assert len({len(self.tokens), len(self.parents), len(self.depths), len(self.path_probs)}) == 1, "lengths differ"
+        is_root = self.parents[0] == -1 and self.depths[0] == 0 and self.path_probs[0] == 1.0
+        assert is_root, "node 0 must be the root: parent -1, depth 0, path probability 1"
+        assert (parents >= 0).all() and (parents < np.arange(1, self.num_nodes)).all(), (
+            "a child stands before its parent"
+        )
+        assert (self.depths[inner] == self.depths[parents] + 1).all(), "a child is not one deeper than its parent"
+        rises = ~(self.path_probs[inner] <= self.path_probs[parents])  # NaN counts as rising
+        assert not rises.any() and (self.path_probs >= 0).all(), "path probabilities must fall along paths and be >= 0"
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,27 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes candidate trees."""
+    """Proposes candidate trees: an assistant model, prompt lookup, or an object of your own (``drafter=``).
+
+    Whatever is proposed, the output stays what the target would have written; good proposals make it faster. One
+    drafter may serve calls of several threads at once.
+    """
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
-        """One candidate tree per request, rooted at its last token, at most ``plan.depth`` deep and ``width`` wide."""
+        """Guess how each text goes on.
+
+        Args:
+            requests: those that decode in this step; ``request.tokens`` is the text so far, prompt included.
+            plan: trees may be at most ``plan.depth`` deep, with ``plan.width`` nodes per level on average.
+
+        Returns:
+            One tree per request, its root the request's last token. ``TokenTree.chain`` makes one of a single guess,
+            ``TokenTree.root_only`` one of none. A node's ``path_probs`` entry is the probability you give to the path
+            that ends there: nodes are verified in the order of these, and those that cannot pay are left out.
+        """
 
     def release(self, request: Request) -> None:
-        """Forget a request."""
+        """Forget a request, which has finished or was abandoned."""
 
 
 class Policy(Protocol):

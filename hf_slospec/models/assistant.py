@@ -46,9 +46,9 @@ class AssistantDrafter:
     prompt, a stretch decoded without drafting, or the last step's tokens.
     """
 
-    def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int):
-        """``max_nodes`` bounds depth times width of the plans to come."""
-        self.packed = packed
+    def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int, vocab_size: int):
+        """``max_nodes`` bounds depth times width of the plans to come, ``vocab_size`` the ids that may be proposed."""
+        self.packed, self.vocab_size = packed, vocab_size
         self.sequences = Sequences(packed, requests, max_nodes)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
@@ -86,7 +86,7 @@ class AssistantDrafter:
         tails = [self.sequences.uncached_tail(request) for request in requests]
         parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1
-        logits = self.sequences.forward(parts, torch.from_numpy(last_rows).to(self.packed.device))
+        logits = self._logits(parts, torch.from_numpy(last_rows).to(self.packed.device))
         for request in requests:
             self.sequences.of(request).length = len(request.tokens)
         return logits
@@ -103,7 +103,11 @@ class AssistantDrafter:
         positions = self.packed.inside(positions)
         parts = [Fresh(*part) for part in zip(sequences, tokens, positions, ancestors, strict=True)]
         all_rows = torch.arange(tokens.numel(), device=tokens.device)
-        return self.sequences.forward(parts, all_rows).view(*tokens.shape, -1)
+        return self._logits(parts, all_rows).view(*tokens.shape, -1)
+
+    def _logits(self, parts: Sequence[Fresh], rows: torch.Tensor) -> torch.Tensor:
+        """Of the ids that both models have: either vocabulary may be padded further than the other."""
+        return self.sequences.forward(parts, rows)[:, : self.vocab_size]
 
     def _trees(
         self, requests: Sequence[Request], layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -7,20 +7,29 @@ sequences; at all other times, in all other threads, they behave as the implemen
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_slospec.models.kv_pool import CachedSequence, KVPool
+from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape
+
+
+class AttentionLayer(NamedTuple):
+    """What is known of a layer that caches K and V."""
+
+    shape: LayerShape
+    window: int | None = None  # sliding: a token attends to itself and window - 1 positions before it
+    is_latent: bool = False  # what it caches is expanded into K and V after caching (multi-head latent attention)
 
 
 @dataclass(eq=False)
@@ -32,26 +41,31 @@ class Span:
     end: int
     fresh_mask: torch.Tensor  # [end - begin, num_fresh] bool; fresh: staged earlier in this step, then own
     fresh_positions: torch.Tensor  # [num_fresh] int64
-    _masks: dict[tuple[int | None, int], torch.Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, torch.device], torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def num_visible(self) -> int:
+        return self.sequence.length + len(self.fresh_positions)
 
     @property
     def visible(self) -> slice:
         """The slots this forward may attend to: committed tokens, then all fresh ones, its own last."""
-        start = self.sequence.start
-        return slice(start, start + self.sequence.length + len(self.fresh_positions))
+        return slice(self.sequence.start, self.sequence.start + self.num_visible)
 
-    def mask(self, window: int | None, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor | None:
+    def mask(self, window: int | None, like: torch.Tensor, repeats: int = 1) -> torch.Tensor | None:
         """Additive mask over the visible slots, or None if everything is visible.
 
         A sliding window counts positions, not slots: a node's position is its root's plus its depth.
 
         Returns:
-            [repeats * (end - begin), num_visible], the mask ``repeats`` times; built once per forward.
+            [repeats * (end - begin), num_visible], the mask ``repeats`` times, of ``like``'s dtype and device; built
+            once per forward.
         """
-        if (window, repeats) not in self._masks:
-            mask = self._build(window, dtype)
-            self._masks[window, repeats] = mask if mask is None else mask.repeat(repeats, 1)
-        return self._masks[window, repeats]
+        key = window, repeats, like.device
+        if key not in self._masks:
+            mask = self._build(window, like.dtype)
+            self._masks[key] = mask if mask is None else mask.repeat(repeats, 1).to(like.device)
+        return self._masks[key]
 
     def _build(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         num_tokens, length = self.end - self.begin, self.sequence.length
@@ -67,8 +81,8 @@ class Span:
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
-# query [num_heads, num_tokens, head_dim], keys and values [num_slots, num_kv_heads, dim], spans, scaling, window,
-# softcap, sinks -> [num_tokens, num_heads, value_dim]
+# query [num_heads, num_tokens, head_dim], keys and values [num_slots, num_kv_heads, dim], spans, the slots each of them
+# sees, scaling, window, softcap, sinks -> [num_tokens, num_heads, value_dim]
 Backend = Callable[..., torch.Tensor]
 
 
@@ -100,6 +114,7 @@ def sdpa_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     spans: list[Span],
+    visible: list[slice],
     scaling: float,
     window: int | None,
     softcap: float | None,
@@ -109,17 +124,17 @@ def sdpa_attention(
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads, groups = keys.shape[1], num_heads // keys.shape[1]
     out = query.new_empty(num_tokens, num_heads, values.shape[-1])
-    for span in spans:
+    for span, slots in zip(spans, visible, strict=True):
         own_query = query[:, span.begin : span.end]
-        key, value = keys[span.visible].transpose(0, 1), values[span.visible].transpose(0, 1)
+        key, value = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
         if softcap is None and sinks is None:
             # The query heads that share a KV head become more queries of it: faster than enable_gqa on CPU.
-            mask = span.mask(window, query.dtype, groups)
+            mask = span.mask(window, query, groups)
             grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
             own = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask, scale=scaling)
             own = own.view(num_heads, -1, values.shape[-1])
         else:
-            own = dense_attention(own_query, key, value, span.mask(window, query.dtype), scaling, softcap, sinks)
+            own = dense_attention(own_query, key, value, span.mask(window, query), scaling, softcap, sinks)
         out[span.begin : span.end] = own.transpose(0, 1)
     return out
 
@@ -129,6 +144,7 @@ def masked_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     spans: list[Span],
+    visible: list[slice],
     scaling: float,
     window: int | None,
     softcap: float | None,
@@ -136,9 +152,9 @@ def masked_attention(
 ) -> torch.Tensor:
     """The reference the other backends are tested against: the whole row against the whole pool under one mask."""
     mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
-    for span in spans:
-        own = span.mask(window, query.dtype)
-        mask[span.begin : span.end, span.visible] = 0.0 if own is None else own
+    for span, slots in zip(spans, visible, strict=True):
+        own = span.mask(window, query)
+        mask[span.begin : span.end, slots] = 0.0 if own is None else own
     key, value = keys.transpose(0, 1), values.transpose(0, 1)
     return dense_attention(query, key, value, mask, scaling, softcap, sinks).transpose(0, 1)
 
@@ -149,14 +165,21 @@ BACKENDS: dict[str, Backend] = {"auto": sdpa_attention, "sdpa": sdpa_attention, 
 class PackedForward:
     """One forward over a packed row: the cache its model is given, and what its attention layers attend with."""
 
-    def __init__(self, pool: KVPool, spans: list[Span], backend: Backend):
-        self.pool, self.spans, self.backend = pool, spans, backend
-        slots = [torch.arange(s.visible.stop - (s.end - s.begin), s.visible.stop) for s in spans]
-        self.slots = torch.cat(slots).to(pool.keys[0].device)  # [num_tokens] int64, where this row's K/V goes
-        self._layer = -1
-        self._key: torch.Tensor | None = None
+    def __init__(self, pool: KVPool, spans: list[Span], backend: Backend, layers: Sequence[AttentionLayer]):
+        self.pool, self.spans, self.backend, self.layers = pool, spans, backend, layers
+        self.visible = [span.visible for span in spans]
+        own = [slice(s.visible.stop - (s.end - s.begin), s.visible.stop) for s in spans]
+        self._own_slots = _Slots(own)  # where this row's K/V goes
+        self._visible_slots = _Slots(self.visible)
+        ends = list(itertools.accumulate(span.num_visible for span in spans))
+        self._gathered = [slice(end - span.num_visible, end) for span, end in zip(spans, ends, strict=True)]
+        self._layer_of: dict[tuple[int, int], int] = {}  # ids of a layer's fresh K and V -> it; others may share them
+        self._fresh: list[torch.Tensor] = []  # keeps those ids from being given to other tensors
+        self._latent: int | None = None  # the latent layer that cached last and has not attended yet
 
     # What a forward asks of a transformers cache; sequence lengths matter to mask building only, which is bypassed.
+    is_initialized = True
+
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
 
@@ -164,9 +187,16 @@ class PackedForward:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage a layer's fresh K/V, each [1, num_kv_heads, num_tokens, dim]."""
-        self.pool.keys[layer_idx].index_copy_(0, self.slots, key[0].transpose(0, 1))
-        self.pool.values[layer_idx].index_copy_(0, self.slots, value[0].transpose(0, 1))
-        self._layer, self._key = layer_idx, key
+        keys, values = self.pool.keys[layer_idx], self.pool.values[layer_idx]
+        own = self._own_slots.on(keys.device)
+        keys.index_copy_(0, own, key[0].transpose(0, 1))
+        values.index_copy_(0, own, value[0].transpose(0, 1))
+        if self.layers[layer_idx].is_latent:  # the layer expands what it gets back: it needs all that is visible
+            self._latent = layer_idx
+            visible = self._visible_slots.on(keys.device)
+            return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
+        self._layer_of[id(key), id(value)] = layer_idx
+        self._fresh += key, value
         return key, value
 
     def attend(
@@ -176,14 +206,36 @@ class PackedForward:
         value: torch.Tensor,
         scaling: float | None,
         mask: torch.Tensor | None,
-        **features: Any,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of the layer that was just updated; ``mask`` says nothing here.  -> [1, num_tokens, heads, dim]"""
-        if key is not self._key:
-            raise RuntimeError("an attention layer changed its keys after caching them; such a model cannot be packed")
-        keys, values = self.pool.keys[self._layer], self.pool.values[self._layer]
+        """Attention of a layer: K and V say which. Mask and window are known here.  -> [1, num_tokens, heads, dim]"""
+        layer, visible = self._layer_of.get((id(key), id(value))), self.visible
+        if layer is not None:
+            keys, values = self.pool.keys[layer], self.pool.values[layer]
+        elif self._latent is not None:
+            layer, self._latent, visible = self._latent, None, self._gathered
+            keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        else:
+            raise RuntimeError("an attention layer attends to keys that were not cached; such a model cannot be packed")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.backend(query[0], keys, values, self.spans, scaling, **features)[None]
+        window = self.layers[layer].window
+        return self.backend(query[0], keys, values, self.spans, visible, scaling, window, softcap, sinks)[None]
+
+
+class _Slots:
+    """Slots of several ranges in a row, on whichever devices ask for them."""
+
+    def __init__(self, ranges: Sequence[slice]):
+        self._ranges = ranges
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """-> [num_slots] int64"""
+        if device not in self._on:
+            self._on[device] = torch.cat([torch.arange(r.start, r.stop) for r in self._ranges]).to(device)
+        return self._on[device]
 
 
 _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)

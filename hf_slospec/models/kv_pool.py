@@ -9,12 +9,19 @@ from typing import NamedTuple
 import torch
 
 
-class LayerShape(NamedTuple):
-    """What one attention layer stores per token; K and V may differ (multi-head latent attention)."""
+class Stored(NamedTuple):
+    """Shape of what one layer keeps of a token: its K or its V."""
 
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    num_heads: int
+    dim: int
+
+
+class LayerShape(NamedTuple):
+    """What one attention layer stores per token, and where; K and V may differ (multi-head latent attention)."""
+
+    key: Stored
+    value: Stored
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -32,20 +39,20 @@ class CachedSequence:
 class KVPool:
     """Slots of K and V for all layers; a slot holds one token.
 
-    Layers whose K or V have the same shape share one tensor, so that moving tokens costs one copy per distinct
-    shape, not per layer.
+    K or V of the same shape on the same device share one tensor over all layers, so that moving tokens costs one copy
+    per distinct shape, not per layer.
     """
 
-    def __init__(self, layout: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, layout: Sequence[LayerShape], num_slots: int, dtype: torch.dtype):
         self.num_slots = num_slots
-        shapes = [(s.num_kv_heads, s.key_dim) for s in layout] + [(s.num_kv_heads, s.value_dim) for s in layout]
+        kinds = [(s.key, s.device) for s in layout] + [(s.value, s.device) for s in layout]
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
         self._stacks = {
-            shape: torch.zeros(shapes.count(shape), num_slots, *shape, dtype=dtype, device=device)
-            for shape in set(shapes)
+            (stored, device): torch.zeros(kinds.count((stored, device)), num_slots, *stored, dtype=dtype, device=device)
+            for stored, device in set(kinds)
         }
-        rows = {shape: iter(stack) for shape, stack in self._stacks.items()}
-        views = [next(rows[shape]) for shape in shapes]  # each [num_slots, num_kv_heads, dim]
+        rows = {kind: iter(stack) for kind, stack in self._stacks.items()}
+        views = [next(rows[kind]) for kind in kinds]  # each [num_slots, num_heads, dim]
         self.keys, self.values = views[: len(layout)], views[len(layout) :]
         self._free = [(0, num_slots)]  # disjoint [start, end) ranges, ascending
 

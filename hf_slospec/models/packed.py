@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.models.attention import BACKENDS, PackedForward, Span, active_forward
-from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.attention import BACKENDS, AttentionLayer, PackedForward, Span, active_forward
+from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
 
 # A 4D mask is passed through untouched by every mask builder; nothing reads this one.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
@@ -25,21 +26,23 @@ class Fresh:
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_fresh] int64; fresh: staged by earlier forwards of this step, then these tokens
     mask: torch.Tensor  # [num_tokens, num_fresh] bool, True = may attend
+    embeds: torch.Tensor | None = None  # [num_tokens, hidden], in place of those of input_ids
 
 
 class PackedModel:
-    """Packed forwards of ``model``, found by trial to reach every attention layer; otherwise refused by name."""
+    """Packed forwards of ``model``, found by trial to compute what the model computes; otherwise refused by name."""
 
     def __init__(self, model: Any, attention: str = "auto"):
         self.model = model
         self.backend = BACKENDS[attention]
-        _refuse_by_declaration(model)
-        self.layout, self.dtype = _probe(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        _refuse_by_declaration(model)
+        self.layers, self.dtype = _probe(model)
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        """Where a row's tokens go in."""
+        return input_device(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -47,15 +50,21 @@ class PackedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model declares; None if it declares none."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """The longest sequence a learned position table can serve; None if the model has none such."""
+        config = self.model.config.get_text_config()
+        is_rotary = getattr(config, "rope_parameters", None) is not None
+        return None if is_rotary else getattr(config, "max_position_embeddings", None)
 
     def inside(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions that a learned position table can serve, for tokens whose output will not be committed."""
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
+    def known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Ids that the embedding table has, for a draft whose vocabulary was padded to a smaller size."""
+        return tokens.clamp(max=self.vocab_size - 1)
+
     def new_pool(self, num_slots: int) -> KVPool:
-        return KVPool(self.layout, num_slots, self.dtype, self.device)
+        return KVPool([layer.shape for layer in self.layers], num_slots, self.dtype)
 
     @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:
@@ -75,35 +84,53 @@ class PackedModel:
             end = begin + len(part.input_ids)
             spans.append(Span(part.sequence, begin, end, part.mask, part.positions))
             begin = end
-        forward = PackedForward(pool, spans, self.backend)
-        input_ids = torch.cat([part.input_ids for part in parts])[None]
+        forward = PackedForward(pool, spans, self.backend, self.layers)
         position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]
-        return _run(
-            self.model, forward, input_ids, position_ids, logit_rows if self._keeps_logits else None, logit_rows
-        )
+        keep = {"logits_to_keep": logit_rows} if self._keeps_logits else {}
+        logits = _run(self.model, forward, **self._inputs(parts), position_ids=position_ids, **keep)
+        return logits if keep else logits[logit_rows.to(logits.device)]
+
+    def _inputs(self, parts: Sequence[Fresh]) -> dict[str, torch.Tensor]:
+        if all(part.embeds is None for part in parts):
+            return {"input_ids": torch.cat([part.input_ids for part in parts])[None]}
+        embed = self.model.get_input_embeddings()
+        rows = [embed(part.input_ids) if part.embeds is None else part.embeds for part in parts]
+        return {"inputs_embeds": torch.cat(rows)[None]}
 
 
-def _run(
-    model: Any,
-    forward: Any,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    keep: torch.Tensor | None,
-    logit_rows: torch.Tensor,
-) -> torch.Tensor:
-    unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=input_ids.device)
-    optional = {} if keep is None else {"logits_to_keep": keep}
+def input_device(model: Any) -> torch.device:
+    """The device of the embeddings; of offloaded ones, the device they are brought to."""
+    embeddings = model.get_input_embeddings()
+    if embeddings.weight.device.type != "meta":
+        return embeddings.weight.device
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device("meta" if device is None else device)
+
+
+def _run(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """-> [num_logits, vocab]"""
+    unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
     with active_forward(model, forward):
-        logits = model(
-            input_ids=input_ids,
+        return model(
+            **inputs,
             attention_mask=unread_mask,
             position_ids=position_ids,
             past_key_values=forward,
             use_cache=True,
             return_dict=True,
-            **optional,
         ).logits[0]
-    return logits if keep is not None else logits[logit_rows]
+
+
+@contextlib.contextmanager
+def refused_if_it_fails(model: Any) -> Iterator[None]:
+    """A model that breaks when it is tried out is refused by name, with what it said."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
+        why = str(error) if type(error) is ValueError else f"its forward failed on a packed row with {error!r}"
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}") from error
 
 
 def _refuse_by_declaration(model: Any) -> None:
@@ -111,6 +138,8 @@ def _refuse_by_declaration(model: Any) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
+    if getattr(model.config, "is_decoder", True) is False:  # of families that are encoders unless told otherwise
+        raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
             f"{name} keeps a recurrent state, which cannot hold a tree of tokens (a rejected token cannot be undone); "
@@ -121,22 +150,23 @@ def _refuse_by_declaration(model: Any) -> None:
             f"{name} does not use transformers' attention interface (_supports_attention_backend is not set), so tree "
             "attention cannot be put in; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
         )
-    if len(devices := {str(p.device) for p in model.parameters()}) > 1:
-        raise UnsupportedModelError(f"{name} is spread over {', '.join(sorted(devices))}; load it on one device")
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
 
 
 class _Probe:
-    """Stands in for a packed forward once: attends plainly and notes what each layer caches and asks for."""
+    """Stands in for a packed forward once: attends plainly and notes what each layer caches and attends to."""
 
     def __init__(self) -> None:
-        self.layout: dict[int, LayerShape] = {}
-        self.windows: dict[int, int | None] = {}
-        self.layer = -1
-        self.key: torch.Tensor | None = None
-        self.has_own_mask = False
+        self.dtype = torch.float32
+        self._shapes: dict[int, LayerShape] = {}
+        self._windows: dict[int, int | None] = {}  # of the layers that attend, as they pass them
+        self._latent: set[int] = set()
+        self._has_own_mask = False
+        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    is_initialized = False
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
@@ -144,8 +174,10 @@ class _Probe:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.layout[layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        self.layer, self.key = layer_idx, key
+        stored = [Stored(tensor.shape[1], tensor.shape[-1]) for tensor in (key, value)]
+        self._shapes[layer_idx] = LayerShape(*stored, key.device)
+        self._cached.append((layer_idx, key, value))
+        self.dtype = key.dtype
         return key, value
 
     def attend(
@@ -158,38 +190,43 @@ class _Probe:
         window: int | None,
         **_: Any,
     ) -> torch.Tensor:
+        layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
+        if layer is None and self._cached and (layer := self._cached[-1][0]) not in self._windows:
+            self._latent.add(layer)  # these K and V were made from what the layer has just cached
+        if layer is not None:  # layers that share K and V have the same window
+            self._windows.setdefault(layer, window)
+        self._has_own_mask |= mask is not None and (mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE)
         # One token attends to itself only, so attention is the value, repeated for the query heads of each group.
-        if key is self.key:
-            self.windows[self.layer] = window
-        self.has_own_mask |= mask is not None and (mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE)
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
-    def refusal(self, config: Any) -> str | None:
-        """Why the model cannot be packed, going by what its layers did; None if it can."""
-        layers = sorted(self.layout)
-        if not layers or layers != list(range(len(layers))) or self.windows.keys() != self.layout.keys():
-            return f"{len(layers)} layers cache keys and {len(self.windows)} of them attend through the interface"
-        if self.has_own_mask:
-            return "its layers put something of their own into the attention mask"
-        kinds = getattr(config, "layer_types", None)
-        for layer in layers:
-            has_window = kinds[layer] == "sliding_attention" if kinds else getattr(config, "sliding_window", None)
-            if has_window and self.windows[layer] is None:
-                return f"layer {layer} has a sliding window that it does not pass to its attention function"
-        return None
+    def layers(self, config: Any) -> list[AttentionLayer]:
+        """By index.  Raises ValueError, saying why, if the model cannot be packed, going by what its layers did."""
+        indices = sorted(self._shapes)
+        if not indices or indices != list(range(len(indices))) or self._windows.keys() != self._shapes.keys():
+            raise ValueError(
+                f"{len(indices)} layers cache keys and {len(self._windows)} of them attend through the interface"
+            )
+        if self._has_own_mask:
+            raise ValueError("its layers put something of their own into the attention mask")
+        return [
+            AttentionLayer(self._shapes[layer], self._window(config, layer), layer in self._latent) for layer in indices
+        ]
+
+    def _window(self, config: Any, layer: int) -> int | None:
+        """The layer's sliding window: what it passes to its attention function, or what the config says."""
+        kinds, declared = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if kinds and kinds[layer] != "sliding_attention":
+            return None
+        passed = self._windows[layer]
+        if declared and passed is None and not kinds:
+            raise ValueError(f"layer {layer} may have a sliding window, but does not pass it to its attention function")
+        return declared if passed is None else passed
 
 
 @torch.no_grad()
-def _probe(model: Any) -> tuple[list[LayerShape], torch.dtype]:
+def _probe(model: Any) -> tuple[list[AttentionLayer], torch.dtype]:
     """Forward one token to learn what each layer caches, and that every layer attends through the interface."""
-    probe = _Probe()
-    device = model.get_input_embeddings().weight.device
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    try:
-        _run(model, probe, zero, zero, None, zero[0])
-        why = probe.refusal(model.config.get_text_config())
-    except (TypeError, AttributeError, NotImplementedError) as error:
-        why = f"its forward asks for more than a packed row can give ({type(error).__name__}: {error})"
-    if why is not None or probe.key is None:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
-    return [probe.layout[layer] for layer in sorted(probe.layout)], probe.key.dtype
+    probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    with refused_if_it_fails(model):
+        _run(model, probe, input_ids=zero, position_ids=zero)
+        return probe.layers(model.config.get_text_config()), probe.dtype

@@ -22,6 +22,9 @@ class PromptLookupDrafter:
     into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`.
     """
 
+    def __init__(self, max_ngram: int = MAX_NGRAM):
+        self.max_ngram = max_ngram
+
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request.tokens, plan) for request in requests]
 
@@ -30,7 +33,7 @@ class PromptLookupDrafter:
 
     def _tree(self, tokens: list[int], plan: Plan) -> TokenTree:
         # One level at a time: every node holds the continuations that run through it.
-        layer = [(ROOT, 1.0, continuations(np.array(tokens), plan.depth))]
+        layer = [(ROOT, 1.0, continuations(np.array(tokens), plan.depth, self.max_ngram))]
         nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
         for depth in range(1, plan.depth + 1):
             children = []
@@ -50,9 +53,9 @@ class PromptLookupDrafter:
         return TokenTree(np.array(nodes), np.array(parents), np.array(depths), np.array(path_probs))
 
 
-def continuations(tokens: np.ndarray, depth: int) -> list[list[int]]:
+def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:
     """Up to ``depth`` tokens behind every earlier stand of the longest last n-gram that has one, latest first."""
-    for length in range(min(MAX_NGRAM, len(tokens) - 1), 0, -1):
+    for length in range(min(max_ngram, len(tokens) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
         found = np.flatnonzero((windows == tokens[-length:]).all(axis=1)) + length
         if len(found):

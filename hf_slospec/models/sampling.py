@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
 
@@ -15,6 +16,7 @@ from hf_slospec.engine.request import Request
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+AT_ONCE = 2**20  # logits of a step that a CPU processes at once; above, only those of nodes that are reached
 KEPT = 64  # positions whose noise is kept; older ones are drawn again from the generator's state at their time
 
 
@@ -55,11 +57,28 @@ class GeneratorNoise:
             for passed in [at for at in store if at < position]:
                 del store[passed]
 
+    def end(self, num_positions: int) -> None:
+        """Leave the generator as it was before any noise beyond the positions that were generated."""
+        if num_positions in self._states:
+            self._global.set_state(self._states[num_positions])
+
 
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
+
+
+class Record:
+    """Logits and processed scores of every committed token, by row and position: [vocab] f32 each."""
+
+    def __init__(self, num_rows: int):
+        self.logits: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
+        self.scores: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
+
+    def add(self, row: int, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        self.logits[row].append(logits.clone())  # a view would keep all nodes of the step alive
+        self.scores[row].append(scores.clone())
 
 
 class StockSampler:
@@ -69,38 +88,105 @@ class StockSampler:
         self,
         processors: Sequence[Sequence[Processor]],
         do_sample: bool,
-        paddings: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
         device: torch.device,
+        ignore_sequence: bool = False,
+        record: Record | None = None,
     ):
-        """Per row of the batch: its processors, and the left padding they expect to see before its prompt."""
+        """Per row of the batch: its processors, and its prompt as they see it, left padding included.
+
+        With ``ignore_sequence`` all rows have the same processors, and none of them reads ``input_ids``.
+        """
         self.kind: Literal["greedy", "sampled"] = "sampled" if do_sample else "greedy"
-        self.processors, self.do_sample, self.paddings, self.device = processors, do_sample, paddings, device
+        self.processors, self.do_sample, self.prompts, self.device = processors, do_sample, prompts, device
+        self.ignore_sequence, self.record = ignore_sequence, record
         self._noise: GeneratorNoise | None = None
 
-    def choosers(self, requests: Sequence[Request], logits: torch.Tensor, num_nodes: Sequence[int]) -> list[Chooser]:
-        if not any(self.processors) and not self.do_sample:
-            best = logits.float().argmax(-1).cpu().split(list(num_nodes))
-            return [choices.tolist().__getitem__ for choices in best]
+    def choosers(
+        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
+    ) -> Sequence[Chooser]:
         if self.do_sample:
-            self._noise = self._noise or GeneratorNoise(len(self.paddings), logits.shape[-1], self.device)
+            self._noise = self._noise or GeneratorNoise(len(self.prompts), logits.shape[-1], self.device)
             self._noise.forget_before(min(request.num_emitted for request in requests))
+        num_nodes = [tree.num_nodes for tree in trees]
+        is_small = (
+            logits.device.type != "cpu" or logits.numel() <= AT_ONCE or not (self.processors[0] or self.do_sample)
+        )
+        if self.ignore_sequence and is_small:
+            return self._choose_at_once(requests, logits, trees, num_nodes)
         return [
             functools.partial(self._choose, request, rows)
-            for request, rows in zip(requests, logits.split(list(num_nodes)), strict=True)
+            for request, rows in zip(requests, logits.split(num_nodes), strict=True)
         ]
+
+    def _choose_at_once(
+        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree], num_nodes: list[int]
+    ) -> list[Chooser]:
+        """All nodes together: nothing of a choice depends on the way to its node but its position."""
+        raw = logits.to(device=self.device, dtype=torch.float32)
+        scores = self._processed(self.processors[0], raw.new_empty(len(raw), 0, dtype=torch.int64), raw)
+        if self._noise is None:
+            choices = scores.argmax(-1)
+        else:
+            last = [request.max_new_tokens - 1 for request in requests]
+            noise = [
+                self._noise.at(min(request.num_emitted + int(depth), end), request.index)
+                for request, tree, end in zip(requests, trees, last, strict=True)
+                for depth in tree.depths
+            ]
+            choices = _drawn(scores, torch.stack(noise))
+        own = [choice.tolist() for choice in choices.cpu().split(num_nodes)]
+        rows = zip(requests, own, raw.split(num_nodes), scores.split(num_nodes), strict=True)
+        return [functools.partial(self._chosen, *row) for row in rows]
+
+    def _chosen(
+        self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
+    ) -> int:
+        if self.record is not None:
+            self.record.add(request.index, logits[node], scores[node])
+        return _checked(choices[node])
 
     def _choose(self, request: Request, logits: torch.Tensor, node: int) -> int:
         """The token after ``node``, whose path from the root has just been committed to ``request.tokens``."""
-        scores = logits[node : node + 1].to(device=self.device, dtype=torch.float32, copy=True)  # [1, vocab]
-        if processors := self.processors[request.index]:
-            input_ids = torch.tensor([[*self.paddings[request.index], *request.tokens]], device=self.device)
-            for processor in processors:
-                scores = processor(input_ids, scores)
+        scores = self.scores(request, request.tokens, logits[node])
         if self._noise is None:
             return int(scores.argmax(-1))
-        probs = scores.softmax(-1)
-        if not bool(torch.isfinite(probs).all()):
-            raise RuntimeError(
-                "sampling met probabilities that are inf or nan; check the model's logits and processors"
-            )
-        return int((probs[0] / self._noise.at(request.num_emitted, request.index)).argmax())
+        return _checked(int(_drawn(scores, self._noise.at(request.num_emitted, request.index))))
+
+    def scores(self, request: Request, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Scores of the token after ``tokens``, recorded if wanted: called once per position and in order.
+
+        ``logits`` and the result are [vocab]; processors may remember what they see.
+        """
+        raw = logits[None].to(device=self.device, dtype=torch.float32)
+        row = [*self.prompts[request.index], *tokens[request.prompt_len :]]
+        processors = self.processors[request.index]
+        input_ids = torch.tensor([row], device=self.device) if processors else raw
+        scores = self._processed(processors, input_ids, raw)[0]
+        if self.record is not None:
+            self.record.add(request.index, raw[0], scores)
+        return scores
+
+    def _processed(self, processors: Sequence[Processor], input_ids: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+        scores = raw.clone() if processors else raw  # a processor may write into what it is given
+        for processor in processors:
+            scores = processor(input_ids, scores)
+        return scores
+
+    def end(self, num_positions: int) -> None:
+        """``num_positions`` tokens were generated per row."""
+        if self._noise is not None:
+            self._noise.end(num_positions)
+
+
+def _drawn(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """What ``multinomial`` draws from [..., vocab] scores with this noise; -1 where it would raise.  -> [...] int64"""
+    probs = scores.softmax(-1)
+    return torch.where(torch.isfinite(probs).all(-1), (probs / noise).argmax(-1), -1)
+
+
+def _checked(token: int) -> int:
+    """Nodes that no request reaches may hold anything; one that is reached must have a distribution."""
+    if token < 0:
+        raise RuntimeError("sampling met probabilities that are inf or nan; check the model's logits and processors")
+    return token

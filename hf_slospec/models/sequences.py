@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.kv_pool import CachedSequence, KVPool
 from hf_slospec.models.packed import Fresh, PackedModel
 
 CHUNK = 512  # longer stretches of uncached tokens are fed in pieces: masks grow with the square of a piece
+
+
+def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
+    """Mask and position offsets of a chain of committed tokens that ends with the root, followed by the tree's nodes.
+
+    Returns:
+        mask [num_tokens, num_tokens] bool and offsets [num_tokens] int64 from the chain's first token,
+        with num_tokens = chain_len + tree.num_nodes - 1.
+    """
+    num_tokens = chain_len + tree.num_nodes - 1
+    mask = np.tri(num_tokens, dtype=np.bool_)
+    mask[chain_len:, chain_len:] = tree.ancestor_mask()[1:, 1:]
+    offsets = np.concatenate((np.arange(chain_len), chain_len - 1 + tree.depths[1:]))
+    return mask, offsets
 
 
 class Sequences:
@@ -24,6 +40,7 @@ class Sequences:
         self._by_request: dict[Request, CachedSequence] = {
             request: self.pool.allocate(capacity) for request, capacity in zip(requests, capacities, strict=True)
         }
+        self._embeds: dict[Request, torch.Tensor] = {}
 
     def of(self, request: Request) -> CachedSequence:
         return self._by_request[request]
@@ -45,7 +62,49 @@ class Sequences:
 
     def chain(self, request: Request, tokens: Sequence[int]) -> Fresh:
         """Tokens that follow the request's cached ones, each seeing those before it."""
+        causal = np.tri(len(tokens), dtype=np.bool_)
+        return self._fresh(request, tokens, np.arange(len(tokens)), causal)
+
+    def chain_and_tree(self, request: Request, chain: Sequence[int], tree: TokenTree) -> Fresh:
+        """Committed tokens that follow the cached ones and end with the root, then the tree's other nodes."""
+        mask, offsets = tree_after_chain(len(chain), tree)
+        return self._fresh(request, [*chain, *tree.tokens[1:]], offsets, mask)
+
+    def _fresh(self, request: Request, tokens: Sequence[int], offsets: np.ndarray, mask: np.ndarray) -> Fresh:
         device, sequence = self.packed.device, self.of(request)
-        positions = self.packed.inside(sequence.length + torch.arange(len(tokens), device=device))
-        causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=device).tril()
-        return Fresh(sequence, torch.tensor(tokens, device=device), positions, causal)
+        embeds = self._embeds.get(request)
+        if embeds is not None:  # [num_tokens, hidden] while the prompt is fed, nothing after that
+            embeds = embeds[sequence.length : sequence.length + len(tokens)]
+            assert len(embeds) in (0, len(tokens)), "a prompt given as embeddings is fed before anything else"
+        return Fresh(
+            sequence,
+            self.packed.known(torch.tensor(tokens, device=device)),
+            self.packed.inside(torch.from_numpy(sequence.length + offsets).to(device)),
+            torch.from_numpy(mask).to(device),
+            embeds if embeds is not None and len(embeds) else None,
+        )
+
+    def give_embeds(self, request: Request, embeds: torch.Tensor) -> None:
+        """Feed these instead of the embeddings of the prompt's tokens.  [prompt_len, hidden]"""
+        self._embeds[request] = embeds
+
+    def load(self, request: Request, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
+        """Take K and V of the first ``length`` tokens from elsewhere.
+
+        Args:
+            layers: K and V of each, [num_heads, num_kept, dim]: of all the tokens, or of the last ones of them where
+                a sliding window has dropped the others.
+        """
+        sequence = self.of(request)
+        for mine, layer in zip((self.pool.keys, self.pool.values), zip(*layers, strict=True), strict=True):
+            for stored, theirs in zip(mine, layer, strict=True):
+                kept = theirs[:, max(theirs.shape[1] - length, 0) :].transpose(0, 1)
+                stored[sequence.start + length - len(kept) : sequence.start + length] = kept.to(stored)
+        sequence.length = length
+
+    def read(self, request: Request) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of the request's cached tokens, each layer's [num_heads, length, dim]."""
+        sequence = self.of(request)
+        own = slice(sequence.start, sequence.start + sequence.length)
+        pairs = zip(self.pool.keys, self.pool.values, strict=True)
+        return [(key[own].transpose(0, 1), value[own].transpose(0, 1)) for key, value in pairs]
