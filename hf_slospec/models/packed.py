@@ -218,7 +218,7 @@ class _Probe:
         if kinds and kinds[layer] != "sliding_attention":
             return None
         passed = self._windows[layer]
-        if declared and passed is None and not kinds:
+        if declared and passed is None and not kinds and declared < config.max_position_embeddings:
             raise ValueError(f"layer {layer} may have a sliding window, but does not pass it to its attention function")
         return declared if passed is None else passed
 
