@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,7 +219,8 @@ class _Probe:
         if kinds and kinds[layer] != "sliding_attention":
             return None
         passed = self._windows[layer]
-        if declared and passed is None and not kinds and declared < config.max_position_embeddings:
+        is_reached = declared and declared < getattr(config, "max_position_embeddings", math.inf)
+        if is_reached and passed is None and not kinds:
             raise ValueError(f"layer {layer} may have a sliding window, but does not pass it to its attention function")
         return declared if passed is None else passed
 
