@@ -15,8 +15,8 @@ from transformers.generation import GenerationMode
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.models.packed import PackedModel
 from hf_slospec.rows import Rows
-from hf_slospec.speculator import Speculator
 
 Targets = Sequence[float | None] | float | None
 # What stock hands on that is known here, or says nothing about the text.
@@ -184,8 +184,8 @@ def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, A
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
 
 
-def check_prompts(rows: Rows, speculator: Speculator) -> None:
-    limit = speculator.target.max_positions
+def check_prompts(rows: Rows, target: PackedModel) -> None:
+    limit, has_windows = target.max_positions, any(layer.window for layer in target.layers)
     for request in rows.requests:
         if request.prompt_len == 0:
             raise InvalidInputError(
@@ -198,15 +198,23 @@ def check_prompts(rows: Rows, speculator: Speculator) -> None:
                 f"{max(limit - request.prompt_len + 1, 0)}"
             )
         own = rows.context.mask[request.index]
-        if any(layer.window for layer in speculator.target.layers) and bool((own[:-1] & ~own[1:]).any()):
+        if has_windows and bool((own[:-1] & ~own[1:]).any()):
             raise UnsupportedOptionError(
                 f"attention_mask masks tokens inside row {request.index}, which a sliding window would count; pad on "
                 "the left only, or call generate without slo_tpot"
             )
-    _check_rope(rows.requests, speculator.target.model.config.get_text_config())
-    vocab_size, ids = speculator.target.vocab_size, rows.context.tokens
-    if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
-        raise InvalidInputError(f"input_ids holds ids outside 0 .. {vocab_size - 1}; is it another model's tokenizer?")
+    _check_rope(rows.requests, target.model.config.get_text_config())
+    ids = rows.context.tokens
+    if int(ids.max()) >= target.vocab_size or int(ids.min()) < 0:
+        raise InvalidInputError(
+            f"input_ids holds ids outside 0 .. {target.vocab_size - 1}; is it another model's tokenizer?"
+        )
+    cached = rows.context.cached_shapes
+    if cached and cached != [(layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers]:
+        raise InvalidInputError(
+            f"past_key_values holds {len(cached)} layers, whose shapes are not those of this model's "
+            f"{len(target.layers)}; pass a cache that the same model wrote"
+        )
 
 
 def _check_rope(requests: list[Request], config: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +19,26 @@ from transformers import PreTrainedModel
 from hf_slospec.checks import check_causal_lm, configured
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
 from hf_slospec.generator import SLOSpecGenerator
-from hf_slospec.hf import stock_generate
+from hf_slospec.hf import is_enabled, stock_generate
 from hf_slospec.models.packed import input_device
-from hf_slospec.row_processors import processors_of_row
-
-# input_ids [1, length] int64, scores [1, vocab] f32 -> scores [1, vocab] f32
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from hf_slospec.models.sampling import Processor
+from hf_slospec.row_processors import is_stateless, processors_of_row
+from hf_slospec.rows import pad_token
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-EQUAL_ROWS = 8  # of the batched forward
-PIECE = 8  # tokens that one forward adds to a cache, like a draft tree
+BATCHES = (2, 8)  # equal rows of the batched forwards
+PIECES = (1, 3, 8, 24)  # tokens that one forward adds to a cache: as plain decoding does, and like draft trees
 # Tokens among which noise is measured. Held-out forwards of the embedded pair in bf16 moved the margin of the best
 # two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
-OURS_ONLY = ("slo_tpot", "fallback", "assistant_model", "streamer")  # what the stock call is not given
+OURS_ONLY = (
+    "slo_tpot",
+    "fallback",
+    "assistant_model",
+    "streamer",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+)  # what the stock call is not given
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,10 @@ class Divergence:
 
         ``rounding`` alone would be too strict: a logit carries the rounding of every layer below it. ``noise`` is
         measured, not assumed: the largest change, over plain forwards that are equal in exact arithmetic, of the margin
-        between any two of the 16 best tokens here. The forwards are the row alone, 8 copies of it as a batch, prompt
-        and then one token at a time on a cache, the same 8 tokens at a time, and a copy of the model in the next wider
-        dtype. So a near-tie says that transformers itself, calling the same model in another shape, may choose the
-        other token; anything else is no matter of rounding.
+        between any two of the 16 best tokens here. The forwards are the row alone, 2 and 8 copies of it as a batch,
+        the prompt and then 1, 3, 8 or 24 tokens at a time on a cache, and a copy of the model in the next wider dtype.
+        So a near-tie says that transformers itself, calling the same model in another shape, may choose the other
+        token; anything else is no matter of rounding.
         """
         return self.margin <= max(self.rounding, self.noise)
 
@@ -153,7 +159,7 @@ def divergence_report(
         )
     is_generator = isinstance(speculated, SLOSpecGenerator)
     model = check_causal_lm("speculated", speculated.model if is_generator else speculated)
-    if not is_generator and not hasattr(model.__dict__.get("generate"), "replaced"):
+    if not is_generator and not is_enabled(model):
         raise InvalidInputError("the model does not speculate yet; call hf_slospec.enable(model, draft) first")
     options = {"tokenizer": speculated.tokenizer if is_generator else None, **generate_options, **inputs}
     for name in ("inputs_embeds", "past_key_values"):
@@ -257,7 +263,7 @@ def _equal_forwards(
             output = model(input_ids=piece, past_key_values=output.past_key_values, use_cache=True, **keep)
         return output.logits[0, -1]
 
-    logits = [whole(model, 1), whole(model, EQUAL_ROWS), in_pieces(1), in_pieces(PIECE)]
+    logits = [whole(model, 1), *(whole(model, rows) for rows in BATCHES), *(in_pieces(size) for size in PIECES)]
     return [each.float() for each in logits] + ([] if wide is None else [whole(wide, 1)])
 
 
@@ -282,7 +288,12 @@ def _prepared(model: PreTrainedModel, plain: dict[str, Any]) -> tuple[list[Promp
             )
         if generation_config.max_time is not None:
             raise UnsupportedOptionError("max_time ends outputs by the clock, not by the text; leave it out")
-        pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
+        if not all(is_stateless(processor) for processor in logits_processor):
+            raise UnsupportedOptionError(
+                "divergence_report looks at single positions, which a processor that may remember others cannot serve; "
+                "leave out guidance_scale, watermarks and processors of your own"
+            )
+        pad = pad_token(generation_config)
         mask = model_kwargs.get("attention_mask")
         for row, ids in enumerate(input_ids):
             tokens = ids if mask is None else ids[mask[row].bool()]

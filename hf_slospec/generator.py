@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_slospec.checks import Targets, configured
+from hf_slospec.checks import Targets
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.hf import Decoder
@@ -95,6 +95,4 @@ class SLOSpecGenerator:
         """
         positional = {"inputs": inputs, "generation_config": generation_config}
         arguments = {"tokenizer": self.tokenizer, **kwargs} | {k: v for k, v in positional.items() if v is not None}
-        if slo_tpot is None:
-            slo_tpot = configured("slo_tpot", self._decoder.model, arguments)
         return self._decoder.generate(slo_tpot, arguments, fallback)

@@ -10,7 +10,6 @@ import functools
 import inspect
 import types
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +35,18 @@ from hf_slospec.checks import (
     configured,
     targets_by_row,
 )
+from hf_slospec.context import Context
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.models.checked_drafter import CheckedDrafter
+from hf_slospec.models.packed import vocab_size
 from hf_slospec.models.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
 from hf_slospec.models.sampling import Record, StockSampler
 from hf_slospec.row_processors import ignore_sequence, processors_of_row
-from hf_slospec.rows import Context, Rows, by_position
-from hf_slospec.speculator import Speculator, clock
+from hf_slospec.rows import Rows
+from hf_slospec.speculator import MEASURE_S, Speculator, TriedModel, clock
 
 
 @dataclass
@@ -87,6 +89,7 @@ def enable(
     disable(model)
     owner = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a custom generate of the instance's own, if it has one
+    signature = inspect.signature(decoder.stock)
 
     @functools.wraps(decoder.stock)
     def generate(
@@ -96,27 +99,30 @@ def enable(
             if slo_tpot is not None:
                 raise InvalidInputError("slo_tpot was given to a copy of an enabled model; enable the copy itself")
             return type(self).generate(self, *args, **kwargs)
-        arguments = dict(zip(inspect.signature(decoder.stock).parameters, args, strict=False)) | kwargs
-        if slo_tpot is None:
-            slo_tpot = configured("slo_tpot", owner, arguments)
-        if slo_tpot is None and not always:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+        arguments = bound | bound.pop("kwargs", {})
+        if not always and slo_tpot is None and configured("slo_tpot", owner, arguments) is None:
             return (replaced or decoder.stock)(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
-    generate.__signature__ = _with_own_arguments(inspect.signature(decoder.stock))
+    generate.__signature__ = _with_own_arguments(signature)
     generate.replaced = replaced
     owner.generate = types.MethodType(generate, owner)
     return model
 
 
+def is_enabled(model: PreTrainedModel) -> bool:
+    """Whether :func:`enable` was called on this very model."""
+    return hasattr(check_causal_lm("model", model).__dict__.get("generate"), "replaced")
+
+
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Give ``model`` its stock ``generate`` back. Does nothing if it is not enabled."""
-    owner = check_causal_lm("model", model)
-    generate = owner.__dict__.get("generate")
-    if hasattr(generate, "replaced"):
-        del owner.__dict__["generate"]
-        if generate.replaced is not None:
-            owner.generate = generate.replaced
+    if is_enabled(model):
+        owner = check_causal_lm("model", model)
+        replaced = owner.__dict__.pop("generate").replaced
+        if replaced is not None:
+            owner.generate = replaced
     return model
 
 
@@ -140,15 +146,18 @@ class Decoder:
         self.model = check_causal_lm("model", model)
         self.assistant_model = check_drafting(assistant_model, drafter)
         self.config, self.fallback = check_config(config), fallback
+        self._target: TriedModel | None = None
         self._speculator: Speculator | None = None
-        self._overrides: weakref.WeakKeyDictionary[Any, Speculator] = weakref.WeakKeyDictionary()
-        self._lookups: dict[tuple[int, int], Speculator] = {}
+        self._override: tuple[PreTrainedModel, Speculator] | None = None  # the last call's own draft
+        self._refusal = ""
         try:
-            self._speculator = Speculator(self.model, self.assistant_model, self.config, drafter)
+            self._target = TriedModel(self.model, self.config.attention, MEASURE_S["target"])
+            own = None if drafter is None else CheckedDrafter(drafter, vocab_size(self.model))
+            self._speculator = Speculator(self._target, self.assistant_model, self.config, own)
         except UnsupportedModelError as error:
             if not fallback:
                 raise
-            self._refusal = error
+            self._refusal = str(error)
 
     @property
     def stock(self) -> Callable[..., Any]:
@@ -157,7 +166,7 @@ class Decoder:
     def generate(self, slo_tpot: Targets, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
         """``arguments`` are those of stock ``generate``, by name."""
         try:
-            return self._speculate(slo_tpot, dict(arguments))
+            return self._speculate(slo_tpot, arguments)
         except (UnsupportedModelError, UnsupportedOptionError) as error:
             if not (self.fallback if fallback is None else fallback):
                 raise
@@ -166,13 +175,11 @@ class Decoder:
 
     def _speculate(self, slo_tpot: Targets, arguments: dict[str, Any]) -> Any:
         arrived_s = clock()
-        slo_tpot = check_targets(slo_tpot)
+        slo_tpot = check_targets(configured("slo_tpot", self.model, arguments) if slo_tpot is None else slo_tpot)
         check_arguments(self.model, arguments)
-        speculator = self._speculator_for(arguments)
+        speculator = self._speculator_for(arguments.get("assistant_model"))
         speculator.prepare()
-        _add_batch_dimension(arguments)
-        _take_stop_strings(self.model, arguments)
-        streamer = arguments.pop("streamer", None)  # stock would hand it the prompt before all is checked
+        lookup = _prompt_lookup(self.model, arguments)
 
         def decode(
             model: PreTrainedModel,
@@ -185,40 +192,33 @@ class Decoder:
             check_options(generation_config, model_kwargs)
             context = Context.of(input_ids, model_kwargs, generation_config, model.get_input_embeddings())
             targets = targets_by_row(slo_tpot, len(input_ids), generation_config.num_return_sequences)
-            rows = Rows.of(input_ids, context, generation_config, stopping_criteria, targets, arrived_s, streamer)
-            check_prompts(rows, speculator)
-            return _decode(speculator, rows, logits_processor, generation_config)
+            streamer = arguments.get("streamer")
+            rows = Rows(input_ids, context, generation_config, stopping_criteria, targets, arrived_s, streamer)
+            check_prompts(rows, speculator.target.packed)
+            return _decode(speculator, rows, logits_processor, generation_config, lookup)
 
-        return self.stock(**arguments, custom_generate=decode)
+        return self.stock(**_for_stock(self.model, arguments), custom_generate=decode)
 
-    def _speculator_for(self, arguments: dict[str, Any]) -> Speculator:
-        """The one for this call: its own draft or prompt lookup if it names one."""
+    def _speculator_for(self, assistant_model: Any) -> Speculator:
+        """The one for this call, which may bring its own draft."""
+        own = check_drafting(assistant_model, None)
+        if self._target is not None and own is not None and own is not self.assistant_model:
+            if self._override is None or self._override[0] is not own:
+                self._override = own, Speculator(self._target, own, self.config)
+            return self._override[1]
         if self._speculator is None:
-            raise self._refusal
-        num_tokens = configured("prompt_lookup_num_tokens", self.model, arguments)
-        assistant = check_drafting(arguments.pop("assistant_model", None), None)
-        if num_tokens is not None:
-            arguments["prompt_lookup_num_tokens"] = None  # stock would take it for another decoding method
-            max_ngram = configured("max_matching_ngram_size", self.model, arguments) or MAX_NGRAM
-            return self._lookup(min(num_tokens, self.config.max_depth), max_ngram)
-        if assistant is None or assistant is self.assistant_model:
-            return self._speculator
-        if assistant not in self._overrides:
-            self._overrides[assistant] = Speculator(self.model, assistant, self.config)
-        return self._overrides[assistant]
-
-    def _lookup(self, depth: int, max_ngram: int) -> Speculator:
-        if (depth, max_ngram) not in self._lookups:
-            config = self.config.model_copy(update={"max_depth": depth})
-            self._lookups[depth, max_ngram] = Speculator(self.model, None, config, PromptLookupDrafter(max_ngram))
-        return self._lookups[depth, max_ngram]
+            raise UnsupportedModelError(self._refusal)
+        return self._speculator
 
 
-def _decode(speculator: Speculator, rows: Rows, logits_processor: list[Any], config: GenerationConfig) -> Any:
+def _decode(
+    speculator: Speculator, rows: Rows, logits_processor: list[Any], config: GenerationConfig, lookup: Drafter | None
+) -> Any:
     """Decode the rows to their ends.  -> what stock ``generate`` returns"""
     is_dict, num_rows = config.return_dict_in_generate, len(rows.requests)
-    record = Record(num_rows) if is_dict and (config.output_scores or config.output_logits) else None
+    record = Record(num_rows, logits=is_dict and config.output_logits, scores=is_dict and config.output_scores)
     cache = rows.context.cache if is_dict or rows.context.is_cache_given else None
+    wants_more = cache is not None or record.is_wanted  # than the tokens
     sampler = StockSampler(
         [processors_of_row(logits_processor, row, num_rows) for row in range(num_rows)],
         config.do_sample,
@@ -227,42 +227,50 @@ def _decode(speculator: Speculator, rows: Rows, logits_processor: list[Any], con
         ignore_sequence(logits_processor),
         record,
     )
-    target = speculator.new_target(rows.requests, sampler, keep=record is not None or cache is not None)
-    rows.context.hand_over(rows.requests, target)
+    target = speculator.new_target(rows.requests, sampler, holds_finished=wants_more)
+    rows.context.hand_over(rows.requests, target.sequences)
     rows.begin()
-    speculator.run(rows.requests, target, rows.stream)
+    speculator.run(rows.requests, target, rows.stream, lookup)
     rows.end()
     sampler.end(rows.num_new)
-    if target.keep:
-        rows.write_on(target, sampler)
+    if wants_more:
+        rows.write_on(target.sequences, sampler)
     if cache is not None:
-        rows.fill_cache(target, cache)
+        rows.context.fill(cache, rows.requests, target.sequences, rows.num_new)
     if not is_dict:
         return rows.sequences()
     return SLOSpecOutput(
         sequences=rows.sequences(),
-        scores=by_position(record.scores, rows.num_new) if config.output_scores else None,
-        logits=by_position(record.logits, rows.num_new) if config.output_logits else None,
+        scores=record.scores(rows.num_new),
+        logits=record.logits(rows.num_new),
         past_key_values=cache,
         slo=[request.metrics() for request in rows.requests],
     )
 
 
-def _add_batch_dimension(arguments: dict[str, Any]) -> None:
+def _prompt_lookup(model: PreTrainedModel, arguments: dict[str, Any]) -> Drafter | None:
+    """The drafter of a call that asks for prompt lookup as stock does."""
+    num_tokens = configured("prompt_lookup_num_tokens", model, arguments)
+    if num_tokens is None:
+        return None
+    return PromptLookupDrafter(configured("max_matching_ngram_size", model, arguments) or MAX_NGRAM, num_tokens)
+
+
+def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without those that are ours to serve: stock would drop, refuse or misread them."""
+    kept = {name: value for name, value in arguments.items() if name not in ("assistant_model", "streamer")}
+    kept["prompt_lookup_num_tokens"] = None  # stock would take it for another decoding method
     for name in ("inputs", "input_ids"):
-        if isinstance(ids := arguments.get(name), torch.Tensor) and ids.ndim == 1:
-            arguments[name] = ids[None]
-            if isinstance(mask := arguments.get("attention_mask"), torch.Tensor) and mask.ndim == 1:
-                arguments["attention_mask"] = mask[None]
-
-
-def _take_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Turn stop strings into a criterion here: stock drops ``tokenizer`` when the decoding method is a custom one."""
-    strings, tokenizer = configured("stop_strings", model, arguments), arguments.get("tokenizer")
+        if isinstance(ids := kept.get(name), torch.Tensor) and ids.ndim == 1:
+            kept[name] = ids[None]
+            if isinstance(mask := kept.get("attention_mask"), torch.Tensor) and mask.ndim == 1:
+                kept["attention_mask"] = mask[None]
+    strings, tokenizer = configured("stop_strings", model, kept), kept.get("tokenizer")
     if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
         own = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), own])
-        arguments["stop_strings"] = None
+        kept["stopping_criteria"] = StoppingCriteriaList([*(kept.get("stopping_criteria") or []), own])
+        kept["stop_strings"] = None
+    return kept
 
 
 def _with_own_arguments(signature: inspect.Signature) -> inspect.Signature:

@@ -81,7 +81,10 @@ def _of_row(processor: Any, row: int, num_rows: int) -> Any:
             for name, value in processor.unconditional_context.items()
         }
         return own
-    is_stateless = type(processor).__module__ == logits_process.__name__ and not isinstance(
-        processor, SynthIDTextWatermarkLogitsProcessor
-    )
-    return processor if is_stateless or num_rows == 1 else copy.deepcopy(processor)
+    return processor if is_stateless(processor) or num_rows == 1 else copy.deepcopy(processor)
+
+
+def is_stateless(processor: Any) -> bool:
+    """Whether a processor is known to remember nothing from one call to the next."""
+    remembers = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, remembers)

@@ -12,13 +12,14 @@ import torch
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import AttentionLayer, Span, active_forward, masked_attention, sdpa_attention
-from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
+from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.sequences import tree_after_chain
 from tests.tiny_models import ragged_prompts, tiny_model
+from tests.toys import stored
 
 NUM_HEADS, NUM_KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 6
-SHAPE = LayerShape(Stored(NUM_KV_HEADS, KEY_DIM), Stored(NUM_KV_HEADS, VALUE_DIM))
+SHAPE = LayerShape(stored(NUM_KV_HEADS, KEY_DIM), stored(NUM_KV_HEADS, VALUE_DIM))
 TREES = [
     TokenTree.root_only(3),
     TokenTree(np.arange(6), np.array([-1, 0, 0, 1, 1, 3]), np.array([0, 1, 1, 2, 2, 3]), np.ones(6)),
@@ -44,7 +45,7 @@ def test_chain_and_tree_masks_against_paths() -> None:
 
 def packed_row() -> tuple[KVPool, list[Span], list[tuple[int, list[int], list[int]]], int]:
     """Sequences of every case in one pool.  -> pool, spans, per token (its position, visible slots, their positions)"""
-    pool = KVPool([SHAPE], 400, torch.float32)
+    pool = KVPool([SHAPE], 400)
     pool.keys[0].normal_()
     pool.values[0].normal_()
     spans: list[Span] = []
@@ -146,9 +147,9 @@ def test_models_that_share_a_config_point_back_in_any_order() -> None:
 
 
 def test_layers_may_differ_in_shape() -> None:
-    shapes = [LayerShape(Stored(2, 4), Stored(2, 4)), LayerShape(Stored(1, 8), Stored(1, 6))]
-    pool = KVPool(shapes, 5, torch.float32)
+    shapes = [LayerShape(stored(2, 4), stored(2, 4)), LayerShape(stored(1, 8), stored(1, 6))]
+    pool = KVPool(shapes, 5)
     assert [tuple(key.shape) for key in pool.keys] == [(5, 2, 4), (5, 1, 8)]
     assert [tuple(value.shape) for value in pool.values] == [(5, 2, 4), (5, 1, 6)]
-    layer = AttentionLayer(LayerShape(Stored(2, 8), Stored(2, 8)))
+    layer = AttentionLayer(LayerShape(stored(2, 8), stored(2, 8)))
     assert PackedModel(tiny_model("llama")).layers == [layer] * 2

@@ -16,19 +16,20 @@ MAY_IMPORT = {
     "policies": {"algo", "engine", "errors"},
     "models": {"algo", "engine", "errors"},
     "speculator": {"algo", "engine", "errors", "models", "policies"},
-    "rows": {"engine", "errors", "models"},
-    "checks": {"engine", "errors", "rows", "speculator"},
+    "context": {"engine", "errors", "models"},
+    "rows": {"context", "engine", "models"},
+    "checks": {"engine", "errors", "models", "rows"},
     "row_processors": set(),
-    "hf": {"checks", "engine", "errors", "models", "row_processors", "rows", "speculator"},
+    "hf": {"checks", "context", "engine", "errors", "models", "row_processors", "rows", "speculator"},
     "generator": {"checks", "engine", "hf"},
-    "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors"},
+    "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
     "inflate": set(),
     "bench": {"engine", "generator"},
     "cli": {"bench", "engine", "inflate", "tiny"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies"}
-KNOWS_GENERATE = {"checks", "row_processors", "rows", "hf"}
+KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "hf"}
 
 
 def imports_of(path: Path) -> set[str]:

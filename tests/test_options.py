@@ -198,6 +198,32 @@ def test_custom_criteria_are_checked_per_token(mode: dict[str, Any], eos: Any) -
     check(mode | dict(max_new_tokens=40), (1, 3, 5), stopping_criteria=criteria, eos_token_id=eos)
 
 
+class Recorder:
+    """Streams into a list."""
+
+    def __init__(self) -> None:
+        self.puts: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.puts.append([])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_written_on_stream_and_draw_no_further_than_stock(seed: int) -> None:
+    ours, inputs = generator(), ragged_prompts(3, seed=seed)
+    options: dict[str, Any] = dict(do_sample=True, max_new_tokens=40, eos_token_id=None)
+    seen = []
+    for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
+        torch.manual_seed(seed)
+        streamer = Recorder()
+        generate(**inputs, **options, stopping_criteria=[StopAt(*range(20, 36))], streamer=streamer)
+        seen.append((streamer.puts, torch.get_rng_state().tolist()))
+    assert seen[0] == seen[1]
+
+
 def test_no_time_left_ends_after_one_token() -> None:
     out = generator().generate(**ragged_prompts(2), do_sample=False, max_new_tokens=30, max_time=1e-9)
     assert out.shape[1] == ragged_prompts(2)["input_ids"].shape[1] + 1
@@ -253,6 +279,31 @@ def test_our_cache_serves_a_second_turn(family: str) -> None:
     expected = ours.model.generate(text, do_sample=False, max_new_tokens=10, eos_token_id=None)
     again = ours.model.generate(text, do_sample=False, max_new_tokens=10, eos_token_id=None, past_key_values=cache)
     assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
+def test_static_cache_over_three_turns(family: str) -> None:
+    ours = generator(family)
+    texts = []
+    for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
+        cache, text = StaticCache(config=ours.model.config, max_cache_len=96), ragged_prompts(1)["input_ids"]
+        for turn in range(3):
+            new = torch.full((1, 4), 7 + turn)
+            text = generate(
+                torch.cat((text, new), 1), do_sample=False, max_new_tokens=8, eos_token_id=None, past_key_values=cache
+            )
+        texts.append(text)
+    assert torch.equal(*texts)
+
+
+def test_cache_of_another_batch_or_model() -> None:
+    ours, cache = generator(), DynamicCache(config=tiny_model("llama").config)
+    text, mask = text_and_cache("llama", 2, cache)
+    with pytest.raises(InvalidInputError, match="holds 2 rows, and this batch has 1"):
+        ours.generate(text[:1], attention_mask=mask[:1], past_key_values=cache, max_new_tokens=3)
+    text, mask = text_and_cache("gpt2", 1, cache := DynamicCache())
+    with pytest.raises(InvalidInputError, match="same model"):
+        ours.generate(text, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
 
 
 def test_static_cache_may_be_passed_or_asked_for() -> None:
@@ -414,16 +465,6 @@ def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
 
 
 def test_fallback_does_not_stream_the_prompt_twice() -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.puts: list[list[int]] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.puts.append(value.flatten().tolist())
-
-        def end(self) -> None:
-            self.puts.append([])
-
     inputs, streamer, stock = ragged_prompts(1), Recorder(), Recorder()
     options = dict(do_sample=False, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True)
     tiny_model("llama").generate(**inputs, **options, streamer=stock)

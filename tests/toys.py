@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, FloatArray, TokenTree
+from hf_slospec.models.kv_pool import Stored
 
 NextProbs = Callable[[Sequence[int]], FloatArray]  # all tokens so far -> [vocab], probabilities of the next one
 
@@ -15,6 +17,10 @@ SEEDS = st.integers(0, 2**32 - 1)
 # Powers of two: sums of path probabilities are exact in any order, so equal sums compare equal and ties are true ties.
 TIED = (0.0, 0.25, 0.5, 1.0)
 UNEVEN = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
+
+
+def stored(num_heads: int, dim: int) -> Stored:
+    return Stored(num_heads, dim, torch.float32, torch.device("cpu"))
 
 
 def grow(parents: Sequence[int], conditionals: Sequence[float], tokens: Sequence[int]) -> TokenTree:

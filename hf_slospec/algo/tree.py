@@ -76,18 +76,25 @@ class TokenTree:
             mask[node] |= mask[self.parents[node]]
         return mask
 
-    def check(self) -> None:
-        """Raise AssertionError unless this is a tree with parents first and path probabilities that never rise."""
+    def fault(self) -> str | None:
+        """Why this is not a tree with parents first and path probabilities that never rise; None if it is one."""
+        if len({len(self.tokens), len(self.parents), len(self.depths), len(self.path_probs)}) > 1:
+            return "tokens, parents, depths and path_probs differ in length"
+        if not self.num_nodes or self.parents[0] != -1 or self.depths[0] != 0 or self.path_probs[0] != 1.0:
+            return "node 0 is not a root: parent -1, depth 0, path probability 1"
         inner, parents = slice(1, None), self.parents[1:]
-        assert len({len(self.tokens), len(self.parents), len(self.depths), len(self.path_probs)}) == 1, "lengths differ"
-        is_root = self.parents[0] == -1 and self.depths[0] == 0 and self.path_probs[0] == 1.0
-        assert is_root, "node 0 must be the root: parent -1, depth 0, path probability 1"
-        assert (parents >= 0).all() and (parents < np.arange(1, self.num_nodes)).all(), (
-            "a child stands before its parent"
-        )
-        assert (self.depths[inner] == self.depths[parents] + 1).all(), "a child is not one deeper than its parent"
-        rises = ~(self.path_probs[inner] <= self.path_probs[parents])  # NaN counts as rising
-        assert not rises.any() and (self.path_probs >= 0).all(), "path probabilities must fall along paths and be >= 0"
+        if not ((parents >= 0) & (parents < np.arange(1, self.num_nodes))).all():
+            return "a child stands before its parent"
+        if not (self.depths[inner] == self.depths[parents] + 1).all():
+            return "a child is not one deeper than its parent"
+        if not (self.path_probs[inner] <= self.path_probs[parents]).all() or not (self.path_probs >= 0).all():
+            return "path probabilities rise along a path, or are negative"
+        return None
+
+    def check(self) -> None:
+        """Raise AssertionError if the tree has a fault."""
+        fault = self.fault()
+        assert fault is None, fault
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Span:
     end: int
     fresh_mask: torch.Tensor  # [end - begin, num_fresh] bool; fresh: staged earlier in this step, then own
     fresh_positions: torch.Tensor  # [num_fresh] int64
-    _masks: dict[tuple[int | None, int, torch.device], torch.Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, torch.dtype, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def num_visible(self) -> int:
@@ -61,7 +61,7 @@ class Span:
             [repeats * (end - begin), num_visible], the mask ``repeats`` times, of ``like``'s dtype and device; built
             once per forward.
         """
-        key = window, repeats, like.device
+        key = window, repeats, like.dtype, like.device
         if key not in self._masks:
             mask = self._build(window, like.dtype)
             self._masks[key] = mask if mask is None else mask.repeat(repeats, 1).to(like.device)
@@ -218,7 +218,7 @@ class PackedForward:
             layer, self._latent, visible = self._latent, None, self._gathered
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         else:
-            raise RuntimeError("an attention layer attends to keys that were not cached; such a model cannot be packed")
+            raise RuntimeError("an attention layer attends to keys that it did not cache")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = self.layers[layer].window
         return self.backend(query[0], keys, values, self.spans, visible, scaling, window, softcap, sinks)[None]

@@ -25,10 +25,10 @@ class CheckedDrafter:
         return trees
 
     def _check(self, request: Request, tree: TokenTree, plan: Plan) -> None:
-        try:
-            tree.check()
-        except AssertionError as error:
-            raise InvalidInputError(f"drafter returned a tree that is none: {error}") from error
+        if not isinstance(tree, TokenTree):
+            raise InvalidInputError(f"drafter returned {type(tree).__name__} objects, where TokenTree was expected")
+        if (fault := tree.fault()) is not None:
+            raise InvalidInputError(f"drafter returned a tree with a fault: {fault}")
         if int(tree.tokens[0]) != request.tokens[-1]:
             raise InvalidInputError("drafter returned a tree whose root is not the request's last token")
         if tree.tokens.min() < 0 or tree.tokens.max() >= self.vocab_size:

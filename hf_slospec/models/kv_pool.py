@@ -10,18 +10,24 @@ import torch
 
 
 class Stored(NamedTuple):
-    """Shape of what one layer keeps of a token: its K or its V."""
+    """What one layer keeps of a token as its K or its V; the two may differ (multi-head latent attention, autocast)."""
 
     num_heads: int
     dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Stored:
+        """``tensor``: a layer's K or V, [batch, num_heads, num_tokens, dim]."""
+        return cls(tensor.shape[1], tensor.shape[-1], tensor.dtype, tensor.device)
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer stores per token, and where; K and V may differ (multi-head latent attention)."""
+    """What one attention layer stores per token."""
 
     key: Stored
     value: Stored
-    device: torch.device = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -39,17 +45,19 @@ class CachedSequence:
 class KVPool:
     """Slots of K and V for all layers; a slot holds one token.
 
-    K or V of the same shape on the same device share one tensor over all layers, so that moving tokens costs one copy
-    per distinct shape, not per layer.
+    K or V of the same kind share one tensor over all layers, so that moving tokens costs one copy per kind, not per
+    layer.
     """
 
-    def __init__(self, layout: Sequence[LayerShape], num_slots: int, dtype: torch.dtype):
+    def __init__(self, layout: Sequence[LayerShape], num_slots: int):
         self.num_slots = num_slots
-        kinds = [(s.key, s.device) for s in layout] + [(s.value, s.device) for s in layout]
+        kinds = [shape.key for shape in layout] + [shape.value for shape in layout]
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
         self._stacks = {
-            (stored, device): torch.zeros(kinds.count((stored, device)), num_slots, *stored, dtype=dtype, device=device)
-            for stored, device in set(kinds)
+            kind: torch.zeros(
+                kinds.count(kind), num_slots, kind.num_heads, kind.dim, dtype=kind.dtype, device=kind.device
+            )
+            for kind in set(kinds)
         }
         rows = {kind: iter(stack) for kind, stack in self._stacks.items()}
         views = [next(rows[kind]) for kind in kinds]  # each [num_slots, num_heads, dim]

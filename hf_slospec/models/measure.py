@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from hf_slospec.algo.latency import LatencyCurve, StepCosts
+from hf_slospec.algo.latency import LatencyCurve
 from hf_slospec.engine.request import Request
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.sequences import Sequences
@@ -19,17 +19,11 @@ REPEATS = 4
 PREFIX_LEN = 128  # committed tokens the measured ones attend to
 
 
-def measure_step_costs(target: PackedModel, draft: PackedModel | None, limit_s: float = 5.0) -> StepCosts:
-    """Time forwards of either model by their number of tokens, for about ``limit_s`` seconds.
-
-    A model so slow that the time runs out is known at fewer sizes. Without a draft model, drafting costs nothing.
-    """
-    free = LatencyCurve((1,), (0.0,))
-    return StepCosts(measure_curve(target, limit_s * 0.8), measure_curve(draft, limit_s * 0.2) if draft else free)
-
-
 def measure_curve(packed: PackedModel, limit_s: float) -> LatencyCurve:
-    """Fastest forward times, in rounds over all sizes: a busy machine only adds time, to whatever size it meets."""
+    """Time forwards by their number of tokens, for about ``limit_s`` seconds; a slow model is known at fewer sizes.
+
+    The fastest of several rounds over all sizes counts: a busy machine only adds time, to whatever size it meets.
+    """
     probe = Request(0, [0] * PREFIX_LEN, max_new_tokens=0)
     sequences = Sequences(packed, [probe], max_nodes=max(LARGE))
     sequences.of(probe).length = PREFIX_LEN

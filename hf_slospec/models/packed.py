@@ -17,6 +17,8 @@ from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
 
 # A 4D mask is passed through untouched by every mask builder; nothing reads this one.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+# These say nothing about the model that met them.
+DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 @dataclass(eq=False)
@@ -38,7 +40,7 @@ class PackedModel:
         self.backend = BACKENDS[attention]
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_by_declaration(model)
-        self.layers, self.dtype = _probe(model)
+        self.layers = _probe(model)
 
     @property
     def device(self) -> torch.device:
@@ -47,7 +49,7 @@ class PackedModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.config.get_text_config().vocab_size)
+        return vocab_size(self.model)
 
     @property
     def max_positions(self) -> int | None:
@@ -65,7 +67,7 @@ class PackedModel:
         return tokens.clamp(max=self.vocab_size - 1)
 
     def new_pool(self, num_slots: int) -> KVPool:
-        return KVPool([layer.shape for layer in self.layers], num_slots, self.dtype)
+        return KVPool([layer.shape for layer in self.layers], num_slots)
 
     @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:
@@ -92,11 +94,15 @@ class PackedModel:
         return logits if keep else logits[logit_rows.to(logits.device)]
 
     def _inputs(self, parts: Sequence[Fresh]) -> dict[str, torch.Tensor]:
-        if all(part.embeds is None for part in parts):
+        embeds = [part.embeds for part in parts if part.embeds is not None]
+        if not embeds:
             return {"input_ids": torch.cat([part.input_ids for part in parts])[None]}
-        embed = self.model.get_input_embeddings()
-        rows = [embed(part.input_ids) if part.embeds is None else part.embeds for part in parts]
-        return {"inputs_embeds": torch.cat(rows)[None]}
+        assert len(embeds) == len(parts), "all rows of a prefill have embeddings, or none"
+        return {"inputs_embeds": torch.cat(embeds)[None]}
+
+
+def vocab_size(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
 
 
 def input_device(model: Any) -> torch.device:
@@ -124,14 +130,19 @@ def _run(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: torch.T
 
 @contextlib.contextmanager
 def refused_if_it_fails(model: Any) -> Iterator[None]:
-    """A model that breaks when it is tried out is refused by name, with what it said."""
+    """A model whose forward breaks when it is tried out is refused by name, with what it said."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except DEVICE_ERRORS:
         raise
     except (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
-        why = str(error) if type(error) is ValueError else f"its forward failed on a packed row with {error!r}"
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}") from error
+        if isinstance(error, UnsupportedModelError) or "can't allocate memory" in str(error):
+            raise
+        raise cannot_be_packed(model, f"its forward failed on a packed row with {error!r}") from error
+
+
+def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
 
 
 def _refuse_by_declaration(model: Any) -> None:
@@ -139,7 +150,9 @@ def _refuse_by_declaration(model: Any) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
-    if getattr(model.config, "is_decoder", True) is False:  # of families that are encoders unless told otherwise
+    # Some families are encoders unless told otherwise; others say is_decoder=False and are causal all the same.
+    is_encoder = getattr(model.config, "is_decoder", None) is False
+    if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
@@ -160,7 +173,6 @@ class _Probe:
     """Stands in for a packed forward once: attends plainly and notes what each layer caches and attends to."""
 
     def __init__(self) -> None:
-        self.dtype = torch.float32
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # of the layers that attend, as they pass them
         self._latent: set[int] = set()
@@ -175,10 +187,8 @@ class _Probe:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        stored = [Stored(tensor.shape[1], tensor.shape[-1]) for tensor in (key, value)]
-        self._shapes[layer_idx] = LayerShape(*stored, key.device)
+        self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value))
         self._cached.append((layer_idx, key, value))
-        self.dtype = key.dtype
         return key, value
 
     def attend(
@@ -200,35 +210,37 @@ class _Probe:
         # One token attends to itself only, so attention is the value, repeated for the query heads of each group.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
-    def layers(self, config: Any) -> list[AttentionLayer]:
-        """By index.  Raises ValueError, saying why, if the model cannot be packed, going by what its layers did."""
+    def layers(self, model: Any) -> list[AttentionLayer]:
+        """By index.  Raises UnsupportedModelError if the model cannot be packed, going by what its layers did."""
         indices = sorted(self._shapes)
         if not indices or indices != list(range(len(indices))) or self._windows.keys() != self._shapes.keys():
-            raise ValueError(
-                f"{len(indices)} layers cache keys and {len(self._windows)} of them attend through the interface"
+            raise cannot_be_packed(
+                model, f"{len(indices)} layers cache keys and {len(self._windows)} of them attend through the interface"
             )
         if self._has_own_mask:
-            raise ValueError("its layers put something of their own into the attention mask")
-        return [
-            AttentionLayer(self._shapes[layer], self._window(config, layer), layer in self._latent) for layer in indices
-        ]
+            raise cannot_be_packed(model, "its layers put something of their own into the attention mask")
+        windows = [self._window(model, layer) for layer in indices]
+        return [AttentionLayer(self._shapes[layer], windows[layer], layer in self._latent) for layer in indices]
 
-    def _window(self, config: Any, layer: int) -> int | None:
+    def _window(self, model: Any, layer: int) -> int | None:
         """The layer's sliding window: what it passes to its attention function, or what the config says."""
+        config = model.config.get_text_config()
         kinds, declared = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         if kinds and kinds[layer] != "sliding_attention":
             return None
         passed = self._windows[layer]
         is_reached = declared and declared < getattr(config, "max_position_embeddings", math.inf)
         if is_reached and passed is None and not kinds:
-            raise ValueError(f"layer {layer} may have a sliding window, but does not pass it to its attention function")
+            raise cannot_be_packed(
+                model, f"layer {layer} may have a sliding window, but does not pass it to its attention function"
+            )
         return declared if passed is None else passed
 
 
 @torch.no_grad()
-def _probe(model: Any) -> tuple[list[AttentionLayer], torch.dtype]:
+def _probe(model: Any) -> list[AttentionLayer]:
     """Forward one token to learn what each layer caches, and that every layer attends through the interface."""
     probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
     with refused_if_it_fails(model):
         _run(model, probe, input_ids=zero, position_ids=zero)
-        return probe.layers(model.config.get_text_config()), probe.dtype
+        return probe.layers(model)

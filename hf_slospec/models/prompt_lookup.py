@@ -22,8 +22,9 @@ class PromptLookupDrafter:
     into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`.
     """
 
-    def __init__(self, max_ngram: int = MAX_NGRAM):
-        self.max_ngram = max_ngram
+    def __init__(self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None):
+        """``max_depth``: tokens it proposes in a row at most, beside the bound of the plan."""
+        self.max_ngram, self.max_depth = max_ngram, max_depth
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request.tokens, plan) for request in requests]
@@ -33,9 +34,10 @@ class PromptLookupDrafter:
 
     def _tree(self, tokens: list[int], plan: Plan) -> TokenTree:
         # One level at a time: every node holds the continuations that run through it.
-        layer = [(ROOT, 1.0, continuations(np.array(tokens), plan.depth, self.max_ngram))]
+        max_depth = plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
+        layer = [(ROOT, 1.0, continuations(np.array(tokens), max_depth, self.max_ngram))]
         nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
-        for depth in range(1, plan.depth + 1):
+        for depth in range(1, max_depth + 1):
             children = []
             for parent, path_prob, runs in layer:
                 going_on = [run for run in runs if len(run) >= depth]

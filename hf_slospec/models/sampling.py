@@ -12,12 +12,12 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
 
-# input_ids [1, length] int64, scores [1, vocab] f32 -> scores [1, vocab] f32
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# input_ids [1, length] int64 (None for those that never read it), scores [num_rows, vocab] f32 -> scores, same shape
+Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 AT_ONCE = 2**20  # logits of a step that a CPU processes at once; above, only those of nodes that are reached
-KEPT = 64  # positions whose noise is kept; older ones are drawn again from the generator's state at their time
+REMEMBERED = 64  # positions whose noise is at hand; older ones are drawn again from the generator's state at their time
 
 
 class GeneratorNoise:
@@ -32,34 +32,33 @@ class GeneratorNoise:
         self.shape, self.device = (batch, vocab), device
         self.num_drawn = 0
         self._global = _default_generator(device)
-        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each position was drawn
-        self._kept: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
+        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each position was drawn (5 kB on a CPU)
+        self._remembered: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
 
     def at(self, position: int, row: int) -> torch.Tensor:
         """Noise for a row's token at a position (0: its first new token).  -> [vocab] f32"""
         while self.num_drawn <= position:
             self._states[self.num_drawn] = self._global.get_state()
-            self._keep(self.num_drawn, self._global)
+            self._draw(self.num_drawn, self._global)
             self.num_drawn += 1
-        if position not in self._kept:
-            self._keep(position, torch.Generator(self.device).set_state(self._states[position]))
-        return self._kept[position][row]
+        if position not in self._remembered:
+            self._draw(position, torch.Generator(self.device).set_state(self._states[position]))
+        return self._remembered[position][row]
 
-    def _keep(self, position: int, generator: torch.Generator) -> None:
+    def _draw(self, position: int, generator: torch.Generator) -> None:
         noise = torch.empty(self.shape, dtype=torch.float32, device=self.device)
-        self._kept[position] = noise.exponential_(1, generator=generator)
-        if len(self._kept) > KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._remembered[position] = noise.exponential_(1, generator=generator)
+        if len(self._remembered) > REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
 
     def forget_before(self, position: int) -> None:
         """No row will ask for an earlier position again."""
-        for store in (self._states, self._kept):
-            for passed in [at for at in store if at < position]:
-                del store[passed]
+        for passed in [at for at in self._remembered if at < position]:
+            del self._remembered[passed]
 
     def end(self, num_positions: int) -> None:
         """Leave the generator as it was before any noise beyond the positions that were generated."""
-        if num_positions in self._states:
+        if num_positions < self.num_drawn:
             self._global.set_state(self._states[num_positions])
 
 
@@ -70,15 +69,33 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 class Record:
-    """Logits and processed scores of every committed token, by row and position: [vocab] f32 each."""
+    """Logits, processed scores or both of every committed token, by row and position: [vocab] f32 each."""
 
-    def __init__(self, num_rows: int):
-        self.logits: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
-        self.scores: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
+    def __init__(self, num_rows: int, logits: bool, scores: bool):
+        self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(num_rows)] if logits else None
+        self._scores: list[list[torch.Tensor]] | None = [[] for _ in range(num_rows)] if scores else None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._logits is not None or self._scores is not None
 
     def add(self, row: int, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        self.logits[row].append(logits.clone())  # a view would keep all nodes of the step alive
-        self.scores[row].append(scores.clone())
+        for rows, value in ((self._logits, logits), (self._scores, scores)):
+            if rows is not None:
+                rows[row].append(value.clone())  # a view would keep all nodes of the step alive
+
+    def logits(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
+        """As stock returns them: one [batch, vocab] tensor per position; None if they were not asked for."""
+        return _by_position(self._logits, num_positions)
+
+    def scores(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
+        return _by_position(self._scores, num_positions)
+
+
+def _by_position(rows: list[list[torch.Tensor]] | None, num_positions: int) -> tuple[torch.Tensor, ...] | None:
+    if rows is None:
+        return None
+    return tuple(torch.stack(column) for column in zip(*(row[:num_positions] for row in rows), strict=True))
 
 
 class StockSampler:
@@ -90,8 +107,8 @@ class StockSampler:
         do_sample: bool,
         prompts: Sequence[Sequence[int]],
         device: torch.device,
-        ignore_sequence: bool = False,
-        record: Record | None = None,
+        ignore_sequence: bool,
+        record: Record,
     ):
         """Per row of the batch: its processors, and its prompt as they see it, left padding included.
 
@@ -124,14 +141,13 @@ class StockSampler:
     ) -> list[Chooser]:
         """All nodes together: nothing of a choice depends on the way to its node but its position."""
         raw = logits.to(device=self.device, dtype=torch.float32)
-        scores = self._processed(self.processors[0], raw.new_empty(len(raw), 0, dtype=torch.int64), raw)
+        scores = _processed(self.processors[0], None, raw)
         if self._noise is None:
             choices = scores.argmax(-1)
         else:
-            last = [request.max_new_tokens - 1 for request in requests]
             noise = [
-                self._noise.at(min(request.num_emitted + int(depth), end), request.index)
-                for request, tree, end in zip(requests, trees, last, strict=True)
+                self._noise.at(request.num_emitted + int(depth), request.index)
+                for request, tree in zip(requests, trees, strict=True)
                 for depth in tree.depths
             ]
             choices = _drawn(scores, torch.stack(noise))
@@ -142,8 +158,7 @@ class StockSampler:
     def _chosen(
         self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
     ) -> int:
-        if self.record is not None:
-            self.record.add(request.index, logits[node], scores[node])
+        self.record.add(request.index, logits[node], scores[node])
         return _checked(choices[node])
 
     def _choose(self, request: Request, logits: torch.Tensor, node: int) -> int:
@@ -154,29 +169,29 @@ class StockSampler:
         return _checked(int(_drawn(scores, self._noise.at(request.num_emitted, request.index))))
 
     def scores(self, request: Request, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Scores of the token after ``tokens``, recorded if wanted: called once per position and in order.
+        """Scores of the token after ``tokens``, recorded; called once per position and in order.
 
         ``logits`` and the result are [vocab]; processors may remember what they see.
         """
         raw = logits[None].to(device=self.device, dtype=torch.float32)
         row = [*self.prompts[request.index], *tokens[request.prompt_len :]]
         processors = self.processors[request.index]
-        input_ids = torch.tensor([row], device=self.device) if processors else raw
-        scores = self._processed(processors, input_ids, raw)[0]
-        if self.record is not None:
-            self.record.add(request.index, raw[0], scores)
-        return scores
-
-    def _processed(self, processors: Sequence[Processor], input_ids: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        scores = raw.clone() if processors else raw  # a processor may write into what it is given
-        for processor in processors:
-            scores = processor(input_ids, scores)
+        input_ids = torch.tensor([row], device=self.device) if processors else None
+        scores = _processed(processors, input_ids, raw)[0]
+        self.record.add(request.index, raw[0], scores)
         return scores
 
     def end(self, num_positions: int) -> None:
         """``num_positions`` tokens were generated per row."""
         if self._noise is not None:
             self._noise.end(num_positions)
+
+
+def _processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
+    scores = raw.clone() if processors else raw  # a processor may write into what it is given
+    for processor in processors:
+        scores = processor(input_ids, scores)
+    return scores
 
 
 def _drawn(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -88,18 +88,18 @@ class Sequences:
         """Feed these instead of the embeddings of the prompt's tokens.  [prompt_len, hidden]"""
         self._embeds[request] = embeds
 
-    def load(self, request: Request, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
+    def load(self, request: Request, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
         """Take K and V of the first ``length`` tokens from elsewhere.
 
         Args:
-            layers: K and V of each, [num_heads, num_kept, dim]: of all the tokens, or of the last ones of them where
+            layers: K and V of each, [num_heads, num_given, dim]: of all the tokens, or of the last ones of them where
                 a sliding window has dropped the others.
         """
         sequence = self.of(request)
-        for mine, layer in zip((self.pool.keys, self.pool.values), zip(*layers, strict=True), strict=True):
-            for stored, theirs in zip(mine, layer, strict=True):
-                kept = theirs[:, max(theirs.shape[1] - length, 0) :].transpose(0, 1)
-                stored[sequence.start + length - len(kept) : sequence.start + length] = kept.to(stored)
+        end = sequence.start + length
+        for *mine, theirs in zip(self.pool.keys, self.pool.values, layers, strict=True):
+            for stored, given in zip(mine, theirs, strict=True):
+                stored[end - given.shape[1] : end] = given.transpose(0, 1).to(stored)
         sequence.length = length
 
     def read(self, request: Request) -> list[tuple[torch.Tensor, torch.Tensor]]:

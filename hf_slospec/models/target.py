@@ -33,13 +33,18 @@ class PackedTarget:
     """Verifies draft trees of many requests in one packed forward; commits accepted nodes only."""
 
     def __init__(
-        self, packed: PackedModel, requests: Sequence[Request], max_nodes: int, sampler: Sampler, keep: bool = False
+        self,
+        packed: PackedModel,
+        requests: Sequence[Request],
+        max_nodes: int,
+        sampler: Sampler,
+        holds_finished: bool = False,
     ):
         """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted.
 
-        With ``keep``, K/V of finished requests stay readable in ``sequences``.
+        With ``holds_finished``, K/V of finished requests stay readable in ``sequences``.
         """
-        self.sampler, self.keep = sampler, keep
+        self.sampler, self.holds_finished = sampler, holds_finished
         self.sequences = Sequences(packed, requests, max_nodes)
 
     def verify(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Sequence[Chooser]:
@@ -68,5 +73,5 @@ class PackedTarget:
         self.sequences.pool.move(source, destination)
 
     def release(self, request: Request) -> None:
-        if not self.keep:
+        if not self.holds_finished:
             self.sequences.release(request)
