@@ -11,6 +11,7 @@ from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
     SLOSpecError,
+    UnsupportedInputError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "SLOSpecGenerator",
     "SLOSpecOutput",
     "TokenTree",
+    "UnsupportedInputError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "disable",

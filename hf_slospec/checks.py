@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import BaseQuantizedLayer, DynamicLayer, StaticLayer
+from transformers.cache_utils import BaseQuantizedLayer, DummyLayer, DynamicLayer, StaticLayer
 from transformers.generation import GenerationMode
 
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.request import Request
-from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.rows import Rows
 
@@ -127,6 +133,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             "leave it out"
         )
     _check_cache(arguments.get("past_key_values"))
+    if arguments.get("past_key_values") is not None and configured("use_cache", model, arguments) is False:
+        raise UnsupportedOptionError("past_key_values and use_cache=False contradict each other; leave one out")
     _check_lookup(configured("prompt_lookup_num_tokens", model, arguments))
     embeds, has_cache = arguments.get("inputs_embeds"), arguments.get("past_key_values") is not None
     if embeds is not None and not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
@@ -148,13 +156,27 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             )
 
 
+def check_evaluating(model: PreTrainedModel) -> None:
+    """Dropout draws from the global generator in every forward, and ours makes other forwards than stock."""
+    if model.training and any(_drops(module) for module in model.modules() if module.training):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training mode and has dropout, which makes every forward random; call "
+            "model.eval() first"
+        )
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    rates = [getattr(module, name, 0) for name in ("p", "dropout", "attention_dropout", "attn_dropout")]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
 def _check_cache(cache: Any) -> None:
     if cache is None:
         return
     if not isinstance(cache, Cache):
         raise InvalidTypeError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
     for layer in getattr(cache, "layers", [None]):
-        if not isinstance(layer, (DynamicLayer, StaticLayer)) or isinstance(layer, BaseQuantizedLayer):
+        if not isinstance(layer, (DynamicLayer, StaticLayer, DummyLayer)) or isinstance(layer, BaseQuantizedLayer):
             raise UnsupportedOptionError(
                 f"past_key_values with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "
                 "DynamicCache, or pass the whole text as input_ids"
@@ -188,11 +210,11 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
     limit, has_windows = target.max_positions, any(layer.window for layer in target.layers)
     for request in rows.requests:
         if request.prompt_len == 0:
-            raise InvalidInputError(
+            raise UnsupportedInputError(
                 f"row {request.index} of input_ids is empty or all padding; give it at least one token"
             )
         if limit is not None and request.prompt_len + request.max_new_tokens - 1 > limit:  # the last needs no position
-            raise InvalidInputError(
+            raise UnsupportedInputError(
                 f"row {request.index}: prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} "
                 f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
                 f"{max(limit - request.prompt_len + 1, 0)}"

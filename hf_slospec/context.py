@@ -10,7 +10,7 @@ import torch
 from transformers.generation import GenerationConfig
 
 from hf_slospec.engine.request import Request
-from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
+from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.models.sequences import CHUNK, Sequences
 
 
@@ -96,7 +96,7 @@ class Context:
     def prompt(self, row: int) -> list[int]:
         columns = self.columns_of(row)
         if len(columns) and int(columns[-1]) != self.tokens.shape[1] - 1:
-            raise InvalidInputError(
+            raise UnsupportedInputError(
                 f"attention_mask masks the last token of row {row}; pad on the left (tokenizer.padding_side = 'left')"
             )
         return self.tokens[row, columns].tolist()

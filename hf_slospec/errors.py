@@ -6,6 +6,7 @@ __all__ = [
     "InvalidInputError",
     "InvalidTypeError",
     "SLOSpecError",
+    "UnsupportedInputError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
 ]
@@ -29,6 +30,10 @@ class UnsupportedModelError(SLOSpecError, ValueError):
 
 class UnsupportedOptionError(SLOSpecError, ValueError):
     """A ``generate`` option that speculation cannot honour; the message says what to do instead."""
+
+
+class UnsupportedInputError(InvalidInputError, UnsupportedOptionError):
+    """An input that stock ``generate`` takes, to doubtful effect, and speculation does not."""
 
 
 class IncompatibleDraftError(SLOSpecError, ValueError):

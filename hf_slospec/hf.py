@@ -29,6 +29,7 @@ from hf_slospec.checks import (
     check_causal_lm,
     check_config,
     check_drafting,
+    check_evaluating,
     check_options,
     check_prompts,
     check_targets,
@@ -39,11 +40,18 @@ from hf_slospec.context import Context
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import RequestMetrics
-from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.errors import (
+    FallbackWarning,
+    IncompatibleDraftError,
+    InvalidInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.lockstep import decode_in_step, of_the_batch
 from hf_slospec.models.checked_drafter import CheckedDrafter
 from hf_slospec.models.packed import vocab_size
 from hf_slospec.models.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
-from hf_slospec.models.sampling import Record, StockSampler
+from hf_slospec.models.sampling import StockSampler
 from hf_slospec.row_processors import ignore_sequence, processors_of_row
 from hf_slospec.rows import Rows
 from hf_slospec.speculator import MEASURE_S, Speculator, TriedModel, clock
@@ -108,7 +116,21 @@ def enable(
     generate.__signature__ = _with_own_arguments(signature)
     generate.replaced = replaced
     owner.generate = types.MethodType(generate, owner)
+    if model is not owner:
+        model.generate = functools.partial(_generate_of_adapted, model, fallback)
     return model
+
+
+def _generate_of_adapted(model: Any, default_fallback: bool, *args: Any, **kwargs: Any) -> Any:
+    """A PEFT model's own ``generate``: it hooks every layer before it calls ours, so this must be refused here."""
+    if kwargs.get("adapter_names") is not None and kwargs.get("slo_tpot") is not None:
+        if not (kwargs.pop("fallback", None) or default_fallback):
+            raise UnsupportedOptionError(
+                "adapter_names, one adapter per row, cannot be combined with slo_tpot; set_adapter one for the batch"
+            )
+        warnings.warn("stock generate runs instead, for adapter_names", FallbackWarning, stacklevel=2)
+        del kwargs["slo_tpot"]
+    return type(model).generate(model, *args, **kwargs)
 
 
 def is_enabled(model: PreTrainedModel) -> bool:
@@ -121,6 +143,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if is_enabled(model):
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
+        model.__dict__.pop("generate", None)  # of a PEFT model around it
         if replaced is not None:
             owner.generate = replaced
     return model
@@ -167,16 +190,18 @@ class Decoder:
         """``arguments`` are those of stock ``generate``, by name."""
         try:
             return self._speculate(slo_tpot, arguments)
-        except (UnsupportedModelError, UnsupportedOptionError) as error:
+        except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
             if not (self.fallback if fallback is None else fallback):
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
-        return self.stock(**arguments)
+        draftless = {"assistant_model": None, "prompt_lookup_num_tokens": None}  # stock drafts for single rows only
+        return self.stock(**arguments | draftless)
 
     def _speculate(self, slo_tpot: Targets, arguments: dict[str, Any]) -> Any:
         arrived_s = clock()
         slo_tpot = check_targets(configured("slo_tpot", self.model, arguments) if slo_tpot is None else slo_tpot)
         check_arguments(self.model, arguments)
+        check_evaluating(self.model)
         speculator = self._speculator_for(arguments.get("assistant_model"))
         speculator.prepare()
         lookup = _prompt_lookup(self.model, arguments)
@@ -195,6 +220,17 @@ class Decoder:
             streamer = arguments.get("streamer")
             rows = Rows(input_ids, context, generation_config, stopping_criteria, targets, arrived_s, streamer)
             check_prompts(rows, speculator.target.packed)
+            whole = of_the_batch(logits_processor, stopping_criteria) if len(input_ids) > 1 else []
+            if whole:
+                warnings.warn(
+                    f"{', '.join(whole)} may look at the whole batch, so all rows are decoded in step, without "
+                    "speculation; set per_row = True on what treats every row by itself",
+                    FallbackWarning,
+                    stacklevel=2,
+                )
+                parts = logits_processor, stopping_criteria, generation_config
+                output = decode_in_step(model, rows, *parts, model_kwargs)
+                return _with_slo(output, rows) if generation_config.return_dict_in_generate else output
             return _decode(speculator, rows, logits_processor, generation_config, lookup)
 
         return self.stock(**_for_stock(self.model, arguments), custom_generate=decode)
@@ -215,8 +251,7 @@ def _decode(
     speculator: Speculator, rows: Rows, logits_processor: list[Any], config: GenerationConfig, lookup: Drafter | None
 ) -> Any:
     """Decode the rows to their ends.  -> what stock ``generate`` returns"""
-    is_dict, num_rows = config.return_dict_in_generate, len(rows.requests)
-    record = Record(num_rows, logits=is_dict and config.output_logits, scores=is_dict and config.output_scores)
+    is_dict, num_rows, record = config.return_dict_in_generate, len(rows.requests), rows.record
     cache = rows.context.cache if is_dict or rows.context.is_cache_given else None
     wants_more = cache is not None or record.is_wanted  # than the tokens
     sampler = StockSampler(
@@ -239,13 +274,17 @@ def _decode(
         rows.context.fill(cache, rows.requests, target.sequences, rows.num_new)
     if not is_dict:
         return rows.sequences()
-    return SLOSpecOutput(
+    output = GenerateDecoderOnlyOutput(
         sequences=rows.sequences(),
         scores=record.scores(rows.num_new),
         logits=record.logits(rows.num_new),
         past_key_values=cache,
-        slo=[request.metrics() for request in rows.requests],
     )
+    return _with_slo(output, rows)
+
+
+def _with_slo(output: GenerateDecoderOnlyOutput, rows: Rows) -> SLOSpecOutput:
+    return SLOSpecOutput(**output, slo=[request.metrics() for request in rows.requests])
 
 
 def _prompt_lookup(model: PreTrainedModel, arguments: dict[str, Any]) -> Drafter | None:

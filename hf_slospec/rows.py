@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    stopping_criteria,
+)
 
 from hf_slospec.context import Context
 from hf_slospec.engine.request import Request
-from hf_slospec.models.sampling import StockSampler
+from hf_slospec.models.sampling import Record, StockSampler
 from hf_slospec.models.sequences import CHUNK, Sequences
 
 
 class Stops:
     """When rows end. Criteria are asked after every token, each row alone and laid out as stock does."""
 
-    def __init__(self, criteria: StoppingCriteriaList, input_ids: torch.Tensor):
-        self.input_ids = input_ids
+    def __init__(
+        self,
+        criteria: StoppingCriteriaList,
+        input_ids: torch.Tensor,
+        scores_of: Callable[[int], tuple[torch.Tensor, ...] | None],
+        before_asking: Callable[[int], None],
+    ):
+        """``scores_of`` a row so far, if they are recorded; ``before_asking`` hears the row's number of tokens."""
+        self.input_ids, self.scores_of, self.before_asking = input_ids, scores_of, before_asking
         self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
         self.others = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
         # Without an end-of-sequence criterion stock does not pad: a row that stopped is written on until all have.
@@ -32,22 +46,31 @@ class Stops:
 
     def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
         prompt = self.input_ids[row].tolist()
+        others = self.others if len(self.input_ids) == 1 else [_of_a_row(criterion) for criterion in self.others]
 
         def is_stop(tokens: list[int]) -> bool:
             if tokens[-1] in self.eos:
                 return True
-            if not self.others:
+            if not others:
                 return False
+            num_new = len(tokens) - prompt_len
+            self.before_asking(num_new)
             text = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
-            is_hit = any(bool(torch.as_tensor(criterion(text, None)).all()) for criterion in self.others)
+            # All are asked, as stock does: one that counts its calls must not miss any.
+            answers = [ask(text, self.scores_of(row)) for ask in others]
+            is_hit = any(bool(torch.as_tensor(answer).all()) for answer in answers)
             if self.is_padded:
                 return is_hit
-            num_new = len(tokens) - prompt_len
             if is_hit:
                 self._stopped.setdefault(row, num_new)
             return self.end is not None and num_new >= self.end
 
         return is_stop
+
+
+def _of_a_row(criterion: Any) -> Any:
+    """A criterion of the user's own may remember what it saw; transformers' do not."""
+    return criterion if type(criterion).__module__ == stopping_criteria.__name__ else copy.deepcopy(criterion)
 
 
 class Rows:
@@ -65,7 +88,8 @@ class Rows:
     ):
         self.input_ids, self.context, self.streamer = input_ids, context, streamer
         self.pad = pad_token(config)
-        self.stops = Stops(criteria, input_ids)
+        self.record = Record(len(input_ids), config)
+        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._put_before)
         self.requests: list[Request] = []
         for row, target_s in enumerate(targets):
             tokens = context.prompt(row)
@@ -92,7 +116,14 @@ class Rows:
         """Hand over every position that all unfinished rows have reached, one [batch] tensor each, as stock does."""
         if self.streamer is None:
             return
-        ready = min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)])
+        self._put(min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)]))
+
+    def _put_before(self, num_new: int) -> None:
+        """A single row's criteria may look at what was streamed: all tokens but the one they are asked about."""
+        if self.streamer is not None and len(self.requests) == 1:
+            self._put(num_new - 1)
+
+    def _put(self, ready: int) -> None:
         for position in range(self._num_streamed, ready):
             column = [self._new_tokens(request, position, position + 1)[0] for request in self.requests]
             self.streamer.put(torch.tensor(column))
@@ -105,6 +136,16 @@ class Rows:
         if self.streamer is not None:
             self.streamer.end()
 
+    def length_of(self, new: list[int]) -> int:
+        """How many of a row's new tokens, as stock returns them, are its own and not padding behind its end."""
+        for place, token in enumerate(new):
+            if token in self.stops.eos:
+                return place + 1
+        length = len(new)
+        while self.stops.is_padded and length > 1 and new[length - 1] == self.pad:
+            length -= 1
+        return length
+
     def sequences(self) -> torch.Tensor:
         """-> [batch, padded_len + num_new] int64"""
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
@@ -116,8 +157,9 @@ class Rows:
         Only what is returned beside the tokens needs it: scores, logits and the cache.
         """
         for request in self.requests:
-            sequence = sequences.of(request)
             text = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
+            sequences.reserve_for(request, len(text))
+            sequence = sequences.of(request)
             sequence.length = min(sequence.length, len(text) - 1)  # the last token has no K/V
             while sequence.length < len(text) - 1:
                 piece = text[sequence.length : len(text) - 1][:CHUNK]

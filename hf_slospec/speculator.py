@@ -18,7 +18,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.measure import measure_curve
-from hf_slospec.models.packed import PackedModel, input_device, vocab_size
+from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.models.trial import check_by_trial
@@ -60,7 +60,8 @@ class TriedModel:
         packed = self.packed
         with self._lock:
             if self._curve is None:
-                self._curve = measure_curve(packed, self.measure_s)
+                with evaluating(self.model):
+                    self._curve = measure_curve(packed, self.measure_s)
             return self._curve
 
 
@@ -135,7 +136,9 @@ class Speculator:
 def _placement(model: Any) -> tuple[Any, ...]:
     device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
     kind = device.type
-    return device, dtype, torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Hooks may change what a forward computes.
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return device, dtype, hooks, torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _check_pair(target: Any, draft: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hf_slospec import (
     Drafter,
@@ -90,3 +91,13 @@ def test_one_way_to_draft_at_a_time() -> None:
         SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), drafter=Parrot())
     with pytest.raises(InvalidTypeError, match="release"):
         SLOSpecGenerator(tiny_model("llama"), drafter=type("Half", (), {"draft": Parrot.draft})())
+
+
+def test_a_drafter_may_draw_from_the_global_generator() -> None:
+    class Dice(Parrot):
+        def guess(self, tokens: list[int]) -> list[int]:
+            return torch.randint(3, 101, (4,)).tolist()
+
+    ours = SLOSpecGenerator(tiny_model("llama"), drafter=Dice())
+    for do_sample in (False, True):
+        assert_same_as_stock(ours.model, ours.generate, ragged_prompts(2), do_sample=do_sample, max_new_tokens=24)

@@ -18,9 +18,10 @@ MAY_IMPORT = {
     "speculator": {"algo", "engine", "errors", "models", "policies"},
     "context": {"engine", "errors", "models"},
     "rows": {"context", "engine", "models"},
+    "lockstep": {"engine", "rows", "speculator"},
     "checks": {"engine", "errors", "models", "rows"},
     "row_processors": set(),
-    "hf": {"checks", "context", "engine", "errors", "models", "row_processors", "rows", "speculator"},
+    "hf": {"checks", "context", "lockstep", "engine", "errors", "models", "row_processors", "rows", "speculator"},
     "generator": {"checks", "engine", "hf"},
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "cli": {"bench", "engine", "inflate", "tiny"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies"}
-KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "hf"}
+KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "lockstep", "hf"}
 
 
 def imports_of(path: Path) -> set[str]:

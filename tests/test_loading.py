@@ -9,11 +9,19 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_slospec
-from hf_slospec import IncompatibleDraftError, SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError
-from tests.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from hf_slospec import (
+    FallbackWarning,
+    IncompatibleDraftError,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from tests.tiny_configs import tiny_config
+from tests.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
 
 # peft still asks transformers by the old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -178,3 +186,36 @@ def test_weight_only_quantised_linears(bits: int) -> None:
     assert not torch.equal(target(torch.arange(3, 9)[None]).logits, plain)
     check(target, tiny_model("llama", noise=0.03))
     check(tiny_model("llama"), target)
+
+
+def test_one_adapter_per_row_is_refused_before_peft_hooks_the_layers() -> None:
+    inputs, options = ragged_prompts(2), dict(do_sample=False, max_new_tokens=8)
+    model = adapted()
+    names = ["default", "__base__"]
+    expected = model.generate(**inputs, **options, adapter_names=names)
+    hf_slospec.enable(model, tiny_model("llama"))
+    assert torch.equal(model.generate(**inputs, **options, adapter_names=names), expected)
+    with pytest.raises(UnsupportedOptionError, match="adapter_names"):
+        model.generate(**inputs, **options, adapter_names=names, slo_tpot=0.1)
+    with pytest.warns(FallbackWarning, match="adapter_names"):
+        out = model.generate(**inputs, **options, adapter_names=names, slo_tpot=0.1, fallback=True)
+    assert torch.equal(out, expected)
+    model.generate(**inputs, **options, slo_tpot=0.1)
+    hf_slospec.disable(model)
+    assert "generate" not in model.__dict__
+
+
+@pytest.mark.parametrize("family", ["Gemma3n", "Gemma4"])
+def test_second_turn_where_layers_share_k_and_v(family: str) -> None:
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model = sharpened(lambda: model_class(tiny_config(model_class.config_class)), 0)
+    ours, texts = SLOSpecGenerator(model, model, config=DRAFTS_ALWAYS), []
+    for generate in (type(model).generate.__get__(model), ours.generate):
+        cache, text = DynamicCache(config=model.config), ragged_prompts(1)["input_ids"]
+        for turn in range(3):
+            text = torch.cat((text, torch.full((1, 3), 5 + turn)), 1)
+            mask = torch.ones_like(text)  # a text may hold the pad token
+            options = dict(do_sample=False, max_new_tokens=9, eos_token_id=None)
+            text = generate(text, attention_mask=mask, past_key_values=cache, **options)
+        texts.append(text)
+    assert torch.equal(*texts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StaticCache, StoppingCriteria
 from transformers.generation import (
-    LogitsProcessorList,
     MaxTimeCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
@@ -152,11 +152,80 @@ class Widened(TopKLogitsWarper):
         return super().__call__(input_ids, scores) + (input_ids[:, -1:] % 7)
 
 
+class Counting(Countdown):
+    """The same, and says that it treats every row by itself."""
+
+    per_row = True
+
+
+class RowBias(LogitsProcessor):
+    """Tells rows apart by their place in the batch."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 6.0 * torch.randn(3, 101, generator=torch.Generator().manual_seed(1))[: len(scores)]
+
+
+class Drawing(LogitsProcessor):
+    """Draws from the global generator."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.rand_like(scores)
+
+
+class InPlace(LogitsProcessor):
+    per_row = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 5:60:2] = -torch.inf
+        return scores
+
+
+class Narrowing(LogitsProcessor):
+    """Cuts the vocabulary, and changes the dtype."""
+
+    per_row = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, :50].bfloat16()
+
+
+def stateful_function() -> Any:
+    calls = [0]
+
+    def processor(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return scores.roll(calls[0] % 5, -1)
+
+    return processor
+
+
+CUSTOM = [Countdown, lambda: Widened(5), RowBias, Drawing, stateful_function, Counting, InPlace, Narrowing,
+          lambda: SuppressTokensLogitsProcessor([7, 8])]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded in step:hf_slospec.FallbackWarning")
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_custom_processors(mode: dict[str, Any], batch: int) -> None:
-    for own in (Countdown(), Widened(5), SuppressTokensLogitsProcessor([7, 8])):
-        check(mode, batches=(batch,), logits_processor=LogitsProcessorList([own]))
+@pytest.mark.parametrize("make", CUSTOM, ids=lambda make: getattr(make, "__name__", "?"))
+def test_custom_processors(make: Any, mode: dict[str, Any], batch: int) -> None:
+    ours, inputs, seen = generator(), ragged_prompts(batch, seed=batch), []
+    for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
+        torch.manual_seed(7)
+        out = generate(**inputs, **mode, logits_processor=[make()], return_dict_in_generate=True)
+        seen.append((out.sequences.tolist(), torch.get_rng_state().tolist()))
+        if make is not Narrowing:
+            seen[-1] += ([logits.isinf().tolist() for logits in out.logits],)
+    assert seen[0] == seen[1]
+
+
+def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so() -> None:
+    ours, inputs = generator(), ragged_prompts(3)
+    with pytest.warns(FallbackWarning, match="Countdown may look at the whole batch"):
+        out = ours.generate(**inputs, **GREEDY, logits_processor=[Countdown()], return_dict_in_generate=True)
+    assert [metrics.drafted for metrics in out.slo] == [0, 0, 0]
+    assert all(metrics.tpot_s > 0 and metrics.tokens == 1 + metrics.steps for metrics in out.slo)
+    out = ours.generate(**inputs, **GREEDY, logits_processor=[Counting()], return_dict_in_generate=True)
+    assert all(metrics.drafted for metrics in out.slo)
 
 
 def test_prefix_allowed_tokens() -> None:
@@ -183,6 +252,8 @@ def test_classifier_free_guidance(mode: dict[str, Any]) -> None:
 
 class StopAt(StoppingCriteria):
     """Stops a row at a token."""
+
+    per_row = True
 
     def __init__(self, *tokens: int):
         self.tokens = torch.tensor(tokens)
@@ -222,6 +293,67 @@ def test_rows_written_on_stream_and_draw_no_further_than_stock(seed: int) -> Non
         generate(**inputs, **options, stopping_criteria=[StopAt(*range(20, 36))], streamer=streamer)
         seen.append((streamer.puts, torch.get_rng_state().tolist()))
     assert seen[0] == seen[1]
+
+
+class AnyRow(StoppingCriteria):
+    """Stops all rows when one is at a token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
+        return bool(torch.isin(input_ids[:, -1], torch.arange(20, 36)).any())
+
+
+class MaxCalls(StoppingCriteria):
+    """Stops by the number of times it was asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.calls += 1
+        return torch.full((len(input_ids),), self.calls >= 10)
+
+
+class SureEnough(StoppingCriteria):
+    """Reads scores."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return scores[-1].softmax(-1).max(-1).values > 0.9
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded in step:hf_slospec.FallbackWarning")
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("make", [AnyRow, MaxCalls, SureEnough])
+@pytest.mark.parametrize("eos", [None, 2])
+def test_criteria_of_the_whole_batch(mode: dict[str, Any], make: Any, eos: Any) -> None:
+    for batch in (1, 3):
+        ours, inputs, seen = generator(), ragged_prompts(batch, seed=batch), []
+        for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
+            torch.manual_seed(7)
+            out = generate(**inputs, **mode, stopping_criteria=[make()], eos_token_id=eos, return_dict_in_generate=True)
+            seen.append((out.sequences.tolist(), torch.get_rng_state().tolist(), len(out.scores)))
+        assert seen[0] == seen[1]
+
+
+def test_criteria_may_look_at_what_was_streamed() -> None:
+    class Streamed(StoppingCriteria):
+        def __init__(self, streamer: Recorder):
+            self.streamer = streamer
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), len(self.streamer.puts) >= 6)
+
+    model = tiny_model("llama")
+    ours = SLOSpecGenerator(model, model, config=SLOSpecConfig(policy="adaserve", max_width=1, token_budget=40))
+    lengths = []
+    for generate in (type(model).generate.__get__(model), ours.generate):
+        streamer = Recorder()
+        criteria = [Streamed(streamer)]
+        lengths.append(
+            generate(
+                **ragged_prompts(1), **GREEDY, eos_token_id=None, streamer=streamer, stopping_criteria=criteria
+            ).shape
+        )
+    assert lengths[0] == lengths[1]
 
 
 def test_no_time_left_ends_after_one_token() -> None:
@@ -367,6 +499,32 @@ def test_tokens_masked_in_the_middle() -> None:
 # ---------------------------------------------------------------- the rest
 
 
+def test_text_may_be_far_shorter_than_its_limit() -> None:
+    options: dict[str, Any] = dict(do_sample=True, eos_token_id=[2, 17, 40, 41, 42])
+    ours = generator()
+    assert_same_as_stock(ours.model, ours.generate, ragged_prompts(3), **options, max_new_tokens=10**9)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
+def test_storage_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr("hf_slospec.models.sequences.FIRST_ROOM", 5)
+    check(GREEDY | dict(max_new_tokens=70, eos_token_id=[2, 17]), (1, 3), family=family)
+    check(SAMPLED | dict(max_new_tokens=70, eos_token_id=[2, 17]), (3,), family=family)
+
+
+def test_model_in_training_mode() -> None:
+    model = copy.deepcopy(tiny_model("gpt2")).train()
+    ours = SLOSpecGenerator(model, tiny_model("gpt2"))
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        ours.generate(**ragged_prompts(1), **GREEDY)
+    draft = copy.deepcopy(tiny_model("gpt2", noise=0.03)).train()
+    ours = SLOSpecGenerator(tiny_model("gpt2"), draft, config=DRAFTS_ALWAYS)
+    assert_same_as_stock(ours.model, ours.generate, ragged_prompts(2), **SAMPLED)
+    assert draft.training
+    llama = copy.deepcopy(tiny_model("llama")).train()  # has no dropout
+    assert_same_as_stock(llama, SLOSpecGenerator(llama).generate, ragged_prompts(2), **SAMPLED)
+
+
 def test_arguments_that_change_nothing() -> None:
     check(GREEDY, logits_to_keep=1)
     check(GREEDY, prefill_chunk_size=4)
@@ -427,6 +585,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(cache_implementation="quantized"), "cache_implementation"),
     (dict(token_healing=True), "token_healing"),
     (dict(synced_gpus=True), "synced_gpus"),
+    (dict(past_key_values=DynamicCache(), use_cache=False), "use_cache"),
 ]
 
 

@@ -51,6 +51,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "CohereCompassTextConfig": dict(rope_parameters={"full_attention": ROPE, "sliding_attention": ROPE}),
     "DbrxConfig": dict(attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}),
     "FalconH1Config": dict(mamba_d_ssm=64),
+    "GPTNeoXConfig": dict(is_decoder=False),  # its default, and causal all the same
     "GPTNeoConfig": dict(attention_types=[[["global", "local"], 1]]),
     "Gemma3nTextConfig": SHARED,
     "Gemma4TextConfig": SHARED,

@@ -11,7 +11,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.packed import Fresh, PackedModel
+from hf_slospec.models.packed import Fresh, PackedModel, evaluating
 from hf_slospec.models.sequences import Sequences
 
 
@@ -52,6 +52,12 @@ class AssistantDrafter:
         self.sequences = Sequences(packed, requests, max_nodes)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        if not self.packed.model.training:
+            return self._draft(requests, plan)
+        with evaluating(self.packed.model):
+            return self._draft(requests, plan)
+
+    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         logits = self._catch_up(requests)[:, None]  # [num_requests, 1, vocab]
         root_positions = torch.tensor([len(request.tokens) - 1 for request in requests], device=self.packed.device)
         layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
@@ -83,6 +89,7 @@ class AssistantDrafter:
 
     def _catch_up(self, requests: Sequence[Request]) -> torch.Tensor:
         """Feed all committed tokens the draft has not seen.  -> logits after each root, [num_requests, vocab]"""
+        self.sequences.reserve(requests)
         tails = [self.sequences.uncached_tail(request) for request in requests]
         parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
@@ -17,7 +19,8 @@ class CheckedDrafter:
         self.drafter, self.vocab_size = drafter, vocab_size
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
-        trees = list(self.drafter.draft(requests, plan))
+        with torch.random.fork_rng():  # a drafter may draw; what the target samples must not know
+            trees = list(self.drafter.draft(requests, plan))
         if len(trees) != len(requests):
             raise InvalidInputError(f"drafter returned {len(trees)} trees for {len(requests)} requests")
         for request, tree in zip(requests, trees, strict=True):

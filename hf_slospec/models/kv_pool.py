@@ -92,6 +92,12 @@ class KVPool:
                 merged.append((start, end))
         self._free = merged
 
+    def copy_from(self, other: KVPool, theirs: CachedSequence, mine: CachedSequence) -> None:
+        """Take over the committed K/V of a sequence from a pool of the same layers."""
+        for kind, stack in self._stacks.items():
+            own = other._stacks[kind][:, theirs.start : theirs.start + theirs.length]
+            stack[:, mine.start : mine.start + theirs.length] = own
+
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copy the K/V of whole slots, all layers at once; reads everything before it writes."""
         if not source:

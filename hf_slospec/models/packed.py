@@ -145,6 +145,19 @@ def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
 
 
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout, whatever mode the modules are in: it would also draw from the global generator."""
+    training: list[Any] = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _refuse_by_declaration(model: Any) -> None:
     """Refuse what a model says of itself: no causal decoder, recurrent state, or attention of its own."""
     name = type(model).__name__
@@ -241,6 +254,6 @@ class _Probe:
 def _probe(model: Any) -> list[AttentionLayer]:
     """Forward one token to learn what each layer caches, and that every layer attends through the interface."""
     probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
-    with refused_if_it_fails(model):
+    with evaluating(model), refused_if_it_fails(model):
         _run(model, probe, input_ids=zero, position_ids=zero)
         return probe.layers(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,10 +28,11 @@ class GeneratorNoise:
     noise and leaves the generator where ``generate`` leaves it, however far ahead single rows are.
     """
 
-    def __init__(self, batch: int, vocab: int, device: torch.device):
-        self.shape, self.device = (batch, vocab), device
+    def __init__(self, batch: int, probs: torch.Tensor):
+        """``probs`` [..., vocab]: of the dtype and vocabulary that tokens are drawn from."""
+        self.shape, self.dtype, self.device = (batch, probs.shape[-1]), probs.dtype, probs.device
         self.num_drawn = 0
-        self._global = _default_generator(device)
+        self._global = _default_generator(probs.device)
         self._states: dict[int, torch.Tensor] = {}  # of the generator, before each position was drawn (5 kB on a CPU)
         self._remembered: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
 
@@ -46,7 +47,7 @@ class GeneratorNoise:
         return self._remembered[position][row]
 
     def _draw(self, position: int, generator: torch.Generator) -> None:
-        noise = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+        noise = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._remembered[position] = noise.exponential_(1, generator=generator)
         if len(self._remembered) > REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
@@ -69,11 +70,13 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 class Record:
-    """Logits, processed scores or both of every committed token, by row and position: [vocab] f32 each."""
+    """Logits, processed scores or both of every committed token, as far as a generation config wants them back."""
 
-    def __init__(self, num_rows: int, logits: bool, scores: bool):
-        self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(num_rows)] if logits else None
-        self._scores: list[list[torch.Tensor]] | None = [[] for _ in range(num_rows)] if scores else None
+    def __init__(self, num_rows: int, config: Any):
+        is_dict = config.return_dict_in_generate
+        # by row and position: [vocab] each
+        self._logits = _new_rows(num_rows, is_dict and config.output_logits)
+        self._scores = _new_rows(num_rows, is_dict and config.output_scores)
 
     @property
     def is_wanted(self) -> bool:
@@ -84,12 +87,20 @@ class Record:
             if rows is not None:
                 rows[row].append(value.clone())  # a view would keep all nodes of the step alive
 
+    def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:
+        """A row's scores so far, as criteria are given them: one [1, vocab] tensor per position."""
+        return None if self._scores is None else tuple(scores[None] for scores in self._scores[row])
+
     def logits(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
         """As stock returns them: one [batch, vocab] tensor per position; None if they were not asked for."""
         return _by_position(self._logits, num_positions)
 
     def scores(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
         return _by_position(self._scores, num_positions)
+
+
+def _new_rows(num_rows: int, is_wanted: bool) -> list[list[torch.Tensor]] | None:
+    return [[] for _ in range(num_rows)] if is_wanted else None
 
 
 def _by_position(rows: list[list[torch.Tensor]] | None, num_positions: int) -> tuple[torch.Tensor, ...] | None:
@@ -122,8 +133,7 @@ class StockSampler:
     def choosers(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
     ) -> Sequence[Chooser]:
-        if self.do_sample:
-            self._noise = self._noise or GeneratorNoise(len(self.prompts), logits.shape[-1], self.device)
+        if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
         num_nodes = [tree.num_nodes for tree in trees]
         is_small = (
@@ -142,15 +152,15 @@ class StockSampler:
         """All nodes together: nothing of a choice depends on the way to its node but its position."""
         raw = logits.to(device=self.device, dtype=torch.float32)
         scores = _processed(self.processors[0], None, raw)
-        if self._noise is None:
-            choices = scores.argmax(-1)
-        else:
-            noise = [
-                self._noise.at(request.num_emitted + int(depth), request.index)
+        if self.do_sample:
+            places = [
+                (request.num_emitted + int(depth), request.index)
                 for request, tree in zip(requests, trees, strict=True)
                 for depth in tree.depths
             ]
-            choices = _drawn(scores, torch.stack(noise))
+            choices = self._drawn(scores, places)
+        else:
+            choices = scores.argmax(-1)
         own = [choice.tolist() for choice in choices.cpu().split(num_nodes)]
         rows = zip(requests, own, raw.split(num_nodes), scores.split(num_nodes), strict=True)
         return [functools.partial(self._chosen, *row) for row in rows]
@@ -164,9 +174,9 @@ class StockSampler:
     def _choose(self, request: Request, logits: torch.Tensor, node: int) -> int:
         """The token after ``node``, whose path from the root has just been committed to ``request.tokens``."""
         scores = self.scores(request, request.tokens, logits[node])
-        if self._noise is None:
-            return int(scores.argmax(-1))
-        return _checked(int(_drawn(scores, self._noise.at(request.num_emitted, request.index))))
+        if self.do_sample:
+            return _checked(int(self._drawn(scores[None], [(request.num_emitted, request.index)])))
+        return int(scores.argmax(-1))
 
     def scores(self, request: Request, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Scores of the token after ``tokens``, recorded; called once per position and in order.
@@ -181,6 +191,16 @@ class StockSampler:
         self.record.add(request.index, raw[0], scores)
         return scores
 
+    def _drawn(self, scores: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """What ``multinomial`` draws from scores for some positions and rows; -1 where it would raise.
+
+        ``scores`` [num_places, vocab]  ->  [num_places] int64
+        """
+        probs = scores.softmax(-1)
+        self._noise = self._noise or GeneratorNoise(len(self.prompts), probs)
+        noise = torch.stack([self._noise.at(*place) for place in places])
+        return torch.where(torch.isfinite(probs).all(-1), (probs / noise).argmax(-1), -1)
+
     def end(self, num_positions: int) -> None:
         """``num_positions`` tokens were generated per row."""
         if self._noise is not None:
@@ -188,16 +208,10 @@ class StockSampler:
 
 
 def _processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
-    scores = raw.clone() if processors else raw  # a processor may write into what it is given
+    scores = raw  # a processor may write into it; what stock returns as logits then shows that too
     for processor in processors:
         scores = processor(input_ids, scores)
     return scores
-
-
-def _drawn(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """What ``multinomial`` draws from [..., vocab] scores with this noise; -1 where it would raise.  -> [...] int64"""
-    probs = scores.softmax(-1)
-    return torch.where(torch.isfinite(probs).all(-1), (probs / noise).argmax(-1), -1)
 
 
 def _checked(token: int) -> int:

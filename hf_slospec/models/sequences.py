@@ -12,6 +12,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.kv_pool import CachedSequence, KVPool
 from hf_slospec.models.packed import Fresh, PackedModel
 
+FIRST_ROOM = 512  # new tokens a request has room for at first
 CHUNK = 512  # longer stretches of uncached tokens are fed in pieces: masks grow with the square of a piece
 
 
@@ -30,17 +31,44 @@ def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.nd
 
 
 class Sequences:
-    """A pool sized for the given requests, and each request's range of it."""
+    """A pool for the given requests, and each request's range of it. It grows with their texts."""
 
     def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int):
         """``max_nodes`` bounds the tree nodes of one request that are staged at a time."""
-        capacities = [request.prompt_len + request.max_new_tokens + max_nodes for request in requests]
-        self.packed = packed
+        self.packed, self.max_nodes = packed, max_nodes
+        self._embeds: dict[Request, torch.Tensor] = {}
+        capacities = [self._capacity(request, FIRST_ROOM) for request in requests]
         self.pool: KVPool = packed.new_pool(sum(capacities))
         self._by_request: dict[Request, CachedSequence] = {
             request: self.pool.allocate(capacity) for request, capacity in zip(requests, capacities, strict=True)
         }
-        self._embeds: dict[Request, torch.Tensor] = {}
+
+    def _capacity(self, request: Request, room: int) -> int:
+        """Slots for the text so far, ``room`` more tokens of it if it may get so long, and what a step stages."""
+        return len(request.tokens) + min(request.num_left, room) + self.max_nodes
+
+    def reserve(self, requests: Sequence[Request]) -> None:
+        """Make room for one more step of these requests, while nothing is staged.
+
+        ``max_new_tokens`` is often far more than what a text comes to, so a request starts with little. When one has
+        used up its room, all get as much again as their texts are long, and what is cached moves to a larger pool.
+        """
+        if all(self.of(request).capacity >= self._capacity(request, 0) for request in requests):
+            return
+        self._grow([self._capacity(request, max(len(request.tokens), FIRST_ROOM)) for request in self._by_request])
+
+    def reserve_for(self, request: Request, length: int) -> None:
+        """Make room for a text of this length of one request."""
+        if self.of(request).capacity < length:
+            self._grow([length if r is request else own.capacity for r, own in self._by_request.items()])
+
+    def _grow(self, capacities: Sequence[int]) -> None:
+        old, ranges = self.pool, dict(self._by_request)
+        self.pool = self.packed.new_pool(sum(capacities))
+        for (request, before), capacity in zip(ranges.items(), capacities, strict=True):
+            now = self._by_request[request] = self.pool.allocate(capacity)
+            now.length = before.length
+            self.pool.copy_from(old, before, now)
 
     def of(self, request: Request) -> CachedSequence:
         return self._by_request[request]

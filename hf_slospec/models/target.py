@@ -49,6 +49,7 @@ class PackedTarget:
 
     def verify(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Sequence[Chooser]:
         device = self.sequences.packed.device
+        self.sequences.reserve(requests)
         parts, logit_rows, begin = [], [], 0
         for request, tree in zip(requests, trees, strict=True):
             chain = self.sequences.uncached_tail(request)  # the last one is the root

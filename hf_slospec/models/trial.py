@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
-from hf_slospec.models.packed import PackedModel, cannot_be_packed, refused_if_it_fails
+from hf_slospec.models.packed import PackedModel, cannot_be_packed, evaluating, refused_if_it_fails
 from hf_slospec.models.sequences import Sequences
 
 # Relative error of a node's logits: beyond rounding, and far below what attending to a wrong token makes.
@@ -25,7 +23,7 @@ LEAVES = ((0, 2), (0, 3), (1, 2))  # (request, node); their paths hold all nodes
 
 def check_by_trial(packed: PackedModel) -> None:
     """Raise UnsupportedModelError unless a packed row with two trees gives what plain forwards of its paths give."""
-    with _evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
+    with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
         errors = _errors(packed, 0)
         if bool((errors <= _tolerance(packed)).all()):
             return
@@ -91,16 +89,3 @@ def _tree(request: Request, parents: tuple[int, ...], tokens: Iterator[int]) -> 
         depths.append(depths[parent] + 1)
     own = [request.tokens[-1], *(next(tokens) for _ in parents[1:])]
     return TokenTree(np.array(own), np.array(parents), np.array(depths), 0.5 ** np.array(depths))
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout, whatever mode the modules are in."""
-    training: list[Any] = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
