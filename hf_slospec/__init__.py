@@ -3,6 +3,7 @@
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.divergence import Divergence, DivergenceReport, divergence_report
 from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request, RequestMetrics
 from hf_slospec.errors import (
@@ -17,7 +18,9 @@ from hf_slospec.errors import (
 )
 from hf_slospec.generator import SLOSpecGenerator
 from hf_slospec.hf import SLOSpecOutput, disable, enable
+from hf_slospec.targets import SLOStage
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
+from hf_slospec.trace import write_chrome_trace
 
 __all__ = [
     "Divergence",
@@ -27,13 +30,17 @@ __all__ = [
     "IncompatibleDraftError",
     "InvalidInputError",
     "InvalidTypeError",
+    "PhaseTimes",
     "Plan",
     "Request",
     "RequestMetrics",
+    "RequestStep",
     "SLOSpecConfig",
     "SLOSpecError",
     "SLOSpecGenerator",
     "SLOSpecOutput",
+    "SLOStage",
+    "StepEvent",
     "TokenTree",
     "UnsupportedInputError",
     "UnsupportedModelError",
@@ -43,5 +50,6 @@ __all__ = [
     "enable",
     "load_tiny_pair",
     "tiny_prompts",
+    "write_chrome_trace",
 ]
 __version__ = "0.1.0"

@@ -44,6 +44,7 @@ class Sample:
     forward_s: float  # of them, within either model's forward
     sequences: torch.Tensor  # [batch, length]
     slo: Any  # per-row metrics; None for stock
+    steps: Any  # what happened in each step; None for stock
 
 
 class Bench:
@@ -99,7 +100,7 @@ class Bench:
             _synchronize(self.target)
             seconds = time.perf_counter() - started_s
         sequences = getattr(output, "sequences", output)
-        return Sample(seconds, spent[0], sequences, getattr(output, "slo", None))
+        return Sample(seconds, spent[0], sequences, getattr(output, "slo", None), getattr(output, "steps", None))
 
     def _stock(self, **options: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
         def run(encoded: dict[str, torch.Tensor]) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +21,6 @@ from hf_slospec.errors import (
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.rows import Rows
 
-Targets = Sequence[float | None] | float | None
 # What stock hands on that is known here, or says nothing about the text.
 PREPARED = {
     "attention_mask",
@@ -73,38 +69,6 @@ def check_config(config: Any) -> SLOSpecConfig:
     if config is not None and not isinstance(config, SLOSpecConfig):
         raise InvalidTypeError(f"config must be a SLOSpecConfig, got {type(config).__name__}")
     return config or SLOSpecConfig()
-
-
-def check_targets(slo_tpot: Any) -> Targets:
-    """Targets as plain values; anything but positive finite seconds, None, or a sequence of those is refused."""
-    if hasattr(slo_tpot, "tolist"):  # arrays and tensors
-        slo_tpot = slo_tpot.tolist()
-    for target_s in slo_tpot if isinstance(slo_tpot, (list, tuple)) else [slo_tpot]:
-        if target_s is None:
-            continue
-        if isinstance(target_s, bool) or not isinstance(target_s, numbers.Real):
-            raise InvalidTypeError(
-                f"slo_tpot must be seconds per output token, None, or a list of those; got {target_s!r}"
-            )
-        if not math.isfinite(target_s) or target_s <= 0:
-            raise InvalidInputError(
-                f"slo_tpot must be a positive, finite number of seconds per output token, got {target_s!r}; "
-                "use None for a row without a target"
-            )
-    return slo_tpot
-
-
-def targets_by_row(slo_tpot: Targets, num_rows: int, num_return_sequences: int) -> list[float | None]:
-    """One target per row; a list may name the prompts (each stands for its returned sequences) or all rows."""
-    if not isinstance(slo_tpot, (list, tuple)):
-        return [slo_tpot] * num_rows
-    if len(slo_tpot) * num_return_sequences == num_rows:
-        return [target_s for target_s in slo_tpot for _ in range(num_return_sequences)]
-    if len(slo_tpot) == num_rows:
-        return list(slo_tpot)
-    raise InvalidInputError(
-        f"slo_tpot has {len(slo_tpot)} entries for {num_rows} rows; give one number for all rows or one entry per row"
-    )
 
 
 def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_slospec import __version__
+from hf_slospec import __version__, profiling
 from hf_slospec import bench as benchmark
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.inflate import SHAPES, inflate
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
+from hf_slospec.trace import write_chrome_trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a speed target per request.")
 
@@ -54,6 +55,9 @@ def bench(
         bool, typer.Option(help="Also try assisted generation with 1..8 constant assistant tokens.")
     ] = True,
     config: Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")] = "{}",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the steps of our last run as a Chrome trace to this file.")
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write results with provenance to this file.")
     ] = None,
@@ -72,11 +76,46 @@ def bench(
     )  # fmt: skip
     runner = benchmark.Bench(*models, tiny_prompts(), prompt_tokens, new_tokens, settings)
     contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
-    rows = benchmark.summarize(runner.run(contestants, repeats), new_tokens)
+    samples = runner.run(contestants, repeats)
+    rows = benchmark.summarize(samples, new_tokens)
     Console().print(_table(rows))
+    if trace is not None:
+        write_chrome_trace(samples[benchmark.OURS, max(batch)][-1].steps, trace)
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps({"provenance": facts, "results": rows}, indent=2) + "\n")
+
+
+@app.command()
+def profile(
+    target: Annotated[
+        str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
+    ] = None,
+    assistant: Annotated[str | None, typer.Option(help="Its draft; required with --target.")] = None,
+    size: Annotated[str, typer.Option(help=f"Inflate the embedded target to: tiny, {', '.join(SHAPES)}.")] = "0.6B",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time to measure each model for.")] = 30.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the measured curves into this PNG.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write results with provenance to this file.")
+    ] = None,
+    keep: Annotated[bool, typer.Option(help="Use the result from now on, in place of a shorter measurement.")] = True,
+) -> None:
+    """Measure what forwards of both models cost on this machine, and how well the fit predicts other sizes."""
+    models = dict(zip(("target", "draft"), _models(target, assistant, size, dtype, device)[:2], strict=True))
+    records = {name: profiling.profile(name, model, seconds, keep) for name, model in models.items()}
+    console = Console()
+    for name, record in records.items():
+        console.print(profiling.table(name, record))
+    if plot is not None:
+        profiling.draw(records, plot)
+        console.print(f"drawn to {plot}")
+    if json_path is not None:
+        facts = benchmark.provenance(target=target or f"embedded, {size}", assistant=assistant or "embedded",
+                                     dtype=dtype, device=device, seconds=seconds)  # fmt: skip
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps({"provenance": facts, "results": records}, indent=1) + "\n")
 
 
 def _settings(config: str) -> SLOSpecConfig:

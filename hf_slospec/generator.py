@@ -13,10 +13,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_slospec.checks import Targets
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.hf import Decoder
+from hf_slospec.targets import Targets
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 

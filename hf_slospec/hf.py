@@ -24,7 +24,6 @@ from transformers.generation import (
 )
 
 from hf_slospec.checks import (
-    Targets,
     check_arguments,
     check_causal_lm,
     check_config,
@@ -32,12 +31,11 @@ from hf_slospec.checks import (
     check_evaluating,
     check_options,
     check_prompts,
-    check_targets,
     configured,
-    targets_by_row,
 )
 from hf_slospec.context import Context
 from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import (
@@ -55,13 +53,15 @@ from hf_slospec.models.sampling import StockSampler
 from hf_slospec.row_processors import ignore_sequence, processors_of_row
 from hf_slospec.rows import Rows
 from hf_slospec.speculator import MEASURE_S, Speculator, TriedModel, clock
+from hf_slospec.targets import Targets, check_targets, stages_of, targets_by_row
 
 
 @dataclass
 class SLOSpecOutput(GenerateDecoderOnlyOutput):
-    """HF's output with one :class:`RequestMetrics` per row."""
+    """HF's output with one :class:`RequestMetrics` per row, and what happened in every step."""
 
     slo: list[RequestMetrics] | None = None
+    steps: list[StepEvent] | None = None
 
 
 def enable(
@@ -199,7 +199,7 @@ class Decoder:
 
     def _speculate(self, slo_tpot: Targets, arguments: dict[str, Any]) -> Any:
         arrived_s = clock()
-        slo_tpot = check_targets(configured("slo_tpot", self.model, arguments) if slo_tpot is None else slo_tpot)
+        parsed = check_targets(configured("slo_tpot", self.model, arguments) if slo_tpot is None else slo_tpot)
         check_arguments(self.model, arguments)
         check_evaluating(self.model)
         speculator = self._speculator_for(arguments.get("assistant_model"))
@@ -216,9 +216,10 @@ class Decoder:
         ) -> Any:
             check_options(generation_config, model_kwargs)
             context = Context.of(input_ids, model_kwargs, generation_config, model.get_input_embeddings())
-            targets = targets_by_row(slo_tpot, len(input_ids), generation_config.num_return_sequences)
+            targets = targets_by_row(parsed, len(input_ids), generation_config.num_return_sequences)
+            stages = [stages_of(target, arguments.get("tokenizer")) for target in targets]
             streamer = arguments.get("streamer")
-            rows = Rows(input_ids, context, generation_config, stopping_criteria, targets, arrived_s, streamer)
+            rows = Rows(input_ids, context, generation_config, stopping_criteria, stages, arrived_s, streamer)
             check_prompts(rows, speculator.target.packed)
             whole = of_the_batch(logits_processor, stopping_criteria) if len(input_ids) > 1 else []
             if whole:
@@ -265,7 +266,7 @@ def _decode(
     target = speculator.new_target(rows.requests, sampler, holds_finished=wants_more)
     rows.context.hand_over(rows.requests, target.sequences)
     rows.begin()
-    speculator.run(rows.requests, target, rows.stream, lookup)
+    speculator.run(rows.requests, target, rows.take_in, lookup)
     rows.end()
     sampler.end(rows.num_new)
     if wants_more:
@@ -284,7 +285,7 @@ def _decode(
 
 
 def _with_slo(output: GenerateDecoderOnlyOutput, rows: Rows) -> SLOSpecOutput:
-    return SLOSpecOutput(**output, slo=[request.metrics() for request in rows.requests])
+    return SLOSpecOutput(**output, slo=[request.metrics() for request in rows.requests], steps=rows.steps)
 
 
 def _prompt_lookup(model: PreTrainedModel, arguments: dict[str, Any]) -> Drafter | None:

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList, logits_process, stopping_criteria
 
+from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.request import Request
 from hf_slospec.rows import Rows
 from hf_slospec.speculator import clock
@@ -57,7 +58,7 @@ def decode_in_step(
 def _book(request: Request, new: list[int], times_s: list[float]) -> None:
     for token, now_s in zip(new, times_s, strict=False):
         request.tokens.append(token)
-        request.account(0, 0, now_s)
+        request.account(0, 0, 1.0, PhaseTimes(), now_s)
     request.is_finished = True
 
 

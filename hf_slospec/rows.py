@@ -16,7 +16,8 @@ from transformers.generation import (
 )
 
 from hf_slospec.context import Context
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.request import Request, Stage
 from hf_slospec.models.sampling import Record, StockSampler
 from hf_slospec.models.sequences import CHUNK, Sequences
 
@@ -82,7 +83,7 @@ class Rows:
         context: Context,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
-        targets: list[float | None],
+        stages: list[tuple[Stage, ...]],
         arrived_s: float,
         streamer: Any,
     ):
@@ -91,11 +92,12 @@ class Rows:
         self.record = Record(len(input_ids), config)
         self.stops = Stops(criteria, input_ids, self.record.scores_of, self._put_before)
         self.requests: list[Request] = []
-        for row, target_s in enumerate(targets):
+        for row, own_stages in enumerate(stages):
             tokens = context.prompt(row)
             stop = self.stops.of(row, len(tokens))
             max_new_tokens = criteria.max_length - input_ids.shape[1]
-            self.requests.append(Request(row, tokens, max_new_tokens, target_s, stop, arrived_s))
+            self.requests.append(Request(row, tokens, max_new_tokens, own_stages, stop, arrived_s))
+        self.steps: list[StepEvent] = []
         self._num_streamed = 0
 
     @property
@@ -111,6 +113,10 @@ class Rows:
     def begin(self) -> None:
         if self.streamer is not None:
             self.streamer.put(self.input_ids.cpu())
+
+    def take_in(self, step: StepEvent) -> None:
+        self.steps.append(step)
+        self.stream()
 
     def stream(self) -> None:
         """Hand over every position that all unfinished rows have reached, one [batch] tensor each, as stock does."""

@@ -10,23 +10,26 @@ from typing import Any, Literal
 import torch
 
 from hf_slospec.algo.calibration import Calibration
-from hf_slospec.algo.latency import LatencyCurve, StepCosts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
-from hf_slospec.models.measure import measure_curve
+from hf_slospec.models.measure import measure
 from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.models.trial import check_by_trial
-from hf_slospec.policies.adaserve import AdaServePolicy
-from hf_slospec.policies.auto import AutoPolicy
+from hf_slospec.policies import max_tree_nodes, new_policy
+from hf_slospec.policies.auto import Experience
+from hf_slospec.profiles import load_profile, save_profile
 
+FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
-MEASURE_S = {"target": 4.0, "draft": 1.0}
+MEASURE_S = {"target": 8.0, "draft": 1.5}
 clock = time.perf_counter  # the one clock of requests and engine: monotonic seconds
 
 
@@ -41,7 +44,7 @@ class TriedModel:
         self.model, self.attention, self.measure_s = model, attention, measure_s
         self._lock = threading.Lock()
         self._placement: tuple[Any, ...] | None = None
-        self._curve: LatencyCurve | None = None
+        self._cost: ForwardCost | None = None
         _ = self.packed  # may refuse
 
     @property
@@ -51,18 +54,21 @@ class TriedModel:
             if placement != self._placement:
                 packed = PackedModel(self.model, self.attention)
                 check_by_trial(packed)
-                self._packed, self._placement, self._curve = packed, placement, None
+                self._packed, self._placement, self._cost = packed, placement, None
             return self._packed
 
     @property
-    def curve(self) -> LatencyCurve:
-        """Seconds of a forward by its tokens, measured on first use."""
+    def cost(self) -> ForwardCost:
+        """Seconds of its forwards: from the cache if it was measured on this machine before, else measured now."""
         packed = self.packed
         with self._lock:
-            if self._curve is None:
+            if self._cost is None:
+                self._cost = load_profile(packed)
+            if self._cost is None:
                 with evaluating(self.model):
-                    self._curve = measure_curve(packed, self.measure_s)
-            return self._curve
+                    self._cost = measure(packed, self.measure_s).fit()
+                save_profile(packed, self._cost)
+            return self._cost
 
 
 class Speculator:
@@ -77,7 +83,11 @@ class Speculator:
         if assistant_model is not None:
             _check_pair(target.model, assistant_model)
             self.draft = TriedModel(assistant_model, config.attention, MEASURE_S["draft"])
-        self._calibrations = {"greedy": Calibration(Calibration.GREEDY_EXPONENT), "sampled": Calibration()}
+        self._costs: StepCosts | None = None
+        self._experience = {
+            "greedy": Experience(config, Calibration.GREEDY_EXPONENT),
+            "sampled": Experience(config),
+        }
 
     def prepare(self) -> None:
         """Look at the models as they are now; refuses them if they were moved apart, say."""
@@ -86,13 +96,18 @@ class Speculator:
             _ = self.draft.packed
         _ = self.target.packed
 
+    @property
+    def costs(self) -> StepCosts:
+        """Kept as long as the models stay what they are: it learns while they run."""
+        verify = self.target.cost
+        draft_level = FREE if self.draft is None else self.draft.cost
+        if self._costs is None or self._costs.verify is not verify or self._costs.draft_level is not draft_level:
+            self._costs = StepCosts(verify, draft_level)
+        return self._costs
+
     def policy(self, kind: Literal["greedy", "sampled"]) -> Policy:
         """A policy for one run; acceptance is learned across runs of the same kind (greedy ones, sampled ones)."""
-        free = LatencyCurve((1,), (0.0,))
-        costs = StepCosts(self.target.curve, free if self.draft is None else self.draft.curve)
-        if self.config.policy == "adaserve":
-            return AdaServePolicy(self.config, costs)
-        return AutoPolicy(self.config, costs, self._calibrations[kind])
+        return new_policy(self.config, self.costs, self._experience[kind])
 
     def new_target(self, requests: Sequence[Request], sampler: Sampler, holds_finished: bool = False) -> PackedTarget:
         """Room for the requests' K/V; with ``holds_finished`` it stays readable when they are finished."""
@@ -102,7 +117,7 @@ class Speculator:
         self,
         requests: Sequence[Request],
         target: PackedTarget,
-        on_step: Callable[[], None],
+        on_step: Callable[[StepEvent], None],
         drafter: Drafter | None = None,
     ) -> None:
         """Decode all requests to their ends, calling ``on_step`` after each step; ``drafter`` is for this run only."""
@@ -116,15 +131,14 @@ class Speculator:
         )
         try:
             while engine.running:
-                engine.step()
-                on_step()
+                on_step(engine.step())
         finally:
             for request in engine.running:  # abandoned, by an error or the user
                 engine.drafter.release(request)
 
     @property
     def _max_nodes(self) -> int:
-        return self.config.max_depth * self.config.max_width
+        return max_tree_nodes(self.config)
 
     def _drafter_of(self, requests: Sequence[Request]) -> Drafter:
         if self.draft is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import json
 import math
 import pickle
 from typing import Any
@@ -39,6 +41,7 @@ from hf_slospec import (
     SLOSpecConfig,
     SLOSpecError,
     SLOSpecGenerator,
+    SLOStage,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
@@ -125,6 +128,27 @@ def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
         assert metrics.tpot_s > 0
         assert metrics.ttft_s > 0
         assert metrics.acceptance_length == pytest.approx((metrics.tokens - 1) / metrics.steps)
+        assert metrics.expected_tokens >= metrics.steps  # one token comes in any case
+        assert metrics.phases.total_s > 0.0
+        assert metrics.worst_tpot_s is None or metrics.worst_tpot_s > 0.0
+    assert [metrics.slack_s is None for metrics in out.slo] == [False, True, False]
+    assert out.slo[0].slack_s < 0.0 < out.slo[2].slack_s
+
+
+def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> None:
+    inputs = ragged_prompts(3)
+    out = model.generate(**inputs, **OPTIONS, slo_tpot=[0.5, None, 0.1], return_dict_in_generate=True)
+    assert [step.is_prefill for step in out.steps] == [True] + [False] * (len(out.steps) - 1)
+    for row, metrics in enumerate(out.slo):
+        parts = [part for step in out.steps for part in step.requests if part.index == row]
+        assert {part.target_s for part in parts} == {metrics.target_s}
+        assert sum(part.committed for part in parts) == metrics.tokens
+        assert sum(part.nodes - 1 for part in parts) == metrics.drafted
+        assert len(parts) == metrics.steps + 1
+    for step, later in itertools.pairwise(out.steps):
+        assert step.begun_s + step.phases.total_s <= later.begun_s + 1e-6
+    hf_slospec.write_chrome_trace(out.steps, tmp_path / "trace.json")
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 4 * len(out.steps)
 
 
 @pytest.mark.parametrize("as_list", [list, tuple, np.array, torch.tensor])
@@ -138,6 +162,63 @@ def test_target_from_generation_config(model: Any, tmp_path: Any) -> None:
     config = GenerationConfig.from_pretrained(tmp_path)
     out = model.generate(**ragged_prompts(1), generation_config=config, return_dict_in_generate=True)
     assert out.slo[0].target_s == 0.25
+
+
+STAGES: list[Any] = [
+    {"slo_tpot": 1e-6, "until": " = name\n"},
+    {"slo_tpot": 50.0, "tokens": 4},
+    {"slo_tpot": 60.0},
+]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    target, draft, tokenizer = hf_slospec.load_tiny_pair()
+    return SLOSpecGenerator(target, draft, tokenizer), dict(tokenizer(["def __init__(self"], return_tensors="pt"))
+
+
+def stages_by_token(out: Any, row: int) -> list[float | None]:
+    """The target in force as each of a row's tokens was committed."""
+    parts = [part for step in out.steps for part in step.requests if part.index == row]
+    return [part.target_s for part in parts for _ in range(part.committed)]
+
+
+def test_stages_end_by_text_and_by_tokens(pair: Any) -> None:
+    generator, inputs = pair
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=60, return_dict_in_generate=True)
+    stages = [SLOStage(**stage) for stage in STAGES]
+    out = assert_same_as_stock(
+        generator.model, lambda **k: generator.generate(**k, slo_tpot=[stages]), inputs, **options
+    )
+    new_tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    texts = [generator.tokenizer.decode(new_tokens[:end]) for end in range(1, len(new_tokens) + 1)]
+    first = next(end for end, text in enumerate(texts, 1) if " = name\n" in text)
+    assert first < len(new_tokens) - 20
+    targets = stages_by_token(out, 0)
+    assert targets[:first] == [1e-6] * first
+    changes = [new for old, new in itertools.pairwise(targets) if new != old]
+    assert changes == [50.0, 60.0]
+    assert targets.count(50.0) >= 4
+    assert (out.slo[0].target_s, out.slo[0].attained) == (60.0, False)  # nothing writes a token per microsecond
+    relaxed = [SLOStage(slo_tpot=50.0, until=" = name\n"), SLOStage(slo_tpot=50.0)]
+    out = generator.generate(**inputs, **options, slo_tpot=relaxed)  # for all rows
+    assert out.slo[0].attained is True
+
+
+def test_stages_by_text_need_a_tokenizer(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"until.*tokenizer"):
+        model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=STAGES)
+    out = model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=[STAGES[1:], None], return_dict_in_generate=True)
+    assert [metrics.target_s for metrics in out.slo] == [60.0, None]
+
+
+def test_stages_from_a_saved_generation_config(pair: Any, tmp_path: Any) -> None:
+    generator, inputs = pair
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=60, eos_token_id=0, pad_token_id=1)
+    GenerationConfig(**options, slo_tpot=STAGES, return_dict_in_generate=True).save_pretrained(tmp_path)
+    config = GenerationConfig.from_pretrained(tmp_path)
+    out = generator.generate(**inputs, generation_config=config)
+    assert list(dict.fromkeys(stages_by_token(out, 0))) == [1e-6, 50.0, 60.0]
 
 
 def test_one_dimensional_ids_and_positional_inputs(model: Any) -> None:

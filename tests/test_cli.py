@@ -32,6 +32,27 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
         assert 0 <= row["host_share"] <= 1
 
 
+def test_bench_writes_a_trace_of_our_steps(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = "--size tiny --dtype float32 --new-tokens 6 --repeats 1 --no-tune --batch 2".split()
+    result = RUN.invoke(app, ["bench", *options, "--trace", str(path)])
+    assert result.exit_code == 0, result.output
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"prefill", "verify", "draft"} <= names
+
+
+def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
+    plot, path = tmp_path / "curve.png", tmp_path / "profile.json"
+    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "1", "--plot", str(plot), "--json", str(path)]
+    result = RUN.invoke(app, ["profile", *options])
+    assert result.exit_code == 0, result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    records = json.loads(path.read_text())["results"]
+    for name in ("target", "draft"):
+        assert records[name]["measured"] and records[name]["held_out"]
+        assert records[name]["fit"]["ms"] == sorted(records[name]["fit"]["ms"])
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [

@@ -15,22 +15,27 @@ MAY_IMPORT = {
     "engine": {"algo", "errors"},
     "policies": {"algo", "engine", "errors"},
     "models": {"algo", "engine", "errors"},
-    "speculator": {"algo", "engine", "errors", "models", "policies"},
+    "speculator": {"algo", "engine", "errors", "models", "policies", "profiles"},
+    "profiles": {"algo", "models"},
+    "profiling": {"models", "profiles"},
+    "targets": {"engine", "errors"},
+    "trace": {"engine"},
     "context": {"engine", "errors", "models"},
     "rows": {"context", "engine", "models"},
     "lockstep": {"engine", "rows", "speculator"},
     "checks": {"engine", "errors", "models", "rows"},
     "row_processors": set(),
-    "hf": {"checks", "context", "lockstep", "engine", "errors", "models", "row_processors", "rows", "speculator"},
-    "generator": {"checks", "engine", "hf"},
+    "hf": {"checks", "context", "engine", "errors", "lockstep", "models", "row_processors", "rows", "speculator"}
+    | {"targets"},
+    "generator": {"engine", "hf", "targets"},
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
     "inflate": set(),
     "bench": {"engine", "generator"},
-    "cli": {"bench", "engine", "inflate", "tiny"},
+    "cli": {"bench", "engine", "inflate", "profiling", "tiny", "trace"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies"}
-KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "lockstep", "hf"}
+KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "targets", "lockstep", "hf"}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,12 +1,14 @@
-"""TPOT and attainment."""
+"""TPOT, over a whole request and at its worst, and attainment."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.metrics import is_attained, tpot_s
+from hf_slospec.algo.metrics import WINDOW, is_attained, tpot_s, worst_tpot_s
 
 
 def test_tpot_is_the_mean_gap_after_the_first_token() -> None:
@@ -41,3 +43,20 @@ def test_tpot_lies_between_the_smallest_and_the_largest_gap(first: float, gaps: 
 )
 def test_is_attained(measured_s: float | None, target_s: float | None, expected: bool | None) -> None:
     assert is_attained(measured_s, target_s) is expected
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 14), st.floats(0, 5)), max_size=30))
+@settings(deadline=None)
+def test_worst_tpot_is_the_slowest_window_of_all(steps: list[tuple[int, float]]) -> None:
+    counts = list(itertools.accumulate(count for count, _ in steps))
+    times = list(itertools.accumulate(gap for _, gap in steps))
+    arrivals = [time_s for (count, _), time_s in zip(steps, times, strict=True) for _ in range(count)]
+    windows = [(arrivals[end] - arrivals[end - WINDOW]) / WINDOW for end in range(WINDOW, len(arrivals))]
+    expected = pytest.approx(max(windows)) if windows else None
+    assert worst_tpot_s(list(zip(counts, times, strict=True))) == expected
+
+
+def test_worst_tpot_needs_more_than_a_window() -> None:
+    assert worst_tpot_s([(1, 0.0), (WINDOW, 5.0)]) is None
+    assert worst_tpot_s([(1, 0.0), (WINDOW + 1, 5.0)]) == 0.5
+    assert worst_tpot_s([(1, 0.0), (2, 5.0), (WINDOW + 1, 5.0), (2 * WINDOW + 1, 6.0)]) == 0.5

@@ -1,4 +1,4 @@
-"""Node selection: Algorithm 1 against exhaustive search, Algorithm 2 against its plain loop, tree shapes."""
+"""Node selection: Algorithm 1 and the best ratio against exhaustive search, Algorithm 2 against its plain loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.select import SLOOrder, adaptive_shape, optimal_nodes, required_tokens, select_nodes
-from hf_slospec.algo.tree import ROOT, IntArray, TokenTree
+from hf_slospec.algo.select import (
+    SLOOrder,
+    adaptive_shape,
+    best_ratio_nodes,
+    optimal_nodes,
+    required_tokens,
+    select_nodes,
+)
+from hf_slospec.algo.tree import ROOT, Forest, IntArray, TokenTree
 from tests.toys import SEEDS, TIED, UNEVEN, grow, is_parent_closed, random_tree
 
 Node = tuple[int, int]  # request, node
@@ -135,29 +142,45 @@ def test_select_nodes_equals_the_plain_loop(
 
 @given(
     seed=SEEDS,
-    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    budget=st.integers(0, 30),
-    max_slo_nodes=st.integers(0, 5),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    weights=st.lists(st.sampled_from([1.0, 1.0, 1.5, 4.0]), min_size=3, max_size=3),
+    budget=st.integers(0, 14),
+    conditionals=st.sampled_from([TIED, UNEVEN, (1.0,)]),
 )
-@settings(deadline=None, max_examples=200)
-def test_step_time_stops_at_the_best_ratio_of_all_prefixes(
-    seed: int, sizes: list[int], budget: int, max_slo_nodes: int
+@settings(deadline=None, max_examples=150)
+def test_no_set_of_trees_has_a_better_ratio(
+    seed: int, sizes: list[int], weights: list[float], budget: int, conditionals: Sequence[float]
 ) -> None:
     rng = np.random.default_rng(seed)
-    trees = [random_tree(rng, size) for size in sizes]
-    required = list(rng.integers(-4, 12, len(trees)) / 4)
-    seconds = 1.0 + np.cumsum(rng.integers(0, 3, 64)) / 8
-    chosen = select_nodes(
-        trees, required, budget, max_slo_nodes=max_slo_nodes, step_time_s=lambda num_nodes: seconds[num_nodes]
-    )
-
-    slo_phase, throughput_phase = reference_phases(trees, required, budget, max_slo_nodes, 1)
-    prefixes = [[*slo_phase, *throughput_phase[:end]] for end in range(len(throughput_phase) + 1)]
+    trees = [random_tree(rng, size, conditionals) for size in sizes]
+    forest, seconds = Forest.of(trees), 1.0 + np.cumsum(rng.integers(0, 4, 32)) / 8  # never falls with more nodes
+    values = np.concatenate([tree.path_probs * weight for tree, weight in zip(trees, weights, strict=False)])
+    chosen = best_ratio_nodes(forest, values, budget, lambda num_nodes: seconds[num_nodes])
     ratios = [
-        (len(trees) + sum(trees[i].path_probs[v] for i, v in prefix)) / seconds[len(trees) + len(prefix)]
-        for prefix in prefixes
+        sum(weight * expected for weight, (_, expected) in zip(weights, combination, strict=False)) / seconds[size]
+        for combination in itertools.product(*map(outcomes, trees))
+        if (size := sum(size for size, _ in combination)) <= max(budget, len(trees))
     ]
-    assert as_nodes(chosen) == set(prefixes[int(np.argmax(ratios))])  # of equal ratios the fewest nodes
+    assert values[chosen].sum() / seconds[np.count_nonzero(chosen)] == pytest.approx(max(ratios))
+    assert chosen[forest.starts].all()
+    assert np.count_nonzero(chosen) <= max(budget, len(trees))
+    for tree in forest.subtrees(chosen):
+        tree.check()
+
+
+def test_of_equal_ratios_the_fewest_nodes_are_taken() -> None:
+    forest = Forest.of([chain(0.5, 0.5)])
+    chosen = best_ratio_nodes(
+        forest, forest.path_probs, 9, lambda num_nodes: np.array([9.0, 1.0, 1.5, 1.75])[num_nodes]
+    )
+    assert chosen.tolist() == [True, False, False]
+
+
+def test_a_heavier_request_is_served_first() -> None:
+    forest = Forest.of([chain(0.9, 0.9), chain(0.5, 0.5)])
+    values = forest.path_probs * np.array([1.0, 3.0])[forest.tree_of]
+    chosen = best_ratio_nodes(forest, values, 3, lambda num_nodes: np.ones(len(num_nodes)))
+    assert [nodes.tolist() for nodes in forest.nodes(np.flatnonzero(chosen))] == [[0], [0, 1]]
 
 
 def test_slo_phase_serves_targets_before_better_nodes() -> None:
@@ -195,7 +218,6 @@ def test_roots_are_verified_whatever_the_budget() -> None:
     trees = [chain(1.0), chain(1.0), chain(1.0)]
     for budget in range(4):
         assert [nodes.tolist() for nodes in select_nodes(trees, [9.0] * 3, budget, max_slo_nodes=9)] == [[0]] * 3
-    assert select_nodes([], [], 8, max_slo_nodes=1) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Token trees and the canonical order of candidates, against brute force."""
+"""Token trees, forests and the canonical order of their nodes, against brute force."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.tree import ROOT, Candidates, TokenTree
+from hf_slospec.algo.tree import ROOT, Forest, TokenTree
 from tests.toys import SEEDS, TIED, UNEVEN, grow, is_parent_closed, path_to, random_tree
 
 SIZES = st.integers(1, 25)
 PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0), (1.0,)])
+WEIGHTS = st.lists(st.sampled_from([1.0, 1.0, 0.5, 3.3]), min_size=4, max_size=4)  # one per tree; some tie
 
 
 def ancestors(tree: TokenTree, node: int) -> set[int]:
@@ -26,35 +27,87 @@ def described(tree: TokenTree, nodes: Iterable[int]) -> list[tuple[list[int], in
     return [(path_to(tree, v), int(tree.depths[v]), float(tree.path_probs[v])) for v in nodes]
 
 
-@given(seed=SEEDS, sizes=st.lists(SIZES, max_size=4), conditionals=PROBS)
+def weighted(trees: Sequence[TokenTree], weights: Sequence[float]) -> np.ndarray:
+    """Scores of a forest's nodes: path probabilities times one weight per tree."""
+    return np.concatenate([tree.path_probs * weight for tree, weight in zip(trees, weights, strict=True)])
+
+
+@given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4), conditionals=PROBS, weights=WEIGHTS)
 @settings(deadline=None)
-def test_candidates_stand_in_canonical_order(seed: int, sizes: list[int], conditionals: Sequence[float]) -> None:
+def test_nodes_stand_in_canonical_order(
+    seed: int, sizes: list[int], conditionals: Sequence[float], weights: list[float]
+) -> None:
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
-    reachable = [(i, v) for i, tree in enumerate(trees) for v in range(1, tree.num_nodes) if tree.path_probs[v] > 0]
-    reachable.sort(key=lambda at: (-trees[at[0]].path_probs[at[1]], trees[at[0]].depths[at[1]], *at))
-    candidates = Candidates.of(trees)
-    assert list(zip(candidates.requests.tolist(), candidates.nodes.tolist(), strict=True)) == reachable
-    assert candidates.path_probs.tolist() == [trees[i].path_probs[v] for i, v in reachable]
+    forest, scores = Forest.of(trees), weighted(trees, weights[: len(trees)])
+    everywhere = [(i, v) for i, tree in enumerate(trees) for v in range(tree.num_nodes)]
+    expected = [at for at in range(len(everywhere)) if everywhere[at][1] != ROOT and scores[at] > 0.0]
+    expected.sort(key=lambda at: (-scores[at], trees[everywhere[at][0]].depths[everywhere[at][1]], everywhere[at]))
+    assert forest.canonical(scores).tolist() == expected
 
 
-@given(seed=SEEDS, sizes=st.lists(SIZES, max_size=4), conditionals=PROBS)
+@given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4), conditionals=PROBS, weights=WEIGHTS)
 @settings(deadline=None)
 def test_every_prefix_of_the_canonical_order_is_parent_closed(
+    seed: int, sizes: list[int], conditionals: Sequence[float], weights: list[float]
+) -> None:
+    rng = np.random.default_rng(seed)
+    trees = [random_tree(rng, size, conditionals) for size in sizes]
+    forest = Forest.of(trees)
+    order = forest.canonical(weighted(trees, weights[: len(trees)]))
+    for end in range(len(order) + 1):
+        assert all(is_parent_closed(t, own) for t, own in zip(trees, forest.nodes(order[:end]), strict=True))
+
+
+def test_unreachable_nodes_are_left_out() -> None:
+    tree = grow([0, 0, 1, 2], [0.5, 0.0, np.nan, 1.0], [1, 2, 3, 4])
+    assert Forest.of([tree]).canonical(tree.path_probs).tolist() == [1]
+
+
+@given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4))
+@settings(deadline=None)
+def test_a_forest_holds_its_trees_one_after_the_other(seed: int, sizes: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    trees = [random_tree(rng, size) for size in sizes]
+    forest = Forest.of(trees)
+    assert forest.starts.tolist() == [sum(sizes[:i]) for i in range(len(sizes))]
+    for index, (tree, start) in enumerate(zip(trees, forest.starts.tolist(), strict=True)):
+        own = np.flatnonzero(forest.tree_of == index)
+        assert own.tolist() == list(range(start, start + tree.num_nodes))
+        assert forest.parents[own].tolist() == [start, *(start + tree.parents[1:])]  # a root is its own parent
+        assert forest.depths[own].tolist() == tree.depths.tolist()
+        assert forest.path_probs[own].tolist() == tree.path_probs.tolist()
+
+
+@given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4))
+@settings(deadline=None)
+def test_nodes_and_indices_name_the_same_nodes(seed: int, sizes: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    forest = Forest.of([random_tree(rng, size) for size in sizes])
+    chosen = [sorted({ROOT, *rng.integers(0, size, 3).tolist()}) for size in sizes]
+    indices = forest.indices(chosen)
+    assert indices.tolist() == [start + v for start, own in zip(forest.starts, chosen, strict=True) for v in own]
+    assert [own.tolist() for own in forest.nodes(rng.permutation(indices))] == chosen
+    inner = forest.indices([own[1:] for own in chosen])  # some trees may have none
+    assert [own.tolist() for own in forest.nodes(inner)] == chosen  # roots come along
+
+
+@given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4), conditionals=PROBS)
+@settings(deadline=None)
+def test_subtrees_of_a_forest_are_those_of_its_trees(
     seed: int, sizes: list[int], conditionals: Sequence[float]
 ) -> None:
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
-    candidates = Candidates.of(trees)
-    for end in range(len(candidates.nodes) + 1):
-        for index, tree in enumerate(trees):
-            own = candidates.nodes[:end][candidates.requests[:end] == index]
-            assert is_parent_closed(tree, own)
-
-
-def test_unreachable_candidates_are_left_out() -> None:
-    tree = grow([0, 0, 1, 2], [0.5, 0.0, np.nan, 1.0], [1, 2, 3, 4])
-    assert Candidates.of([tree]).nodes.tolist() == [1]
+    forest = Forest.of(trees)
+    closed = [{ROOT}.union(*(ancestors(tree, int(v)) for v in rng.integers(0, tree.num_nodes, 3))) for tree in trees]
+    is_taken = np.zeros(len(forest.depths), dtype=np.bool_)
+    is_taken[forest.indices([sorted(own) for own in closed])] = True
+    for own, tree, nodes in zip(forest.subtrees(is_taken), trees, closed, strict=True):
+        own.check()
+        expected = tree.subtree(np.array(list(nodes)))
+        for name in ("tokens", "parents", "depths", "path_probs"):
+            assert getattr(own, name).tolist() == getattr(expected, name).tolist()
 
 
 @given(seed=SEEDS, size=SIZES)

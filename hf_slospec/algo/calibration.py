@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
+
+
+@dataclass(frozen=True)
+class Conditionals:
+    """What a draft says of every node of a forest, given its parent. A root's entries mean nothing."""
+
+    probs: FloatArray  # [num_nodes] f64 in [0, 1]; 0 under a parent of path probability 0
+    ranks: IntArray  # [num_nodes] int64, 0 = its parent's first child, the draft's favourite
+
+    @classmethod
+    def of(cls, forest: Forest) -> Conditionals:
+        below = forest.path_probs[forest.parents]
+        probs = np.divide(forest.path_probs, below, out=np.zeros(len(below)), where=below > 0.0)
+        # Nodes of a tree ascend, so a stable sort by parent keeps siblings in order.
+        order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")  # roots before their children
+        parents = forest.parents[order]
+        is_first = np.ones(len(order), dtype=np.bool_)
+        is_first[1:] = (parents[1:] != parents[:-1]) | (forest.depths[order[:-1]] == 0)
+        ranks = np.empty(len(order), dtype=np.int64)
+        ranks[order] = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+        return cls(np.minimum(probs, 1.0), ranks)
+
+
+def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
+    """Path probabilities of conditionals in [0, 1]; 0 where the draft says so.  -> [num_nodes]"""
+    path_probs = np.where(forest.depths == 0, 1.0, conditionals)
+    for depth in range(1, int(forest.depths.max()) + 1):
+        layer = np.flatnonzero(forest.depths == depth)
+        path_probs[layer] *= path_probs[forest.parents[layer]]
+    path_probs[~(forest.path_probs > 0.0)] = 0.0
+    return path_probs
 
 
 class Calibration:
     """Replaces conditionals by how often children like them were accepted once their parent was.
 
     A greedy target takes a draft's favourite more often than the draft's probability says, a poor draft's less often.
-    Acceptance is counted per bin of the conditional, for favourites (first children) and other children
-    apart; what is believed before counts as ``PRIOR`` observations. Conditionals stay in (0, 1], so path probabilities
-    still never rise along a path and every prefix of the canonical order stays connected.
+    Acceptance is counted per bin of the conditional, for favourites (first children) and other children apart; what is
+    believed before counts as ``PRIOR`` observations. Conditionals stay in (0, 1], so path probabilities still never
+    rise along a path and every prefix of the canonical order stays connected.
     """
 
     GREEDY_EXPONENT = 0.6  # fits the embedded pair: favourites at 0.15 / 0.45 / 0.75 are accepted 0.37 / 0.60 / 0.88
@@ -30,43 +61,71 @@ class Calibration:
         self.trials = np.zeros((2, self.BINS))  # [is favourite, bin]
         self.hits = np.zeros((2, self.BINS))
 
-    def __call__(self, tree: TokenTree) -> TokenTree:
-        """The tree with calibrated path probabilities."""
-        conditionals, is_favourite = conditionals_of(tree)
-        cell = is_favourite.astype(np.int64), self._bins(conditionals)
-        believed = np.where(is_favourite, conditionals**self.favourite_exponent, conditionals)
-        calibrated = (self.hits[cell] + self.PRIOR * believed) / (self.trials[cell] + self.PRIOR)
-        path_probs = np.ones(tree.num_nodes)
-        for depth in range(1, tree.max_depth + 1):
-            layer = np.flatnonzero(tree.depths == depth)
-            path_probs[layer] = path_probs[tree.parents[layer]] * calibrated[layer - 1]
-        path_probs[tree.path_probs == 0.0] = 0.0
-        return TokenTree(tree.tokens, tree.parents, tree.depths, path_probs)
+    def __call__(self, conditionals: Conditionals) -> FloatArray:
+        """Calibrated conditionals.  -> [num_nodes] f64"""
+        believed = np.where(conditionals.ranks == 0, conditionals.probs**self.favourite_exponent, conditionals.probs)
+        cell = self._cells(conditionals)
+        calibrated: FloatArray = (self.hits[cell] + self.PRIOR * believed) / (self.trials[cell] + self.PRIOR)
+        return calibrated
 
-    def observe(self, tree: TokenTree, accepted: Sequence[int]) -> None:
-        """Take in a verified tree, with the draft's own path probabilities, and the nodes that were accepted."""
-        conditionals, is_favourite = conditionals_of(tree)
-        was_tried = np.isin(tree.parents[1:], [ROOT, *accepted])
-        was_hit = np.isin(np.arange(1, tree.num_nodes), accepted)
-        cell = is_favourite[was_tried].astype(np.int64), self._bins(conditionals[was_tried])
-        np.add.at(self.trials, cell, 1.0)
-        np.add.at(self.hits, cell, was_hit[was_tried].astype(np.float64))
+    def observe(self, conditionals: Conditionals, was_tried: BoolArray, was_hit: BoolArray) -> None:
+        """Take in verified nodes: those whose parent was committed, and those of them that were."""
+        is_favourite, bins = self._cells(conditionals)
+        cell = (is_favourite * self.BINS + bins)[was_tried]
+        for sums, values in ((self.trials, None), (self.hits, was_hit[was_tried])):
+            sums += np.bincount(cell, values, minlength=sums.size).reshape(sums.shape)
         fade = np.minimum(1.0, self.MEMORY / np.maximum(self.trials, 1.0))
         self.trials *= fade
         self.hits *= fade
 
-    def _bins(self, conditionals: FloatArray) -> IntArray:
-        return np.minimum((conditionals * self.BINS).astype(np.int64), self.BINS - 1)
+    def _cells(self, conditionals: Conditionals) -> tuple[IntArray, IntArray]:
+        bins = np.minimum((conditionals.probs * self.BINS).astype(np.int64), self.BINS - 1)
+        return (conditionals.ranks == 0).astype(np.int64), bins
 
 
-def conditionals_of(tree: TokenTree) -> tuple[FloatArray, BoolArray]:
-    """Every non-root node's conditional probability, and whether it is its parent's first child.
+def shifted(conditionals: FloatArray, log_odds: FloatArray) -> FloatArray:
+    """Conditionals moved on the scale of log-odds; 0 and 1 stay.  -> as given"""
+    odds = np.exp(log_odds)
+    moved: FloatArray = conditionals * odds / (1.0 - conditionals + conditionals * odds)
+    return moved
 
-    -> [num_nodes - 1] f64 and [num_nodes - 1] bool; a conditional under a parent of probability 0 is 0
+
+class Reliability:
+    """Predicted against actual: how often children of a predicted probability were accepted.
+
+    What reliability diagrams show, with the two usual figures of them.
     """
-    parents = tree.parents[1:]
-    below = tree.path_probs[parents]
-    conditionals = np.divide(tree.path_probs[1:], below, out=np.zeros(len(parents)), where=below > 0.0)
-    is_first = np.zeros(len(parents), dtype=np.bool_)
-    is_first[np.unique(parents, return_index=True)[1]] = True
-    return np.minimum(conditionals, 1.0), is_first
+
+    BINS = 10
+
+    def __init__(self) -> None:
+        self.predicted, self.accepted, self.count = (np.zeros(self.BINS) for _ in range(3))  # [bin] sums
+        self._squares = 0.0
+
+    def observe(self, predicted: FloatArray, was_hit: FloatArray) -> None:
+        bins = np.minimum((predicted * self.BINS).astype(np.int64), self.BINS - 1)
+        for sums, values in ((self.predicted, predicted), (self.accepted, was_hit), (self.count, None)):
+            sums += np.bincount(bins, values, minlength=self.BINS)
+        self._squares += float(((predicted - was_hit) ** 2).sum())
+
+    @property
+    def brier(self) -> float:
+        """Mean squared error of the predicted probabilities (Brier score); nan without observations."""
+        return self._squares / self.count.sum() if self.count.any() else float("nan")
+
+    @property
+    def ece(self) -> float:
+        """Expected calibration error: mean distance of predicted and actual frequency over bins, by their counts."""
+        return float(np.abs(self.predicted - self.accepted).sum() / self.count.sum()) if self.count.any() else np.nan
+
+
+def tried_and_hit(forest: Forest, accepted: IntArray) -> tuple[BoolArray, BoolArray]:
+    """Which nodes had their parent committed, and which were committed themselves.  -> two [num_nodes] bool
+
+    Args:
+        accepted: [num_accepted] int64, committed nodes of the forest, roots not among them.
+    """
+    was_hit = np.zeros(len(forest.depths), dtype=np.bool_)
+    was_hit[accepted] = True
+    is_root = forest.depths == 0
+    return (was_hit | is_root)[forest.parents] & ~is_root, was_hit

@@ -1,60 +1,106 @@
-"""Whether drafting pays, and how deep: the depth whose expected tokens per second were highest lately."""
+"""How deep and wide to draft, 0 included: the shape whose expected tokens per second were highest lately."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from hf_slospec.algo.latency import StepCosts
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import FloatArray, Forest, IntArray
+
+# draft levels, beam width, nodes per drafting request [depths] -> seconds of such a step [depths]
+ShapeTime = Callable[[IntArray, int, FloatArray], FloatArray]
+
+
+def beam_ranks(forest: Forest) -> IntArray:
+    """Place of every node among those of its depth in its tree.  -> [num_nodes] int64"""
+    order = np.lexsort((forest.depths, forest.tree_of))
+    tree_of, depths = forest.tree_of[order], forest.depths[order]
+    is_first = np.ones(len(order), dtype=np.bool_)
+    is_first[1:] = (tree_of[1:] != tree_of[:-1]) | (depths[1:] != depths[:-1])
+    ranks = np.empty(len(order), dtype=np.int64)
+    ranks[order] = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+    return ranks
 
 
 class DepthControl:
-    """Running averages of what each depth contributes, and the best depth by them (goodput over depths, 0 included).
+    """Running averages of what each place of a beam contributes, and the best depth and width by them.
 
-    Levels deeper than the last steps drafted keep their old averages; every ``EXPLORE_EVERY``-th step drafts
-    at full depth, so that they are looked at again and speculation comes back when it pays. The longer a level was not
-    looked at, the more a new look counts.
+    What the last steps did not draft keeps its old averages. While speculation is on, every ``EXPLORE_EVERY``-th step
+    drafts the whole shape, so that all is looked at again. While it is off, a look is ``LOOK`` levels deep, and the
+    longer it stays off, the rarer looks become: an exploring step costs, so their number is bounded.
     """
 
     EXPLORE_EVERY = 16
-    MIN_OBSERVED = 8  # steps at full depth before any conclusion
-    WEIGHT = 0.1  # of a step in the running averages, if the level was looked at in the step before
+    FIRST_LOOKS = 3  # steps of the whole shape before any conclusion
+    LOOK = 2  # levels; while on, also how far beyond the best depth a step may draft if its tree is worth it
+    SHORTEST, LONGEST = 8, 128  # steps between looks while off
+    MARGIN = 1.02  # speculation must promise this much more than none to be switched on
+    WEIGHT = 0.1  # of a step in the running averages, if the place was looked at in the step before
     MAX_WEIGHT = 0.5  # of a step after a long time without
 
-    def __init__(self, max_depth: int):
-        self.nodes = np.zeros(max_depth + 1)  # [depth] verified nodes per request
-        self.mass = np.zeros(max_depth + 1)  # [depth] their path probability, the tokens expected of them
-        self.steps_since = np.full(max_depth + 1, np.inf)  # [depth] steps since the level was last looked at
+    def __init__(self, max_depth: int, max_width: int):
+        self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, place in beam] verified nodes per request
+        self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, the tokens expected of them
+        self.nodes[0, 0] = self.mass[0, 0] = 1.0
+        self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # since the place was last looked at
         self.num_planned = self.num_observed = 0
-        self.goodput = 0.0  # expected tokens per second of the last depth chosen by averages
+        self.is_on = True
+        self.goodput = 0.0  # expected tokens per second and request, of the last shape chosen by averages
+        self._steps_off, self._interval = 0, self.SHORTEST
 
-    def observe(self, trees: Sequence[TokenTree], depth: int) -> None:
-        """Take in the draft trees of a step that drafted ``depth`` levels."""
-        depths = np.concatenate([tree.depths for tree in trees])
-        path_probs = np.concatenate([tree.path_probs for tree in trees])
-        levels = slice(depth + 1)
+    def observe(self, forest: Forest, path_probs: FloatArray, is_verified: np.ndarray, depth: int, width: int) -> None:
+        """Take in which candidates of a step were verified, and with what path probabilities.  [num_nodes] each"""
         self.num_observed += 1
         usual = max(self.WEIGHT, 1.0 / self.num_observed)
-        weights = np.minimum(1.0 - (1.0 - usual) ** self.steps_since[levels], max(usual, self.MAX_WEIGHT))
-        weights[np.isinf(self.steps_since[levels])] = 1.0
-        for average, values in ((self.nodes, None), (self.mass, path_probs)):
-            now = np.bincount(depths, values, minlength=depth + 1)[levels] / len(trees)
-            average[levels] += weights * (now - average[levels])
-        self.steps_since[levels] = 0
+        seen = np.s_[1 : depth + 1, :width]
+        weights = np.minimum(1.0 - (1.0 - usual) ** self.steps_since[seen], max(usual, self.MAX_WEIGHT))
+        weights[np.isinf(self.steps_since[seen])] = 1.0
+        max_depth, max_width = self.nodes.shape[0] - 1, self.nodes.shape[1]
+        at = np.minimum(forest.depths, max_depth) * max_width + np.minimum(beam_ranks(forest), max_width - 1)
+        for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
+            now = np.bincount(at, values, minlength=average.size).reshape(average.shape) / len(forest.trees)
+            average[seen] += weights * (now[seen] - average[seen])
+        self.steps_since[seen] = 0
 
-    def best(self, num_requests: int, max_depth: int, width: int, costs: StepCosts) -> int:
-        """The depth with most expected tokens per second, or ``max_depth`` while exploring."""
+    def best(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int]:
+        """Depth and width with most expected tokens per second; while exploring, more than that."""
         self.num_planned += 1
         self.steps_since += 1
-        is_new = self.num_observed < self.MIN_OBSERVED or bool(np.isinf(self.steps_since[: max_depth + 1]).any())
-        if is_new or self.num_planned % self.EXPLORE_EVERY == 0:
-            return max_depth
-        tokens = np.cumsum(self.mass[: max_depth + 1])
-        verify_s = costs.verify(num_requests * np.cumsum(self.nodes[: max_depth + 1]))
-        draft_s = np.array([costs.draft_s(num_requests, depth, width) for depth in range(max_depth + 1)])
-        goodput = num_requests * tokens / (draft_s + verify_s)
-        best = int(np.argmax(goodput))
-        self.goodput = float(goodput[best])
-        return best
+        depth, width, best, plain = self.best_shape(max_depth, max_width, seconds)
+        unseen = bool(np.isinf(self.steps_since[1 : max_depth + 1, :max_width]).any())
+        if self.num_observed < self.FIRST_LOOKS or (self.is_on and unseen):
+            self.goodput = max(best, plain)
+            return max_depth, max_width
+        self._switch(best, plain)
+        if not self.is_on:
+            self.goodput, self._steps_off = plain, self._steps_off + 1
+            if self._steps_off < self._interval:
+                return 0, 1
+            self._steps_off, self._interval = 0, min(2 * self._interval, self.LONGEST)
+            return min(self.LOOK, max_depth), max_width
+        self.goodput = best
+        if self.num_planned % self.EXPLORE_EVERY == 0:
+            return max_depth, max_width
+        return min(depth + self.LOOK, max_depth), width
+
+    def _switch(self, best: float, plain: float) -> None:
+        was_on, self.is_on = self.is_on, best > plain * (1.0 if self.is_on else self.MARGIN)
+        if was_on and not self.is_on:
+            self._steps_off = 0
+        if self.is_on:
+            self._interval = self.SHORTEST
+
+    def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
+        """-> depth, width and tokens per second and request of the best shape with drafting, and of none"""
+        depths = np.arange(max_depth + 1)
+        found = (0, 1, 0.0)
+        plain = 0.0
+        for width in range(1, max_width + 1):
+            tokens = self.mass[: max_depth + 1, :width].sum(1).cumsum()
+            rates = tokens / seconds(depths, width, self.nodes[: max_depth + 1, :width].sum(1).cumsum())
+            plain = float(rates[0])
+            if max_depth:
+                at = int(np.argmax(rates[1:])) + 1
+                found = max(found, (at, width, float(rates[at])), key=lambda shape: shape[2])
+        return *found, plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,15 +42,87 @@ class LatencyCurve:
 
 
 @dataclass(frozen=True)
+class ForwardCost:
+    """Seconds of one packed forward: a curve in its tokens, and what further requests and the keys they see add."""
+
+    curve: LatencyCurve
+    per_request_s: float = 0.0  # of every request after the first
+    per_key_s: float = 0.0  # of every cached token that some request attends to
+
+    def __call__(self, num_tokens: IntArray | FloatArray | int, num_requests: int = 1, num_keys: int = 0) -> FloatArray:
+        return self.curve(num_tokens) + self.per_request_s * (num_requests - 1) + self.per_key_s * num_keys
+
+
+class Correction:
+    """How much longer forwards took than predicted, lately: a factor by size, in powers of two.
+
+    Sizes that were not met lately follow the others. What is remembered fades, so a machine that slowed down or a
+    neighbour that went away is known within some dozen forwards.
+    """
+
+    MEMORY = 40.0  # observations
+    TRUST = 4.0  # observations of a size that count as much as those of all sizes together
+    LIMIT = math.log(4.0)  # one observation counts as no further off than this: it may have met a pause
+
+    def __init__(self) -> None:
+        self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens); the sums of log ratios
+
+    def __call__(self, num_tokens: IntArray | FloatArray | int) -> FloatArray:
+        """The factor for forwards of these sizes."""
+        octaves = np.log2(np.maximum(num_tokens, 1))
+        return np.exp(np.interp(octaves, np.arange(len(self._logs)), self._log_factors()))  # no jumps between sizes
+
+    def _log_factors(self) -> FloatArray:
+        overall = self._logs.sum() / max(self._counts.sum(), 1.0)
+        factors: FloatArray = (self._logs + self.TRUST * overall) / (self._counts + self.TRUST)
+        return factors
+
+    def observe(self, num_tokens: int, predicted_s: float, measured_s: float) -> None:
+        """``predicted_s`` is the prediction without any correction."""
+        if predicted_s <= 0.0 or measured_s <= 0.0:
+            return
+        at = _octave(num_tokens)
+        now = float(self._log_factors()[at])
+        observed = float(np.clip(math.log(measured_s / predicted_s), now - self.LIMIT, now + self.LIMIT))
+        fade = 1.0 - 1.0 / self.MEMORY
+        self._logs *= fade
+        self._counts *= fade
+        self._logs[at] += observed
+        self._counts[at] += 1.0
+
+
+def _octave(num_tokens: int) -> int:
+    return min(round(math.log2(max(num_tokens, 1))), 15)
+
+
 class StepCosts:
-    """What a step costs: draft levels by their tokens, then one verify forward by its nodes."""
+    """What a step costs, as measured before and corrected while running: draft levels, then one verify forward."""
 
-    verify: LatencyCurve
-    draft_level: LatencyCurve
+    def __init__(self, verify: ForwardCost, draft_level: ForwardCost):
+        self.verify, self.draft_level = verify, draft_level
+        self.verify_correction, self.draft_correction = Correction(), Correction()
 
-    def draft_s(self, num_requests: int, depth: int, width: int) -> float:
+    def verify_s(self, num_tokens: IntArray | FloatArray | int, num_requests: int = 1, num_keys: int = 0) -> FloatArray:
+        """Seconds of verifying this many nodes, and of everything in a step that is not drafting."""
+        return self.verify(num_tokens, num_requests, num_keys) * self.verify_correction(num_tokens)
+
+    def draft_s(self, num_requests: int, depth: IntArray | int, width: int, num_keys: int = 0) -> FloatArray:
         """Seconds of drafting: the first level forwards the roots, each further one a beam of every request."""
-        if depth == 0:
-            return 0.0
-        beams = float(self.draft_level(num_requests * width)) * (depth - 1)
-        return float(self.draft_level(num_requests)) + beams
+        return self._draft_s(num_requests, depth, width, num_keys) * self.draft_correction(num_requests * width)
+
+    def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
+        """Seconds of one further level."""
+        level_s = self.draft_level(num_requests * width, num_requests, num_keys)
+        return float(level_s * self.draft_correction(num_requests * width))
+
+    def _draft_s(self, num_requests: int, depth: IntArray | int, width: int, num_keys: int) -> FloatArray:
+        first_s, level_s = self.draft_level(np.array([1, width]) * num_requests, num_requests, num_keys)
+        return np.where(np.asarray(depth) > 0, first_s + level_s * (np.asarray(depth) - 1), 0.0)
+
+    def observe_verify(self, measured_s: float, num_tokens: int, num_requests: int, num_keys: int) -> None:
+        predicted_s = float(self.verify(num_tokens, num_requests, num_keys))
+        self.verify_correction.observe(num_tokens, predicted_s, measured_s)
+
+    def observe_draft(self, measured_s: float, num_requests: int, depth: int, width: int, num_keys: int) -> None:
+        predicted_s = float(self._draft_s(num_requests, depth, width, num_keys))
+        self.draft_correction.observe(num_requests * width, predicted_s, measured_s)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
+WINDOW = 10  # tokens
+
 
 def tpot_s(first_token_s: float, last_token_s: float, num_tokens: int) -> float | None:
     """Time per output token: (last - first) / (tokens - 1), in seconds; undefined for fewer than two tokens."""
@@ -13,3 +19,21 @@ def is_attained(measured_tpot_s: float | None, target_s: float | None) -> bool |
     if target_s is None:
         return None
     return measured_tpot_s is None or measured_tpot_s <= target_s
+
+
+def worst_tpot_s(commits: Sequence[tuple[int, float]]) -> float | None:
+    """Highest time per token over any :data:`WINDOW` tokens in a row (SLOs-Serve's TPOT, over all windows).
+
+    Tokens of one step arrive together, so gaps of single tokens say little.
+
+    Args:
+        commits: after each step, the tokens emitted so far and when, ascending.
+
+    Returns:
+        Seconds; None for fewer than ``WINDOW + 1`` tokens.
+    """
+    if not commits or commits[-1][0] <= WINDOW:
+        return None
+    counts, times = np.array([count for count, _ in commits]), np.array([time_s for _, time_s in commits])
+    arrival = times[np.searchsorted(counts, np.arange(1, counts[-1] + 1))]  # [num_tokens] f64
+    return float((arrival[WINDOW:] - arrival[:-WINDOW]).max() / WINDOW)

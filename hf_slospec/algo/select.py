@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from hf_slospec.algo.tree import ROOT, Candidates, FloatArray, IntArray, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 
 SLOOrder = Literal["ascending", "descending"]
 StepTime = Callable[[IntArray], FloatArray]  # nodes verified in a step -> its predicted seconds
@@ -54,7 +54,6 @@ def select_nodes(
     *,
     max_slo_nodes: int,
     order: SLOOrder = "ascending",
-    step_time_s: StepTime | None = None,
 ) -> list[IntArray]:
     """AdaServe's Algorithm 2: first the nodes that targets need, then the globally best ones.
 
@@ -64,39 +63,49 @@ def select_nodes(
         budget: nodes verified at most, roots included; roots are always verified.
         max_slo_nodes: n_max, nodes the SLO phase may add to one request.
         order: who is served first in the SLO phase. Ascending A(r) meets more targets when the budget is short.
-        step_time_s: when given, the throughput phase stops where expected tokens per second is highest
-            instead of spending the whole budget.
 
     Returns:
         Per request the selected nodes, root first; each set is parent-closed.
     """
-    candidates = Candidates.of(trees)
+    forest = Forest.of(trees)
+    ranked = forest.canonical(forest.path_probs)
+    tree_of, path_probs = forest.tree_of[ranked], forest.path_probs[ranked]
     left = max(budget - len(trees), 0)
-    is_taken = np.zeros(len(candidates.nodes), dtype=np.bool_)
+    is_taken = np.zeros(len(ranked), dtype=np.bool_)
 
     for request in sorted(range(len(trees)), key=lambda i: required[i], reverse=order == "descending"):
-        own = np.flatnonzero(candidates.requests == request)
+        own = np.flatnonzero(tree_of == request)
         # [FIX] the cap: no tree can commit more than depth + 1 tokens; sums path probabilities, not conditionals
         needed = min(required[request], trees[request].max_depth + 1)
-        count = count_until(needed, candidates.path_probs[own], min(max_slo_nodes, left))
+        count = count_until(needed, path_probs[own], min(max_slo_nodes, left))
         is_taken[own[:count]] = True
         left -= count
 
-    rest = np.flatnonzero(~is_taken)[:left]
-    if step_time_s is not None:
-        rest = rest[: _best_extension(candidates.path_probs, is_taken, rest, len(trees), step_time_s)]
-    is_taken[rest] = True
-    return _nodes_by_request(candidates, is_taken, len(trees))
+    is_taken[np.flatnonzero(~is_taken)[:left]] = True
+    return forest.nodes(ranked[is_taken])
 
 
-def _best_extension(
-    path_probs: FloatArray, is_taken: np.ndarray, rest: IntArray, num_roots: int, step_time_s: StepTime
-) -> int:
-    """How many of ``rest``, best first, maximise expected tokens per second of the whole step."""
-    base = num_roots + path_probs[is_taken].sum()
-    expected = base + np.concatenate(([0.0], np.cumsum(path_probs[rest])))
-    num_nodes = num_roots + int(is_taken.sum()) + np.arange(len(expected))
-    return int(np.argmax(expected / step_time_s(num_nodes)))
+def best_ratio_nodes(forest: Forest, values: FloatArray, budget: int, step_time_s: StepTime) -> BoolArray:
+    """The nodes whose value per second of the step is highest (the goodput rule, with one weight per request).
+
+    Sorted by value every prefix is a set of trees, and the value of a set is the sum of its nodes', so the best set of
+    each size is a prefix; of these the one with the best ratio is taken.
+
+    Args:
+        values: [num_nodes] f64, weight of the request times path probability; a root counts its weight.
+        budget: nodes verified at most, roots included; roots are always verified.
+        step_time_s: the whole step's seconds, drafting included, by its number of nodes.
+
+    Returns:
+        [num_nodes] bool, roots included.
+    """
+    is_taken: BoolArray = forest.depths == 0
+    num_roots = len(forest.trees)
+    ranked = forest.canonical(values)[: max(budget - num_roots, 0)]
+    total = np.cumsum(np.concatenate(([values[is_taken].sum()], values[ranked])))
+    ratio = total / step_time_s(num_roots + np.arange(len(total)))
+    is_taken[ranked[: int(np.argmax(ratio))]] = True
+    return is_taken
 
 
 def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget: int) -> list[IntArray] | None:
@@ -104,20 +113,17 @@ def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget:
 
     [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
     """
-    candidates = Candidates.of(trees)
+    forest = Forest.of(trees)
+    ranked = forest.canonical(forest.path_probs)
+    tree_of, path_probs = forest.tree_of[ranked], forest.path_probs[ranked]
     left = budget - len(trees)
-    is_taken = np.zeros(len(candidates.nodes), dtype=np.bool_)
+    is_taken = np.zeros(len(ranked), dtype=np.bool_)
     for request, needed in enumerate(required):
-        own = np.flatnonzero(candidates.requests == request)
-        count = count_until(needed, candidates.path_probs[own], len(own))
+        own = np.flatnonzero(tree_of == request)
+        count = count_until(needed, path_probs[own], len(own))
         is_taken[own[:count]] = True
         left -= count
-        if left < 0 or expected_tokens(candidates.path_probs[own[:count]])[-1] < needed:
+        if left < 0 or expected_tokens(path_probs[own[:count]])[-1] < needed:
             return None
     is_taken[np.flatnonzero(~is_taken)[:left]] = True
-    return _nodes_by_request(candidates, is_taken, len(trees))
-
-
-def _nodes_by_request(candidates: Candidates, is_taken: np.ndarray, num_requests: int) -> list[IntArray]:
-    requests, nodes = candidates.requests[is_taken], candidates.nodes[is_taken]
-    return [np.concatenate(([ROOT], nodes[requests == request])) for request in range(num_requests)]
+    return forest.nodes(ranked[is_taken])

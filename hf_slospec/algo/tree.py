@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,24 +99,75 @@ class TokenTree:
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """All non-root nodes of several candidate trees in canonical order: f descending, depth ascending, request, node.
+class Forest:
+    """Several trees as one set of arrays, node after node and tree after tree."""
 
-    Path probabilities never rise along a path and a parent is less deep than its child, so every prefix of this
-    order, of all trees or of one, is parent-closed. Nodes that no verifier can reach (f = 0 or NaN) are left out.
-    """
-
-    requests: IntArray  # [num_candidates] int64, index of the tree
-    nodes: IntArray  # [num_candidates] int64, index of the node in its tree
-    path_probs: FloatArray  # [num_candidates] f64
+    trees: Sequence[TokenTree]
+    tree_of: IntArray  # [num_nodes] int64, index of the node's tree
+    parents: IntArray  # [num_nodes] int64, index in the forest; a root's is its own
+    depths: IntArray  # [num_nodes] int64
+    path_probs: FloatArray  # [num_nodes] f64, the draft's own
 
     @classmethod
-    def of(cls, trees: Sequence[TokenTree]) -> Candidates:
-        counts = [tree.num_nodes - 1 for tree in trees]
-        requests = np.repeat(np.arange(len(trees)), counts)
-        nodes = np.concatenate([np.arange(1, count + 1) for count in counts]) if trees else np.empty(0, np.int64)
-        depths = np.concatenate([tree.depths[1:] for tree in trees]) if trees else nodes
-        path_probs = np.concatenate([tree.path_probs[1:] for tree in trees]) if trees else np.empty(0)
-        order = np.lexsort((nodes, requests, depths, -path_probs))
-        order = order[path_probs[order] > 0.0]
-        return cls(requests[order], nodes[order], path_probs[order])
+    def of(cls, trees: Sequence[TokenTree]) -> Forest:
+        sizes = [tree.num_nodes for tree in trees]
+        tree_of = np.repeat(np.arange(len(trees)), sizes)
+        parents = np.concatenate([tree.parents for tree in trees])
+        starts = np.cumsum([0, *sizes[:-1]])
+        parents = np.where(parents < 0, 0, parents) + starts[tree_of]
+        depths, path_probs = (np.concatenate([getattr(t, name) for t in trees]) for name in ("depths", "path_probs"))
+        return cls(trees, tree_of, parents, depths, path_probs)
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """The roots.  -> [num_trees] int64"""
+        return np.flatnonzero(self.depths == 0)
+
+    def canonical(self, scores: FloatArray) -> IntArray:
+        """Non-root nodes in canonical order: score descending, depth ascending, tree, node.
+
+        If scores never rise along a path, every prefix of this order, of all trees or of one, is parent-closed, since a
+        parent is less deep than its child. Nodes that no verifier can reach (score 0 or NaN) are left out.
+
+        Args:
+            scores: [num_nodes] f64.
+        """
+        order = np.lexsort((self.depths, -scores))  # stable: equal ones stay in order of tree and node
+        return order[(scores[order] > 0.0) & (self.depths[order] > 0)]
+
+    def indices(self, nodes: Sequence[Sequence[int]]) -> IntArray:
+        """Of nodes given per tree.  -> [num_given] int64"""
+        given = [start + np.asarray(own, dtype=np.int64) for start, own in zip(self.starts, nodes, strict=True)]
+        return np.concatenate(given)
+
+    def nodes(self, indices: IntArray) -> list[IntArray]:
+        """Some nodes, ascending, by tree: roots and what ``indices`` holds.  -> per tree, index of the node in it"""
+        chosen = self.depths == 0
+        chosen[indices] = True
+        found = np.flatnonzero(chosen)
+        return _split(found - self.starts[self.tree_of[found]], self._sizes(found))
+
+    def subtrees(self, is_taken: BoolArray) -> list[TokenTree]:
+        """The trees of some nodes, roots included and parent-closed, with the draft's own path probabilities.
+
+        Args:
+            is_taken: [num_nodes] bool.
+        """
+        found = np.flatnonzero(is_taken)
+        sizes = self._sizes(found)
+        place = np.cumsum(is_taken) - 1  # among all that are taken
+        firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        parents = place[self.parents[found]] - firsts
+        parents[self.depths[found] == 0] = -1
+        tokens = np.concatenate([tree.tokens for tree in self.trees])[found]
+        columns = [_split(c, sizes) for c in (tokens, parents, self.depths[found], self.path_probs[found])]
+        return [TokenTree(*column) for column in zip(*columns, strict=True)]
+
+    def _sizes(self, found: IntArray) -> IntArray:
+        """How many of some nodes each tree has.  -> [num_trees] int64"""
+        return np.bincount(self.tree_of[found], minlength=len(self.trees))
+
+
+def _split(values: FloatArray | IntArray, sizes: IntArray) -> list[Any]:
+    ends = np.cumsum(sizes).tolist()
+    return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

@@ -12,11 +12,12 @@ class SLOSpecConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["auto", "adaserve"] = Field(
+    policy: Literal["auto", "adaserve", "fixed", "static"] = Field(
         "auto",
         description="Who decides depth, width and nodes of each step. adaserve: the paper's Algorithm 2 and equations "
-        "8/9, the whole token budget on every step. auto: the same, but no deeper and no more nodes than raise "
-        "expected tokens per second.",
+        "8/9, the whole token budget on every step. auto: what yields most expected tokens per second, those of late "
+        "requests counting more. fixed: beams of max_depth and max_width on every step (max_depth=0: plain decoding, "
+        "max_width=1: chains). static: SpecInfer's static tree of 18 nodes.",
     )
     max_depth: int = Field(12, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
     max_width: int = Field(3, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")
@@ -30,6 +31,9 @@ class SLOSpecConfig(BaseModel):
     depth_offset: int = Field(0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees.")
     slo_order: Literal["ascending", "descending"] = Field(
         "ascending", description="Who is served first in the SLO phase, by required tokens."
+    )
+    urgency: float = Field(
+        0.5, ge=0, description="auto: by how much a token counts more for each token its request is late."
     )
     max_slo_share: float = Field(
         1.2, gt=0, description="n_max as a multiple of an even share of the budget: the SLO phase's limit per request."

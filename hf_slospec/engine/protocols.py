@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.request import Request
 
 Chooser = Callable[[int], int]  # node of the verified tree -> the token plain decoding would choose after it
@@ -23,6 +24,19 @@ class Plan:
     min_gain: float = (
         0.0  # stop drafting once the best paths exceed min_path_prob by less than this, all requests summed
     )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a step verifies, and what is expected of it."""
+
+    trees: Sequence[TokenTree]
+    expected: Sequence[float]  # tokens each request should commit
+    step_s: float = 0.0  # seconds the step should take, drafting included; 0: nothing is expected
+
+    @classmethod
+    def of_roots(cls, trees: Sequence[TokenTree]) -> Selection:
+        return cls(trees, [1.0] * len(trees))
 
 
 class Target(Protocol):
@@ -66,15 +80,13 @@ class Drafter(Protocol):
 
 
 class Policy(Protocol):
-    """Decides what a step spends and on whom."""
+    """Decides what a step spends and on whom. Its methods are called in this order, once each per step."""
 
     def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
         """How deep and wide to draft for these running requests, in a step that began at ``begun_s``."""
 
-    def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan, begun_s: float
-    ) -> Sequence[TokenTree]:
+    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         """The draft trees to verify, out of the candidate trees and with the draft's own path probabilities."""
 
-    def observe(self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]) -> None:
-        """Take in which nodes of the verified draft trees were accepted."""
+    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
+        """Take in which nodes of the verified draft trees were accepted, and what the step took."""

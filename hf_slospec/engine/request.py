@@ -1,11 +1,23 @@
-"""One request: its tokens, its target and what was measured of it."""
+"""One request: its tokens, its targets and what was measured of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_slospec.algo.metrics import is_attained, tpot_s
+from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
+from hf_slospec.engine.events import PhaseTimes
+
+IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether something ends with the last one
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of a request with a target of its own."""
+
+    target_s: float | None  # TPOT in seconds; None: no promise
+    num_tokens: int | None = None  # it ends after so many
+    is_over: IsOver = lambda tokens: False  # or with the token after which this says so
 
 
 @dataclass(eq=False)
@@ -15,8 +27,8 @@ class Request:
     index: int  # position in its batch; fixes the order of ties
     tokens: list[int]
     max_new_tokens: int
-    target_s: float | None = None  # TPOT target in seconds; None: no promise
-    is_stop: Callable[[list[int]], bool] = lambda tokens: False  # checked after every token, on all tokens
+    stages: tuple[Stage, ...] = (Stage(None),)
+    is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     arrived_s: float = 0.0
 
     first_token_s: float | None = None
@@ -25,10 +37,21 @@ class Request:
     num_steps: int = 0  # verify steps, the prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
     num_accepted: int = 0  # of those, committed
+    expected_tokens: float = 0.0  # what the policy expected of those steps
+    phases: PhaseTimes = field(default_factory=PhaseTimes)  # of all its steps together
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+        self._stage, self._stage_behind, self._stage_ended = 0, 0, False
+        self._stage_begin: tuple[float, int] | None = None  # when the stage began, and the tokens it began behind
+        self._missed_stage = False
+        self._commits: list[tuple[int, float]] = []  # tokens emitted, and when
+
+    @property
+    def target_s(self) -> float | None:
+        """TPOT target of the stage it is in, in seconds; None: no promise."""
+        return self.stages[self._stage].target_s
 
     @property
     def num_emitted(self) -> int:
@@ -39,6 +62,14 @@ class Request:
         return self.max_new_tokens - self.num_emitted
 
     @property
+    def num_left_in_stage(self) -> int:
+        """Tokens to the end of the stage it is in, as far as that is known."""
+        num_tokens = self.stages[self._stage].num_tokens
+        if num_tokens is None or self._stage + 1 == len(self.stages):  # nothing comes after the last one
+            return self.num_left
+        return min(self.num_left, self._stage_behind + num_tokens - self.num_emitted)
+
+    @property
     def is_prefilled(self) -> bool:
         return self.num_emitted > 0
 
@@ -46,34 +77,62 @@ class Request:
         """Commit one token.  -> whether the request is finished with it."""
         self.tokens.append(token)
         self.is_finished = self.num_left <= 0 or self.is_stop(self.tokens)
+        if self._stage + 1 < len(self.stages) and not self._stage_ended:
+            stage = self.stages[self._stage]
+            is_full = stage.num_tokens is not None and self.num_emitted - self._stage_behind >= stage.num_tokens
+            self._stage_ended = is_full or stage.is_over(self.tokens)
         return self.is_finished
 
-    def account(self, num_drafted: int, num_accepted: int, now_s: float) -> None:
+    def account(
+        self, num_drafted: int, num_accepted: int, expected_tokens: float, phases: PhaseTimes, now_s: float
+    ) -> None:
         """Book one step that committed tokens at ``now_s``."""
         if self.first_token_s is None:
             self.first_token_s = now_s
+            self._stage_begin = now_s, self.num_emitted
         else:
             self.num_steps += 1
+            self.expected_tokens += expected_tokens
         self.last_token_s = now_s
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        self.phases += phases
+        self._commits.append((self.num_emitted, now_s))
+        if self._stage_ended:
+            self._missed_stage |= self._is_late(now_s)
+            self._stage, self._stage_behind, self._stage_ended = self._stage + 1, self.num_emitted, False
+            self._stage_begin = now_s, self.num_emitted
 
-    def elapsed_s(self, now_s: float) -> float:
-        """Decode time so far: seconds since the first token."""
-        return 0.0 if self.first_token_s is None else now_s - self.first_token_s
+    def decoded(self, now_s: float) -> tuple[float, int]:
+        """Seconds and tokens since the stage began; the first token of all begins the first stage."""
+        if self._stage_begin is None:
+            return 0.0, 0
+        begun_s, behind = self._stage_begin
+        return now_s - begun_s, self.num_emitted - behind
+
+    def _is_late(self, now_s: float) -> bool:
+        elapsed_s, emitted = self.decoded(now_s)
+        return is_attained(elapsed_s / emitted if emitted else None, self.target_s) is False
 
     def metrics(self) -> RequestMetrics:
         first_s = self.last_token_s if self.first_token_s is None else self.first_token_s
-        measured = tpot_s(first_s, self.last_token_s, self.num_emitted)
+        measured_s = tpot_s(first_s, self.last_token_s, self.num_emitted)
+        elapsed_s, emitted = self.decoded(self.last_token_s)
+        has_targets = any(stage.target_s is not None for stage in self.stages)
+        is_late = self._missed_stage or self._is_late(self.last_token_s)
         return RequestMetrics(
             target_s=self.target_s,
-            tpot_s=measured,
+            tpot_s=measured_s,
             ttft_s=first_s - self.arrived_s,
-            attained=is_attained(measured, self.target_s),
+            attained=not is_late if has_targets else None,
             tokens=self.num_emitted,
             steps=self.num_steps,
             drafted=self.num_drafted,
             accepted=self.num_accepted,
+            slack_s=None if self.target_s is None else self.target_s * emitted - elapsed_s,
+            worst_tpot_s=worst_tpot_s(self._commits),
+            expected_tokens=self.expected_tokens,
+            phases=self.phases,
         )
 
 
@@ -81,14 +140,18 @@ class Request:
 class RequestMetrics:
     """What was promised to a request and what it got."""
 
-    target_s: float | None
+    target_s: float | None  # of the stage it ended in
     tpot_s: float | None  # (last - first token) / (tokens - 1); None for fewer than two tokens
     ttft_s: float
-    attained: bool | None  # None without a target
+    attained: bool | None  # every stage; None without a target
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # nodes verified, roots not counted
     accepted: int  # of those, committed
+    slack_s: float | None  # time left to the deadline of its last token, negative when late; of its last stage
+    worst_tpot_s: float | None  # highest time per token over any 10 tokens in a row (SLOs-Serve); None below 11 tokens
+    expected_tokens: float  # what the policy expected the steps to commit, the prefill not counted
+    phases: PhaseTimes  # where the time of its steps went; steps are shared with the other requests
 
     @property
     def acceptance_length(self) -> float | None:

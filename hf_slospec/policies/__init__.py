@@ -1,1 +1,26 @@
-"""Policies: who gets how much of each step."""
+"""Policies: who gets how much of each step. One file each."""
+
+from hf_slospec.algo.latency import StepCosts
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.protocols import Policy
+from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.policies.auto import AutoPolicy, Experience
+from hf_slospec.policies.fixed import EXPANSION, FixedPolicy, StaticTreePolicy
+
+
+def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) -> Policy:
+    """The policy a config names."""
+    if config.policy == "auto":
+        return AutoPolicy(config, costs, experience)
+    if config.policy == "adaserve":
+        return AdaServePolicy(config, costs)
+    if config.policy == "static":
+        return StaticTreePolicy(config)
+    return FixedPolicy(config)
+
+
+def max_tree_nodes(config: SLOSpecConfig) -> int:
+    """Nodes of one request's draft tree at most, its root not counted."""
+    if config.policy == "static":
+        return len(EXPANSION) * max(EXPANSION)
+    return config.max_depth * config.max_width

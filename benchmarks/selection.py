@@ -1,0 +1,89 @@
+"""Cost of planning and selecting one step, by number of requests; no model runs.
+
+    python benchmarks/selection.py [--json benchmarks/results/selection.json]
+
+Every request brings a candidate tree of 24 nodes (beams of 3, 8 deep), so 64 requests make about 1,500 candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.bench import provenance
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.policies.auto import AutoPolicy
+
+DEPTH, WIDTH, REPEATS = 8, 3, 60
+COUNTS = (1, 8, 64, 256, 1024)
+VERIFY = ForwardCost(LatencyCurve((1, 64, 512, 2048), (0.02, 0.024, 0.06, 0.2)), 1e-5, 1e-8)
+DRAFT = ForwardCost(LatencyCurve((1, 64, 512, 3072), (0.001, 0.0012, 0.002, 0.01)))
+
+
+def candidate_tree(rng: np.random.Generator) -> TokenTree:
+    """A beam of 3 by 8 with falling path probabilities."""
+    parents, probs = [-1], [1.0]
+    layer = [0]
+    for _ in range(DEPTH):
+        children = [(parent, probs[parent] * float(rng.beta(4, 2))) for parent in rng.choice(layer, WIDTH)]
+        layer = []
+        for parent, prob in sorted(children, key=lambda child: -child[1]):
+            layer.append(len(parents))
+            parents.append(int(parent))
+            probs.append(prob)
+    depths = [0, *np.repeat(np.arange(1, DEPTH + 1), WIDTH)]
+    return TokenTree(rng.integers(0, 1000, len(parents)), np.array(parents), np.array(depths), np.array(probs))
+
+
+def times_ms(policy: AutoPolicy | AdaServePolicy, num_requests: int) -> dict[str, float]:
+    """Median milliseconds of each of a policy's calls."""
+    rng = np.random.default_rng(0)
+    requests = [Request(i, [1] * 300, 500, (Stage(0.02 if i % 2 else None),)) for i in range(num_requests)]
+    for request in requests:
+        request.emit(1)
+        request.account(0, 0, 1.0, PhaseTimes(), 0.0)
+    trees = [candidate_tree(rng) for _ in requests]
+    spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
+    for repeat in range(REPEATS):
+        laps = [time.perf_counter()]
+        plan = policy.plan(requests, 0.01 * repeat)
+        laps.append(time.perf_counter())
+        selection = policy.select(requests, trees, plan)
+        laps.append(time.perf_counter())
+        policy.observe(
+            requests, [[1] if tree.num_nodes > 1 else [] for tree in selection.trees], PhaseTimes(0.01, 0.0, 0.02)
+        )
+        laps.append(time.perf_counter())
+        for name, begun_s, ended_s in zip(spent, laps, laps[1:], strict=False):
+            spent[name].append(1e3 * (ended_s - begun_s))
+    return {name: round(median(values), 4) for name, values in spent.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = {}
+    for count in COUNTS:
+        config = SLOSpecConfig(token_budget=max(4 * count, 64), draft_budget=WIDTH * count, max_depth=DEPTH)
+        for name, policy_class in (("auto", AutoPolicy), ("adaserve", AdaServePolicy)):
+            spent = times_ms(policy_class(config, StepCosts(VERIFY, DRAFT)), count)
+            results[f"{name}, {count} requests"] = spent
+            print(f"{name:>9} {count:>5} requests  " + "  ".join(f"{k} {v:7.3f} ms" for k, v in spent.items()))
+    if arguments.json:
+        record = {"provenance": provenance(), "candidates_per_request": DEPTH * WIDTH, "median_ms": results}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

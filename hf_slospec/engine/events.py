@@ -1,0 +1,61 @@
+"""What happened in a step, for metrics, plots and traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds of one step, or of several together, by what they were spent on."""
+
+    draft_s: float = 0.0
+    select_s: float = 0.0  # planning and selection
+    verify_s: float = 0.0  # the target's forward and the choice of tokens
+    host_s: float = 0.0  # accepting, committing and book-keeping
+
+    @property
+    def total_s(self) -> float:
+        return self.draft_s + self.select_s + self.verify_s + self.host_s
+
+    def __add__(self, other: PhaseTimes) -> PhaseTimes:
+        return PhaseTimes(
+            self.draft_s + other.draft_s,
+            self.select_s + other.select_s,
+            self.verify_s + other.verify_s,
+            self.host_s + other.host_s,
+        )
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """One request's part in a step."""
+
+    index: int  # of the request
+    nodes: int  # verified, root included
+    committed: int  # tokens
+    expected: float  # tokens that were expected
+    target_s: float | None
+    elapsed_s: float  # since its stage began
+    emitted: int  # tokens since its stage began
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step of the engine. Times are seconds of the engine's monotonic clock."""
+
+    begun_s: float
+    is_prefill: bool
+    depth: int  # draft levels planned; 0: no speculation
+    width: int
+    phases: PhaseTimes
+    predicted_s: float  # what the policy expected the step to take; 0 where it expects nothing
+    requests: tuple[RequestStep, ...]
+
+    @property
+    def committed(self) -> int:
+        return sum(request.committed for request in self.requests)
+
+    @property
+    def nodes(self) -> int:
+        return sum(request.nodes for request in self.requests)

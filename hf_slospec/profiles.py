@@ -1,0 +1,122 @@
+"""Profiles of models on this machine, kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import cached_assets_path
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_validator
+
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.models.packed import PackedModel
+
+VERSION = 1  # of the file's meaning
+
+
+class Profile(BaseModel):
+    """What packed forwards of one model cost here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = VERSION
+    of: dict[str, Any]  # the model and the machine; the profile serves nothing else
+    num_tokens: tuple[int, ...]
+    seconds: tuple[FiniteFloat, ...]
+    per_request_s: FiniteFloat
+    per_key_s: FiniteFloat
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> Profile:
+        if len(self.num_tokens) != len(self.seconds) or not self.num_tokens:
+            raise ValueError("tokens and seconds do not belong together")
+        if list(self.num_tokens) != sorted(set(self.num_tokens)) or list(self.seconds) != sorted(self.seconds):
+            raise ValueError("tokens must rise, and seconds must not fall")
+        return self
+
+    @classmethod
+    def from_cost(cls, cost: ForwardCost, identity: dict[str, Any]) -> Profile:
+        return cls(
+            of=identity,
+            num_tokens=cost.curve.num_tokens,
+            seconds=cost.curve.seconds,
+            per_request_s=cost.per_request_s,
+            per_key_s=cost.per_key_s,
+        )
+
+    def cost(self) -> ForwardCost:
+        return ForwardCost(LatencyCurve(self.num_tokens, self.seconds), self.per_request_s, self.per_key_s)
+
+
+def identity(packed: PackedModel) -> dict[str, Any]:
+    """The model, how it runs, and what it runs on."""
+    model, device = packed.model, packed.device
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    modules = Counter(type(module).__qualname__ for module in model.modules())  # adapters, quantised linears
+    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "class": type(model).__name__,
+        "config": _digest(config),
+        "modules": _digest(sorted(modules.items())),
+        "dtype": str(model.get_input_embeddings().weight.dtype),
+        "attention": packed.backend.__name__,
+        "device": cuda or f"{device.type} {platform.processor() or platform.machine()} {_cpu_name()}",
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def load_profile(packed: PackedModel) -> ForwardCost | None:
+    """The cached cost of this model on this machine; a file that makes no sense is dropped with a warning."""
+    try:
+        path = _path(packed)
+        profile = Profile.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValidationError, UnicodeDecodeError) as error:
+        warnings.warn(f"{path} holds no profile ({type(error).__name__}) and is measured again", stacklevel=2)
+        path.unlink(missing_ok=True)
+        return None
+    except (OSError, ValueError):
+        return None  # there is no place for profiles; saving says why
+    return profile.cost() if profile.version == VERSION and profile.of == identity(packed) else None
+
+
+def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
+    """Keep a cost; a cache directory that cannot be written to is left alone."""
+    try:
+        path = _path(packed)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(Profile.from_cost(cost, identity(packed)).model_dump_json(indent=1), encoding="utf-8")
+        partial.replace(path)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the profile could not be kept ({error}); it is measured again next time", stacklevel=2)
+
+
+def _path(packed: PackedModel) -> Path:
+    folder = cached_assets_path("hf_slospec", namespace="profiles", subfolder=type(packed.model).__name__)
+    return Path(folder) / f"{_digest(identity(packed))}.json"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return "unknown"

@@ -1,0 +1,121 @@
+"""Targets as callers write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hf_slospec
+from hf_slospec import InvalidInputError, InvalidTypeError, SLOStage
+from hf_slospec.engine.request import Stage
+from hf_slospec.targets import check_targets, stages_of, targets_by_row
+
+THINK, ANSWER = SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)
+AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (2, 2),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(0.5), 0.5),
+        ([0.5, None], [0.5, None]),
+        ((0.5, 0.25), [0.5, 0.25]),
+        (np.array([0.5, 0.25]), [0.5, 0.25]),
+        (np.array([0.5, None]), [0.5, None]),
+        (torch.tensor([0.5, 0.25]), [0.5, 0.25]),
+        ([THINK, ANSWER], (THINK, ANSWER)),
+        (AS_DICTS, (THINK, ANSWER)),
+        ((THINK, AS_DICTS[1]), (THINK, ANSWER)),
+        ([ANSWER], (ANSWER,)),
+        ([[THINK, ANSWER], 0.5, None, AS_DICTS], [(THINK, ANSWER), 0.5, None, (THINK, ANSWER)]),
+        ([SLOStage(slo_tpot=None, tokens=3), ANSWER], (SLOStage(slo_tpot=None, tokens=3), ANSWER)),
+    ],
+)
+def test_what_targets_mean(given: Any, expected: Any) -> None:
+    assert check_targets(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (0, "positive"),
+        (math.nan, "positive"),
+        ([0.1, math.inf], "positive"),
+        (np.array([0.1, -1.0]), "positive"),
+        ([SLOStage(slo_tpot=-1.0)], "positive"),
+        ([0.1, [{"slo_tpot": math.nan}]], "positive"),
+        ([ANSWER, THINK], "without an end"),
+        ([{"until": "x"}], "slo_tpot\n.*Field required"),
+        ([{"slo_tpot": 0.1, "til": "x"}], "til\n.*Extra inputs"),
+        ([{"slo_tpot": 0.1, "tokens": 0}], "tokens\n.*greater than or equal to 1"),
+        ([{"slo_tpot": 0.1, "tokens": 3, "until": "x"}], "not by both"),
+    ],
+)
+def test_impossible_targets_are_named(bad: Any, why: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"slo_tpot(.|\n)*{why}"):
+        check_targets(bad)
+
+
+@pytest.mark.parametrize(
+    "bad", ["0.1", True, {"slo_tpot": 0.1}, ANSWER, [ANSWER, 0.1], [[]], [[0.1]], np.array([[0.1]])]
+)
+def test_targets_of_wrong_type_are_named(bad: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="slo_tpot must be"):
+        check_targets(bad)
+
+
+def test_one_target_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
+    assert targets_by_row(0.5, 3, 1) == [0.5] * 3
+    assert targets_by_row((THINK, ANSWER), 2, 1) == [(THINK, ANSWER)] * 2
+    assert targets_by_row([0.5, None], 4, 2) == [0.5, 0.5, None, None]
+    assert targets_by_row([1.0, 2.0, 3.0, 4.0], 4, 2) == [1.0, 2.0, 3.0, 4.0]
+    for wrong in ([], [0.5], [0.5] * 3):
+        with pytest.raises(InvalidInputError, match=f"slo_tpot has {len(wrong)} entries for 4 rows"):
+            targets_by_row(wrong, 4, 2)
+
+
+@pytest.mark.parametrize("target", [None, 0.5])
+def test_a_number_is_one_stage(target: float | None) -> None:
+    (stage,) = stages_of(target, None)
+    assert (stage.target_s, stage.num_tokens, stage.is_over([1, 2])) == (target, None, False)
+
+
+def test_stages_by_tokens_need_no_tokenizer() -> None:
+    stages = stages_of(check_targets([{"slo_tpot": 0.1, "tokens": 3}, {"slo_tpot": None}]), None)
+    assert [(stage.target_s, stage.num_tokens) for stage in stages] == [(0.1, 3), (None, None)]
+
+
+def test_stages_by_text_end_with_the_token_that_completes_it() -> None:
+    with pytest.raises(InvalidInputError, match="tokenizer"):
+        stages_of((THINK, ANSWER), None)
+    tokenizer = hf_slospec.load_tiny_pair()[2]
+    text = "def f(self):\n    return self.x\n"
+    ids = tokenizer(text)["input_ids"]
+    thinking, answer = stages_of((SLOStage(slo_tpot=0.1, until="return"), ANSWER), tokenizer)
+    assert isinstance(thinking, Stage)
+    over = [end for end in range(1, len(ids) + 1) if thinking.is_over(ids[:end])]
+    first = next(end for end in range(1, len(ids) + 1) if "return" in tokenizer.decode(ids[:end]))
+    assert over == [first]
+    assert not answer.is_over(ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda stage: setattr(stage, "until", "x"), "frozen"),
+        (lambda stage: SLOStage(slo_tpot=0.1, untill="x"), "untill"),
+        (lambda stage: SLOStage(slo_tpot=0.1, until="x", tokens=3), "not by both"),
+        (lambda stage: SLOStage(), "slo_tpot"),
+    ],
+)
+def test_stages_are_frozen_and_strict(change: Callable[[SLOStage], Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        change(SLOStage(slo_tpot=0.1))
