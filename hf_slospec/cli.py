@@ -23,6 +23,17 @@ from hf_slospec.trace import write_chrome_trace
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a speed target per request.")
 
 
+# Options that several commands have.
+TargetModel = Annotated[
+    str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
+]
+Assistant = Annotated[str | None, typer.Option(help="Its draft; required with --target.")]
+Size = Annotated[str, typer.Option(help=f"Inflate the embedded target to: tiny, {', '.join(SHAPES)}.")]
+DType = Annotated[str, typer.Option(help="bfloat16 for speed on CPU, float32 for identity; or float16.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
+ResultPath = Annotated[Path | None, typer.Option("--json", help="Write results with provenance to this file.")]
+
+
 def _version(is_wanted: bool) -> None:
     if is_wanted:
         typer.echo(__version__)
@@ -40,13 +51,11 @@ def main(
 
 @app.command()
 def bench(
-    target: Annotated[
-        str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
-    ] = None,
-    assistant: Annotated[str | None, typer.Option(help="Its draft; required with --target.")] = None,
-    size: Annotated[str, typer.Option(help=f"Inflate the embedded target to: tiny, {', '.join(SHAPES)}.")] = "0.6B",
-    dtype: Annotated[str, typer.Option(help="bfloat16 for speed on CPU, float32 for identity.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    target: TargetModel = None,
+    assistant: Assistant = None,
+    size: Size = "0.6B",
+    dtype: DType = "bfloat16",
+    device: Device = "cpu",
     batch: Annotated[list[int], typer.Option(help="Batch sizes; give several times.")] = [1, 8],  # noqa: B006
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are cut to this many tokens.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens every row writes.")] = 96,
@@ -58,9 +67,7 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="Write the steps of our last run as a Chrome trace to this file.")
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write results with provenance to this file.")
-    ] = None,
+    json_path: ResultPath = None,
 ) -> None:
     """Compare ours with stock generate, assisted generation and prompt lookup on this machine.
 
@@ -82,24 +89,19 @@ def bench(
     if trace is not None:
         write_chrome_trace(samples[benchmark.OURS, max(batch)][-1].steps, trace)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps({"provenance": facts, "results": rows}, indent=2) + "\n")
+        _write(json_path, facts, rows)
 
 
 @app.command()
 def profile(
-    target: Annotated[
-        str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
-    ] = None,
-    assistant: Annotated[str | None, typer.Option(help="Its draft; required with --target.")] = None,
-    size: Annotated[str, typer.Option(help=f"Inflate the embedded target to: tiny, {', '.join(SHAPES)}.")] = "0.6B",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    target: TargetModel = None,
+    assistant: Assistant = None,
+    size: Size = "0.6B",
+    dtype: DType = "bfloat16",
+    device: Device = "cpu",
     seconds: Annotated[float, typer.Option(min=1.0, help="Time to measure each model for.")] = 30.0,
     plot: Annotated[Path | None, typer.Option(help="Draw the measured curves into this PNG.")] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write results with provenance to this file.")
-    ] = None,
+    json_path: ResultPath = None,
     keep: Annotated[bool, typer.Option(help="Use the result from now on, in place of a shorter measurement.")] = True,
 ) -> None:
     """Measure what forwards of both models cost on this machine, and how well the fit predicts other sizes."""
@@ -114,8 +116,12 @@ def profile(
     if json_path is not None:
         facts = benchmark.provenance(target=target or f"embedded, {size}", assistant=assistant or "embedded",
                                      dtype=dtype, device=device, seconds=seconds)  # fmt: skip
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps({"provenance": facts, "results": records}, indent=1) + "\n")
+        _write(json_path, facts, records)
+
+
+def _write(path: Path, facts: dict[str, Any], results: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": facts, "results": results}, indent=2) + "\n")
 
 
 def _settings(config: str) -> SLOSpecConfig:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, places_in_groups
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,7 @@ class Conditionals:
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)
         is_first[1:] = (parents[1:] != parents[:-1]) | (forest.depths[order[:-1]] == 0)
-        ranks = np.empty(len(order), dtype=np.int64)
-        ranks[order] = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
-        return cls(np.minimum(probs, 1.0), ranks)
+        return cls(np.minimum(probs, 1.0), places_in_groups(order, is_first))
 
 
 def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:

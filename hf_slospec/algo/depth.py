@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hf_slospec.algo.tree import FloatArray, Forest, IntArray
+from hf_slospec.algo.tree import FloatArray, Forest, IntArray, places_in_groups
 
 # draft levels, beam width, nodes per drafting request [depths] -> seconds of such a step [depths]
 ShapeTime = Callable[[IntArray, int, FloatArray], FloatArray]
@@ -18,9 +18,7 @@ def beam_ranks(forest: Forest) -> IntArray:
     tree_of, depths = forest.tree_of[order], forest.depths[order]
     is_first = np.ones(len(order), dtype=np.bool_)
     is_first[1:] = (tree_of[1:] != tree_of[:-1]) | (depths[1:] != depths[:-1])
-    ranks = np.empty(len(order), dtype=np.int64)
-    ranks[order] = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
-    return ranks
+    return places_in_groups(order, is_first)
 
 
 class DepthControl:

@@ -168,6 +168,19 @@ class Forest:
         return np.bincount(self.tree_of[found], minlength=len(self.trees))
 
 
+def places_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
+    """Place of every node in its group, counted from 0.  -> [num_nodes] int64
+
+    Args:
+        order: [num_nodes] int64, the nodes group after group.
+        begins_group: [num_nodes] bool, whether a new group begins at this point of the order.
+    """
+    at = np.arange(len(order))
+    places = np.empty(len(order), dtype=np.int64)
+    places[order] = at - np.maximum.accumulate(np.where(begins_group, at, 0))
+    return places
+
+
 def _split(values: FloatArray | IntArray, sizes: IntArray) -> list[Any]:
     ends = np.cumsum(sizes).tolist()
     return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
