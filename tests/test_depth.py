@@ -78,7 +78,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
     is_verified = (forest.depths == 0) | (rng.random(len(forest.depths)) < 0.8)
     ranks = beam_ranks(forest)
 
-    def seconds(depths: IntArray, width: int, nodes: FloatArray) -> FloatArray:
+    def seconds(depths: IntArray, width: IntArray | int, nodes: FloatArray) -> FloatArray:
         return 1.0 + level_s * depths * width**0.5 + node_s * nodes
 
     control = DepthControl(8, 8)

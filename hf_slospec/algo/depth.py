@@ -8,8 +8,9 @@ import numpy as np
 
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray, places_in_groups
 
-# draft levels, beam width, nodes per drafting request [depths] -> seconds of such a step [depths]
-ShapeTime = Callable[[IntArray, int, FloatArray], FloatArray]
+# draft levels [depths, 1], beam widths [widths], nodes per drafting request [depths, widths]
+# -> seconds of such steps [depths, widths]
+ShapeTime = Callable[[IntArray, IntArray, FloatArray], FloatArray]
 
 
 def beam_ranks(forest: Forest) -> IntArray:
@@ -91,14 +92,14 @@ class DepthControl:
 
     def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
         """-> depth, width and tokens per second and request of the best shape with drafting, and of none"""
-        depths = np.arange(max_depth + 1)
-        found = (0, 1, 0.0)
-        plain = 0.0
-        for width in range(1, max_width + 1):
-            tokens = self.mass[: max_depth + 1, :width].sum(1).cumsum()
-            rates = tokens / seconds(depths, width, self.nodes[: max_depth + 1, :width].sum(1).cumsum())
-            plain = float(rates[0])
-            if max_depth:
-                at = int(np.argmax(rates[1:])) + 1
-                found = max(found, (at, width, float(rates[at])), key=lambda shape: shape[2])
-        return *found, plain
+        depths, widths = np.arange(max_depth + 1)[:, None], np.arange(1, max_width + 1)
+        tokens, nodes = (
+            average[: max_depth + 1, :max_width].cumsum(1).cumsum(0) for average in (self.mass, self.nodes)
+        )
+        rates = tokens / seconds(depths, widths, nodes)
+        plain = float(rates[0, 0])
+        if not max_depth:
+            return 0, 1, 0.0, plain
+        at = int(np.argmax(rates[1:].T))  # of equal ones the narrowest, then the shallowest
+        width, depth = divmod(at, max_depth)
+        return depth + 1, width + 1, float(rates[depth + 1, width]), plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,11 +35,16 @@ class LatencyCurve:
         return cls(tuple(tokens for tokens, _ in points), monotone)
 
     def __call__(self, num_tokens: IntArray | FloatArray | int) -> FloatArray:
-        x, y = np.array(self.num_tokens, dtype=np.float64), np.array(self.seconds)
+        x, y, slope = self._line
         inside: FloatArray = np.asarray(np.interp(num_tokens, x, y))
-        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0
         beyond: FloatArray = np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
         return inside + slope * beyond
+
+    @cached_property
+    def _line(self) -> tuple[FloatArray, FloatArray, float]:
+        """The points as arrays, and the slope beyond the last."""
+        x, y = np.array(self.num_tokens, dtype=np.float64), np.array(self.seconds)
+        return x, y, float((y[-1] - y[-2]) / (x[-1] - x[-2])) if len(x) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -66,29 +72,27 @@ class Correction:
 
     def __init__(self) -> None:
         self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens); the sums of log ratios
+        self._octaves, self._log_factors = np.arange(16.0), np.zeros(16)
 
     def __call__(self, num_tokens: IntArray | FloatArray | int) -> FloatArray:
         """The factor for forwards of these sizes."""
         octaves = np.log2(np.maximum(num_tokens, 1))
-        return np.exp(np.interp(octaves, np.arange(len(self._logs)), self._log_factors()))  # no jumps between sizes
-
-    def _log_factors(self) -> FloatArray:
-        overall = self._logs.sum() / max(self._counts.sum(), 1.0)
-        factors: FloatArray = (self._logs + self.TRUST * overall) / (self._counts + self.TRUST)
-        return factors
+        return np.exp(np.interp(octaves, self._octaves, self._log_factors))  # no jumps between sizes
 
     def observe(self, num_tokens: int, predicted_s: float, measured_s: float) -> None:
         """``predicted_s`` is the prediction without any correction."""
         if predicted_s <= 0.0 or measured_s <= 0.0:
             return
         at = _octave(num_tokens)
-        now = float(self._log_factors()[at])
+        now = float(self._log_factors[at])
         observed = float(np.clip(math.log(measured_s / predicted_s), now - self.LIMIT, now + self.LIMIT))
         fade = 1.0 - 1.0 / self.MEMORY
         self._logs *= fade
         self._counts *= fade
         self._logs[at] += observed
         self._counts[at] += 1.0
+        overall = self._logs.sum() / self._counts.sum()
+        self._log_factors = (self._logs + self.TRUST * overall) / (self._counts + self.TRUST)
 
 
 def _octave(num_tokens: int) -> int:
@@ -106,8 +110,11 @@ class StepCosts:
         """Seconds of verifying this many nodes, and of everything in a step that is not drafting."""
         return self.verify(num_tokens, num_requests, num_keys) * self.verify_correction(num_tokens)
 
-    def draft_s(self, num_requests: int, depth: IntArray | int, width: int, num_keys: int = 0) -> FloatArray:
-        """Seconds of drafting: the first level forwards the roots, each further one a beam of every request."""
+    def draft_s(self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int = 0) -> FloatArray:
+        """Seconds of drafting: the first level forwards the roots, each further one a beam of every request.
+
+        Depths and widths may be arrays that broadcast.
+        """
         return self._draft_s(num_requests, depth, width, num_keys) * self.draft_correction(num_requests * width)
 
     def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
@@ -115,8 +122,9 @@ class StepCosts:
         level_s = self.draft_level(num_requests * width, num_requests, num_keys)
         return float(level_s * self.draft_correction(num_requests * width))
 
-    def _draft_s(self, num_requests: int, depth: IntArray | int, width: int, num_keys: int) -> FloatArray:
-        first_s, level_s = self.draft_level(np.array([1, width]) * num_requests, num_requests, num_keys)
+    def _draft_s(self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int) -> FloatArray:
+        first_s = self.draft_level(num_requests, num_requests, num_keys)
+        level_s = self.draft_level(num_requests * width, num_requests, num_keys)
         return np.where(np.asarray(depth) > 0, first_s + level_s * (np.asarray(depth) - 1), 0.0)
 
     def observe_verify(self, measured_s: float, num_tokens: int, num_requests: int, num_keys: int) -> None:

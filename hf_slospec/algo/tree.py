@@ -132,8 +132,9 @@ class Forest:
         Args:
             scores: [num_nodes] f64.
         """
-        order = np.lexsort((self.depths, -scores))  # stable: equal ones stay in order of tree and node
-        return order[(scores[order] > 0.0) & (self.depths[order] > 0)]
+        reachable = np.flatnonzero((scores > 0.0) & (self.depths > 0))
+        order = np.lexsort((self.depths[reachable], -scores[reachable]))  # stable: ties stay in order of tree and node
+        return reachable[order]
 
     def indices(self, nodes: Sequence[Sequence[int]]) -> IntArray:
         """Of nodes given per tree.  -> [num_given] int64"""

@@ -33,7 +33,7 @@ class SLOSpecConfig(BaseModel):
         "ascending", description="Who is served first in the SLO phase, by required tokens."
     )
     urgency: float = Field(
-        0.5, ge=0, description="auto: by how much a token counts more for each token its request is late."
+        1.0, ge=0, description="auto: by how much a token counts more for each token its request is late."
     )
     max_slo_share: float = Field(
         1.2, gt=0, description="n_max as a multiple of an even share of the budget: the SLO phase's limit per request."

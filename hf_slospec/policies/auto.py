@@ -137,8 +137,8 @@ class AutoPolicy:
     def _shape_time(self, num_requests: int, num_drafting: int) -> ShapeTime:
         """Seconds of a step in which some of the requests get nodes beside their roots."""
 
-        def seconds(depths: IntArray, width: int, nodes: FloatArray) -> FloatArray:
-            draft_s = self.costs.draft_s(num_requests, depths, width, self._num_keys)
+        def seconds(depths: IntArray, widths: IntArray, nodes: FloatArray) -> FloatArray:
+            draft_s = self.costs.draft_s(num_requests, depths, widths, self._num_keys)
             num_nodes = num_requests - num_drafting + num_drafting * nodes
             return draft_s + self.costs.verify_s(num_nodes, num_requests, self._num_keys)
 
