@@ -4,6 +4,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.divergence import Divergence, DivergenceReport, divergence_report
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
+from hf_slospec.engine.handle import RequestHandle, RequestResult
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request, RequestMetrics
 from hf_slospec.errors import (
@@ -11,6 +12,9 @@ from hf_slospec.errors import (
     IncompatibleDraftError,
     InvalidInputError,
     InvalidTypeError,
+    NotRunningError,
+    QueueFull,
+    RequestCancelledError,
     SLOSpecError,
     UnsupportedInputError,
     UnsupportedModelError,
@@ -19,6 +23,7 @@ from hf_slospec.errors import (
 from hf_slospec.generator import SLOSpecGenerator
 from hf_slospec.hf import SLOSpecOutput, disable, enable
 from hf_slospec.targets import SLOStage
+from hf_slospec.telemetry import Stats
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
 from hf_slospec.trace import write_chrome_trace
 
@@ -30,16 +35,22 @@ __all__ = [
     "IncompatibleDraftError",
     "InvalidInputError",
     "InvalidTypeError",
+    "NotRunningError",
     "PhaseTimes",
     "Plan",
+    "QueueFull",
     "Request",
+    "RequestCancelledError",
+    "RequestHandle",
     "RequestMetrics",
+    "RequestResult",
     "RequestStep",
     "SLOSpecConfig",
     "SLOSpecError",
     "SLOSpecGenerator",
     "SLOSpecOutput",
     "SLOStage",
+    "Stats",
     "StepEvent",
     "TokenTree",
     "UnsupportedInputError",

@@ -103,6 +103,7 @@ class Context:
 
     def hand_over(self, requests: list[Request], sequences: Sequences) -> None:
         """Give embeddings and cached K/V to the requests, one per row."""
+        sequences.reserve(requests)
         for request in requests:
             columns = self.columns_of(request.index)
             if self.embeds is not None:
@@ -110,6 +111,7 @@ class Context:
             cached = columns[columns < self.num_cached]
             if len(cached):
                 sequences.load(request, self._cached_pairs(request.index, cached), len(cached))
+                request.num_cached = len(cached)
 
     def _cached_pairs(self, row: int, columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in self._cached_layers():

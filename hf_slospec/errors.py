@@ -1,10 +1,16 @@
 """What callers can do wrong, each error also the built-in one would expect to catch."""
 
+import concurrent.futures
+import queue
+
 __all__ = [
     "FallbackWarning",
     "IncompatibleDraftError",
     "InvalidInputError",
     "InvalidTypeError",
+    "NotRunningError",
+    "QueueFull",
+    "RequestCancelledError",
     "SLOSpecError",
     "UnsupportedInputError",
     "UnsupportedModelError",
@@ -38,6 +44,18 @@ class UnsupportedInputError(InvalidInputError, UnsupportedOptionError):
 
 class IncompatibleDraftError(SLOSpecError, ValueError):
     """Target and draft do not fit together: another vocabulary or another device."""
+
+
+class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named as people know it from queue.Full
+    """As many requests wait as may; try again later, or submit with ``block=True``."""
+
+
+class NotRunningError(SLOSpecError, RuntimeError):
+    """The batcher has not been started, was stopped, or died; the message says which."""
+
+
+class RequestCancelledError(SLOSpecError, concurrent.futures.CancelledError):
+    """The request was cancelled before it was finished, by its handle or because the batcher stopped."""
 
 
 class FallbackWarning(UserWarning):

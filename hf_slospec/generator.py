@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from transformers import (
 )
 
 from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.handle import RequestHandle
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.hf import Decoder
+from hf_slospec.serving import Prompt, Serving
 from hf_slospec.targets import Targets
+from hf_slospec.telemetry import Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 
@@ -47,6 +51,7 @@ class SLOSpecGenerator:
         self._decoder = Decoder(model, assistant_model, drafter=drafter, config=config, fallback=fallback)
         self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
         self.config = self._decoder.config
+        self._serving = Serving(self._decoder, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -96,3 +101,66 @@ class SLOSpecGenerator:
         positional = {"inputs": inputs, "generation_config": generation_config}
         arguments = {"tokenizer": self.tokenizer, **kwargs} | {k: v for k, v in positional.items() if v is not None}
         return self._decoder.generate(slo_tpot, arguments, fallback)
+
+    # ---- the batcher
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        slo_tpot: Targets = None,
+        slo_ttft: float | None = None,
+        priority: int = 0,
+        best_effort: bool = False,
+        seed: int | None = None,
+        block: bool = False,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> RequestHandle:
+        """Queue one request for the batcher; may be called from any thread.
+
+        Its output is what ``generate`` gives for it alone, whatever else runs; of a sampled one, what it gives after
+        ``torch.manual_seed(seed)``.
+
+        Args:
+            prompt: a text or chat messages (with a tokenizer), or token ids of one request.
+            slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no promise.
+            slo_ttft: seconds from now to the first token.
+            priority: higher ones are promised, and go, first.
+            best_effort: asks for no promise, and gets what others leave.
+            seed: of its sampling; drawn if omitted, see ``handle.seed``.
+            block: wait for room in the queue, ``timeout`` seconds at most, instead of raising at once.
+            kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
+                ``logits_processor``, ``streamer``, ...).
+
+        Raises:
+            NotRunningError: call ``start()`` first, or use ``with generator:``.
+            QueueFull: ``max_queue`` requests are waiting.
+            InvalidInputError, InvalidTypeError, UnsupportedOptionError: an argument cannot be served; nothing that runs
+                is disturbed.
+        """
+        return self._serving.submit(prompt, slo_tpot, slo_ttft, priority, best_effort, seed, block, timeout, kwargs)
+
+    def start(self) -> SLOSpecGenerator:
+        """Run the batcher; does nothing if it runs. Measures step times first if they are not known yet."""
+        self._serving.start()
+        return self
+
+    def stop(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests and wait for those there are; after ``timeout`` seconds, or without ``drain``, cancel
+        them. The batcher may be started again."""
+        self._serving.stop(drain, timeout)
+
+    def __enter__(self) -> SLOSpecGenerator:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop(drain=error is None)
+
+    def stats(self) -> Stats:
+        """What the batcher does and has done."""
+        return self._serving.stats()
+
+    def collector(self) -> Any:
+        """For ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``."""
+        return self._serving.collector()

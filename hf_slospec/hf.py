@@ -154,6 +154,31 @@ def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
     return type(model).generate.__get__(model)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of ``generate``, as stock prepared it for its loop."""
+
+    rows: Rows
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+
+    def sampler(self, seed: int | None = None) -> StockSampler:
+        """How its rows choose; noise is the global generator's, or a seed's own."""
+        rows = self.rows
+        return StockSampler(
+            rows.requests,
+            [processors_of_row(self.processors, row, len(rows.requests)) for row in range(len(rows.requests))],
+            self.config.do_sample,
+            rows.input_ids.tolist(),
+            rows.input_ids.device,
+            ignore_sequence(self.processors),
+            rows.record,
+            seed,
+        )
+
+
 class Decoder:
     """Stock ``generate`` of a model with the speculated decoding method in place of its own loop."""
 
@@ -198,13 +223,42 @@ class Decoder:
         return self.stock(**arguments | draftless)
 
     def _speculate(self, slo_tpot: Targets, arguments: dict[str, Any]) -> Any:
+        speculator = self._speculator_for(arguments.get("assistant_model"))
+        lookup = _prompt_lookup(self.model, arguments)
+
+        def decode(call: Call) -> Any:
+            rows, config = call.rows, call.config
+            whole = of_the_batch(call.processors, call.criteria) if len(rows.requests) > 1 else []
+            if not whole:
+                return _decode(speculator, call, lookup)
+            warnings.warn(
+                f"{', '.join(whole)} may look at the whole batch, so all rows are decoded in step, without "
+                "speculation; set per_row = True on what treats every row by itself",
+                FallbackWarning,
+                stacklevel=2,
+            )
+            output = decode_in_step(self.model, rows, call.processors, call.criteria, config, call.model_kwargs)
+            return _with_slo(output, rows) if config.return_dict_in_generate else output
+
+        return self._prepared(speculator, slo_tpot, arguments, decode)
+
+    def prepare(self, slo_tpot: Targets, arguments: dict[str, Any]) -> Call:
+        """What ``generate`` would decode, checked and prepared by stock up to where its loop would begin."""
+        return self._prepared(self.speculator, slo_tpot, arguments, lambda call: call)
+
+    @property
+    def speculator(self) -> Speculator:
+        return self._speculator_for(None)
+
+    def _prepared(
+        self, speculator: Speculator, slo_tpot: Targets, arguments: dict[str, Any], then: Callable[[Call], Any]
+    ) -> Any:
+        """Have stock ``generate`` prepare a call, and give ``then`` the place of its loop."""
         arrived_s = clock()
         parsed = check_targets(configured("slo_tpot", self.model, arguments) if slo_tpot is None else slo_tpot)
         check_arguments(self.model, arguments)
         check_evaluating(self.model)
-        speculator = self._speculator_for(arguments.get("assistant_model"))
         speculator.prepare()
-        lookup = _prompt_lookup(self.model, arguments)
 
         def decode(
             model: PreTrainedModel,
@@ -221,18 +275,7 @@ class Decoder:
             streamer = arguments.get("streamer")
             rows = Rows(input_ids, context, generation_config, stopping_criteria, stages, arrived_s, streamer)
             check_prompts(rows, speculator.target.packed)
-            whole = of_the_batch(logits_processor, stopping_criteria) if len(input_ids) > 1 else []
-            if whole:
-                warnings.warn(
-                    f"{', '.join(whole)} may look at the whole batch, so all rows are decoded in step, without "
-                    "speculation; set per_row = True on what treats every row by itself",
-                    FallbackWarning,
-                    stacklevel=2,
-                )
-                parts = logits_processor, stopping_criteria, generation_config
-                output = decode_in_step(model, rows, *parts, model_kwargs)
-                return _with_slo(output, rows) if generation_config.return_dict_in_generate else output
-            return _decode(speculator, rows, logits_processor, generation_config, lookup)
+            return then(Call(rows, logits_processor, stopping_criteria, generation_config, model_kwargs))
 
         return self.stock(**_for_stock(self.model, arguments), custom_generate=decode)
 
@@ -248,22 +291,13 @@ class Decoder:
         return self._speculator
 
 
-def _decode(
-    speculator: Speculator, rows: Rows, logits_processor: list[Any], config: GenerationConfig, lookup: Drafter | None
-) -> Any:
+def _decode(speculator: Speculator, call: Call, lookup: Drafter | None) -> Any:
     """Decode the rows to their ends.  -> what stock ``generate`` returns"""
-    is_dict, num_rows, record = config.return_dict_in_generate, len(rows.requests), rows.record
+    rows, is_dict, record = call.rows, call.config.return_dict_in_generate, call.rows.record
     cache = rows.context.cache if is_dict or rows.context.is_cache_given else None
     wants_more = cache is not None or record.is_wanted  # than the tokens
-    sampler = StockSampler(
-        [processors_of_row(logits_processor, row, num_rows) for row in range(num_rows)],
-        config.do_sample,
-        rows.input_ids.tolist(),
-        rows.input_ids.device,
-        ignore_sequence(logits_processor),
-        record,
-    )
-    target = speculator.new_target(rows.requests, sampler, holds_finished=wants_more)
+    sampler = call.sampler()
+    target = speculator.new_target(sampler, holds_finished=wants_more)
     rows.context.hand_over(rows.requests, target.sequences)
     rows.begin()
     speculator.run(rows.requests, target, rows.take_in, lookup)

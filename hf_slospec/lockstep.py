@@ -59,7 +59,7 @@ def _book(request: Request, new: list[int], times_s: list[float]) -> None:
     for token, now_s in zip(new, times_s, strict=False):
         request.tokens.append(token)
         request.account(0, 0, 1.0, PhaseTimes(), now_s)
-    request.is_finished = True
+    request.finish_reason = "stop" if request.num_left > 0 else "length"
 
 
 class _Watch(StoppingCriteria):

@@ -96,7 +96,8 @@ class Rows:
             tokens = context.prompt(row)
             stop = self.stops.of(row, len(tokens))
             max_new_tokens = criteria.max_length - input_ids.shape[1]
-            self.requests.append(Request(row, tokens, max_new_tokens, own_stages, stop, arrived_s))
+            request = Request(row, tokens, max_new_tokens, own_stages, stop, arrived_s, bool(config.do_sample))
+            self.requests.append(request)
         self.steps: list[StepEvent] = []
         self._num_streamed = 0
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from hf_slospec.algo.calibration import Calibration
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.together import Together
+from hf_slospec.engine.turns import FairLock
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.measure import measure
@@ -83,11 +84,9 @@ class Speculator:
         if assistant_model is not None:
             _check_pair(target.model, assistant_model)
             self.draft = TriedModel(assistant_model, config.attention, MEASURE_S["draft"])
+        self.turns = FairLock()  # runs of several threads take turns, step by step
         self._costs: StepCosts | None = None
-        self._experience = {
-            "greedy": Experience(config, Calibration.GREEDY_EXPONENT),
-            "sampled": Experience(config),
-        }
+        self._experience = Experience(config)
 
     def prepare(self) -> None:
         """Look at the models as they are now; refuses them if they were moved apart, say."""
@@ -105,13 +104,13 @@ class Speculator:
             self._costs = StepCosts(verify, draft_level)
         return self._costs
 
-    def policy(self, kind: Literal["greedy", "sampled"]) -> Policy:
-        """A policy for one run; acceptance is learned across runs of the same kind (greedy ones, sampled ones)."""
-        return new_policy(self.config, self.costs, self._experience[kind])
+    def policy(self) -> Policy:
+        """A policy for one run; what it learns is kept for the next."""
+        return new_policy(self.config, self.costs, self._experience)
 
-    def new_target(self, requests: Sequence[Request], sampler: Sampler, holds_finished: bool = False) -> PackedTarget:
-        """Room for the requests' K/V; with ``holds_finished`` it stays readable when they are finished."""
-        return PackedTarget(self.target.packed, requests, self._max_nodes, sampler, holds_finished)
+    def new_target(self, sampler: Sampler, max_slots: int | None = None, holds_finished: bool = False) -> PackedTarget:
+        """Room for K/V; with ``holds_finished``, that of finished requests stays readable."""
+        return PackedTarget(self.target.packed, self.max_nodes, sampler, max_slots, holds_finished)
 
     def run(
         self,
@@ -121,29 +120,28 @@ class Speculator:
         drafter: Drafter | None = None,
     ) -> None:
         """Decode all requests to their ends, calling ``on_step`` after each step; ``drafter`` is for this run only."""
-        engine = Engine(
-            target,
-            drafter or self._drafter_of(requests),
-            self.policy(target.sampler.kind),
-            clock,
-            requests,
-            self.config.check_invariants,
-        )
+        drafter, scheduler = drafter or self.new_drafter(), Together(requests)
+        engine = Engine(target, drafter, self.policy(), scheduler, clock, self.config.check_invariants)
         try:
-            while engine.running:
-                on_step(engine.step())
+            while scheduler.running:
+                with self.turns:
+                    event = engine.step()
+                for request in requests:
+                    if request.error is not None:
+                        raise request.error
+                on_step(event)
         finally:
-            for request in engine.running:  # abandoned, by an error or the user
-                engine.drafter.release(request)
+            for request in scheduler.running:  # abandoned, by an error or the user
+                drafter.release(request)
 
     @property
-    def _max_nodes(self) -> int:
+    def max_nodes(self) -> int:
+        """Nodes of one request's draft tree at most."""
         return max_tree_nodes(self.config)
 
-    def _drafter_of(self, requests: Sequence[Request]) -> Drafter:
+    def new_drafter(self, max_slots: int | None = None) -> Drafter:
         if self.draft is not None:
-            vocab = vocab_size(self.target.model)
-            return AssistantDrafter(self.draft.packed, requests, self._max_nodes, vocab)
+            return AssistantDrafter(self.draft.packed, self.max_nodes, vocab_size(self.target.model), max_slots)
         return self.drafter or PromptLookupDrafter()
 
 

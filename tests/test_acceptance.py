@@ -19,6 +19,8 @@ DEPTH = 4
 class Text:
     """Stands for a request; its true log-odds lie this far from those of all texts."""
 
+    is_sampled = True
+
     def __init__(self, heat: float):
         self.heat = heat
 
@@ -125,7 +127,7 @@ def test_shifts_follow_surprises_and_stay_bounded() -> None:
     believed = acceptance.predict([lucky, unlucky, new], one_child(0.5, 3)).path_probs[[1, 3, 5]]
     assert believed[0] > believed[2] > believed[1]
     for _ in range(3000):  # a draft that says even odds of what always comes, and of what never does
-        acceptance.calibration.trials[:] = acceptance.calibration.hits[:] = 0.0
+        acceptance.sampled.trials[:] = acceptance.sampled.hits[:] = 0.0
         step(acceptance, [lucky, unlucky], forest, [1])
     assert MAX_SHIFT >= acceptance.own[lucky] > 1.5 and -MAX_SHIFT <= acceptance.own[unlucky] < -1.5
 
@@ -136,7 +138,7 @@ def test_texts_yet_unknown_follow_the_surprises_of_all(accepted: list[int], sign
     step(acceptance, texts, forest, accepted)
     own, overall = sign * acceptance.own[texts[0]], sign * acceptance.overall
     assert own > 3 * overall > 0.0  # little of it: one text says more of itself than of others
-    acceptance.calibration.trials[:] = acceptance.calibration.hits[:] = 0.0
+    acceptance.sampled.trials[:] = acceptance.sampled.hits[:] = 0.0
     assert sign * (acceptance.predict([Text(0.0)], one_child(0.5)).path_probs[1] - 0.5) > 0.0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.algo.select import SLOOrder
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.config import SLOSpecConfig
@@ -23,114 +21,27 @@ from hf_slospec.policies import EXPANSION, new_policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SURE, Experience
 from hf_slospec.policies.fixed import expanded
-from tests.toys import SEEDS, NextProbs, beam_tree, draw, markov_model, path_to, random_tree
+from tests.toy_models import (
+    STOP,
+    VOCAB,
+    Choose,
+    Clock,
+    ToyDrafter,
+    ToyTarget,
+    WholeTrees,
+    engine_of,
+    greedy,
+    new_costs,
+    one_hot,
+    sampled,
+)
+from tests.toys import SEEDS, NextProbs, markov_model, path_to, random_tree
 
-Choose = Callable[[Request], int]  # the token plain decoding gives a request after its tokens as they stand
-
-VOCAB, STOP = 5, 4
 POLICIES = ("auto", "adaserve", "fixed", "static")
-
-
-def new_costs() -> StepCosts:
-    return StepCosts(
-        verify=ForwardCost(LatencyCurve((1, 2, 4, 8, 16, 32, 64), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 6.0)), 0.01, 0.001),
-        draft_level=ForwardCost(LatencyCurve((1, 64), (0.05, 0.2))),
-    )
 
 
 def policy_of(config: SLOSpecConfig, experience: Experience | None = None) -> Policy:
     return new_policy(config, new_costs(), experience or Experience(config))
-
-
-def greedy(target: NextProbs) -> Choose:
-    return lambda request: int(target(request.tokens).argmax())
-
-
-def sampled(target: NextProbs, seed: int) -> Choose:
-    """Noise belongs to a row and a position, as in plain decoding with the request's own generator."""
-
-    def choose(request: Request) -> int:
-        noise = np.random.default_rng((seed, request.index, request.num_emitted)).random()
-        return draw(target(request.tokens), noise)
-
-    return choose
-
-
-def one_hot(token: int) -> np.ndarray:
-    return np.eye(VOCAB)[token]
-
-
-class ToyTarget:
-    """Chooses tokens by an exact model and checks what the engine owes a target."""
-
-    def __init__(self, choose: Choose):
-        self.choose = choose
-        self.steps = list[list[tuple[Request, TokenTree, int]]]()  # request, tree and tokens left before the step
-        self.cached: dict[Request, list[int]] = {}
-        self.released = list[Request]()
-
-    def verify(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Callable[[int], int]]:
-        step = list(zip(requests, trees, (request.num_left for request in requests), strict=True))
-        self.steps.append(step)
-        assert not set(requests) & set(self.released)
-        assert all(request.tokens[-1] == tree.tokens[ROOT] for request, tree, _ in step)
-        return [functools.partial(self._choose, request, tree, list(request.tokens)) for request, tree, _ in step]
-
-    def _choose(self, request: Request, tree: TokenTree, before: list[int], node: int) -> int:
-        assert request.tokens == [*before, *path_to(tree, node)]  # processors see the path
-        return self.choose(request)
-
-    def commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]]) -> None:
-        for (request, tree, _), nodes in zip(self.steps[-1], accepted, strict=True):
-            known = self.cached.get(request, request.tokens[: request.prompt_len - 1])
-            self.cached[request] = [*known, *(int(tree.tokens[node]) for node in (ROOT, *nodes))]
-            assert self.cached[request] == request.tokens[:-1]  # all but the next root
-        assert [request for request, _, _ in self.steps[-1]] == list(requests)
-
-    def release(self, request: Request) -> None:
-        self.released.append(request)
-
-
-class ToyDrafter:
-    """Beam search on an exact draft model."""
-
-    def __init__(self, draft: NextProbs):
-        self.next_probs = draft
-        self.plans = list[Plan]()
-        self.released = list[Request]()
-
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        assert not set(requests) & set(self.released)
-        self.plans.append(plan)
-        return [beam_tree(self.next_probs, request.tokens, plan.depth, plan.width) for request in requests]
-
-    def release(self, request: Request) -> None:
-        self.released.append(request)
-
-
-class WholeTrees:
-    """Verifies all that was drafted."""
-
-    def __init__(self, plan: Plan):
-        self.fixed = plan
-
-    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
-        return self.fixed
-
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
-
-    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
-        """Nothing to learn."""
-
-
-class Clock:
-    def __init__(self, now_s: float = 0.0, tick_s: float = 0.0):
-        self.now_s, self.tick_s = now_s, tick_s
-
-    def __call__(self) -> float:
-        self.now_s += self.tick_s
-        return self.now_s
 
 
 def random_stages(rng: np.random.Generator) -> tuple[Stage, ...]:
@@ -163,7 +74,7 @@ def decode_plainly(choose: Choose, request: Request) -> list[int]:
 
 def run(engine: Engine) -> list[StepEvent]:
     events = []
-    while engine.running:
+    while engine.scheduler.running:
         engine.clock.now_s += 1.0
         events.append(engine.step())
     return events
@@ -228,7 +139,7 @@ def test_every_request_gets_what_plain_decoding_gives(
     policy = policy_of(config)
     toy = ToyTarget(choose)
     drafter = ToyDrafter(lambda tokens: likeness * target(tokens) + (1.0 - likeness) * other(tokens))
-    events = run(Engine(toy, drafter, policy, Clock(tick_s=tick_s), requests, check_invariants=True))
+    events = run(engine_of(requests, toy, drafter, policy, Clock(tick_s=tick_s)))
 
     assert [request.tokens for request in requests] == expected
     assert sorted(r.index for r in toy.released) == sorted(r.index for r in drafter.released) == [*range(num_requests)]
@@ -250,9 +161,9 @@ def test_requests_are_prefilled_first_and_alone() -> None:
     target = markov_model(rng, VOCAB)
     first, second, late = (Request(index, [0, 1], 9) for index in range(3))
     toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
-    engine = Engine(toy, drafter, WholeTrees(Plan(1, 1)), Clock(), [first, second])
+    engine = engine_of([first, second], toy, drafter, WholeTrees(Plan(1, 1)), Clock())
     events = [engine.step(), engine.step()]
-    engine.running.append(late)
+    engine.scheduler.running.append(late)
     events += [engine.step(), engine.step()]
     assert [[part.index for part in event.requests] for event in events] == [[0, 1], [0, 1], [2], [0, 1, 2]]
     assert [event.is_prefill for event in events] == [True, False, True, False]
@@ -269,7 +180,7 @@ def test_depth_0_never_drafts(policy_name: str) -> None:
     requests = [Request(index, [0, 1], 6) for index in range(3)]
     drafter = ToyDrafter(target)
     toy = ToyTarget(greedy(target))
-    run(Engine(toy, drafter, policy_of(SLOSpecConfig(policy=policy_name, max_depth=0)), Clock(), requests))
+    run(engine_of(requests, toy, drafter, policy_of(SLOSpecConfig(policy=policy_name, max_depth=0)), Clock()))
     assert drafter.plans == []
     assert len(toy.steps) == 6
     assert [request.metrics().acceptance_length for request in requests] == [1.0] * 3
@@ -281,7 +192,7 @@ def test_last_token_is_decoded_without_drafting(policy_name: str) -> None:
     drafter = ToyDrafter(target)
     request = Request(0, [0, 1], 2)
     policy = policy_of(SLOSpecConfig(policy=policy_name))
-    run(Engine(ToyTarget(greedy(target)), drafter, policy, Clock(), [request]))
+    run(engine_of([request], ToyTarget(greedy(target)), drafter, policy, Clock()))
     assert drafter.plans == []
     assert request.num_emitted == 2
 
@@ -291,7 +202,7 @@ def test_a_draft_that_is_always_right_commits_whole_chains(depth: int) -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
     request = Request(0, [0, 1], 1 + 3 * (depth + 1))
-    run(Engine(ToyTarget(greedy(target)), drafter, WholeTrees(Plan(depth, 1)), Clock(), [request]))
+    run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(depth, 1)), Clock()))
     metrics = request.metrics()
     assert (metrics.steps, metrics.drafted, metrics.accepted) == (3, 3 * depth, 3 * depth)
     assert metrics.acceptance_length == depth + 1
@@ -301,7 +212,7 @@ def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
     request = Request(0, [0, 1], 10)
-    run(Engine(ToyTarget(greedy(target)), drafter, WholeTrees(Plan(3, 1)), Clock(), [request]))
+    run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(3, 1)), Clock()))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
 
@@ -310,7 +221,7 @@ def test_finished_requests_leave_and_the_others_go_on() -> None:
     target = markov_model(np.random.default_rng(3), VOCAB)
     requests = [Request(index, [0, 1], max_new_tokens) for index, max_new_tokens in enumerate((1, 8, 3))]
     toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
-    run(Engine(toy, drafter, WholeTrees(Plan(0, 1)), Clock(), requests))
+    run(engine_of(requests, toy, drafter, WholeTrees(Plan(0, 1)), Clock()))
     assert [[request.index for request, _, _ in step] for step in toy.steps] == [[0, 1, 2], *[[1, 2]] * 2, *[[1]] * 5]
     assert [request.index for request in toy.released] == [request.index for request in drafter.released] == [0, 2, 1]
 
@@ -320,7 +231,7 @@ def test_a_stop_inside_the_walk_ends_the_request_there() -> None:
     request = Request(0, [0, 0], 20, is_stop=lambda tokens: tokens[-3:] == [1, 2, 3])
     toy = ToyTarget(lambda request: chain[request.tokens[-1]])
     drafter = ToyDrafter(lambda tokens: one_hot(chain[tokens[-1]]))
-    run(Engine(toy, drafter, WholeTrees(Plan(4, 1)), Clock(), [request]))
+    run(engine_of([request], toy, drafter, WholeTrees(Plan(4, 1)), Clock()))
     assert request.tokens == [0, 0, 1, 2, 3]
     assert (request.num_steps, request.num_drafted, request.num_accepted) == (1, 4, 1)
 
@@ -329,7 +240,7 @@ def test_times_are_taken_when_tokens_are_committed() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
     requests = [Request(0, [0, 1], 5, (Stage(0.5),), arrived_s=10.0), Request(1, [1, 0], 5, (Stage(0.6),))]
     clock = Clock()
-    engine = Engine(ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(0, 1)), clock, requests)
+    engine = engine_of(requests, ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(0, 1)), clock)
     for now_s in (12.0, 12.25, 13.0, 13.5, 14.25):
         clock.now_s = now_s
         engine.step()
@@ -375,16 +286,16 @@ def test_the_seconds_of_a_step_go_to_its_phases() -> None:
             super().commit(*arguments)
 
     slow = Slow()
-    engine = Engine(slow, slow, slow, clock, [Request(0, [0, 1], 9)])
+    engine = engine_of([Request(0, [0, 1], 9)], slow, slow, slow, clock)
     assert engine.step().phases == PhaseTimes(verify_s=1000.0, host_s=10000.0)
     assert engine.step().phases == PhaseTimes(draft_s=10.0, select_s=101.0, verify_s=1000.0, host_s=10000.0)
-    assert engine.running[0].metrics().phases.total_s == clock.now_s
+    assert engine.scheduler.running[0].metrics().phases.total_s == clock.now_s
 
 
 def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
     request = Request(0, [0, 1], 1, (Stage(1e-9),))
-    run(Engine(ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(2, 2)), Clock(), [request]))
+    run(engine_of([request], ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(2, 2)), Clock()))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.tpot_s, metrics.acceptance_length) == (1, 0, None, None)
     assert metrics.attained is True
@@ -393,7 +304,7 @@ def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
 def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
     target = markov_model(np.random.default_rng(5), VOCAB)
     drafter = ToyDrafter(lambda tokens: 1.5 * one_hot(0))
-    engine = Engine(ToyTarget(greedy(target)), drafter, WholeTrees(Plan(2, 1)), Clock(), [Request(0, [0, 1], 9)], True)
+    engine = engine_of([Request(0, [0, 1], 9)], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(2, 1)), Clock())
     engine.step()
     with pytest.raises(AssertionError):
         engine.step()
@@ -459,7 +370,7 @@ def test_late_requests_get_their_nodes_first() -> None:
     toy, clock = ToyTarget(greedy(target)), Clock()
     relaxed, late = Request(0, [0, 1], 30), Request(1, [0, 1], 30, (Stage(1.0),))
     policy = AdaServePolicy(SLOSpecConfig(token_budget=4, max_slo_share=9.0), new_costs())
-    engine = Engine(toy, ToyDrafter(target), policy, clock, [relaxed, late])
+    engine = engine_of([relaxed, late], toy, ToyDrafter(target), policy, clock)
     engine.step()
     engine.step()
     assert [tree.num_nodes for _, tree, _ in toy.steps[-1]] == [2, 2]
@@ -473,7 +384,7 @@ def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) 
     target = markov_model(np.random.default_rng(6), VOCAB)
     relaxed, late = Request(0, [0, 1], 90), Request(1, [0, 1], 90, (Stage(1.0),))
     clock, policy = Clock(), policy_of(SLOSpecConfig(token_budget=6, urgency=1.0))
-    engine = Engine(ToyTarget(greedy(target)), ToyDrafter(target), policy, clock, [relaxed, late])
+    engine = engine_of([relaxed, late], ToyTarget(greedy(target)), ToyDrafter(target), policy, clock)
     engine.step()
     clock.now_s = elapsed_s
     first, second = (part.nodes for part in engine.step().requests)
@@ -486,7 +397,7 @@ def sizes(
     """Nodes of every request in each step under auto."""
     config = SLOSpecConfig(token_budget=8, max_depth=4)
     requests = [Request(i, [0, 1], max_new_tokens, (Stage(target_s),)) for i, target_s in enumerate(targets)]
-    engine = Engine(ToyTarget(greedy(draft)), ToyDrafter(draft), policy_of(config, experience), Clock(), requests)
+    engine = engine_of(requests, ToyTarget(greedy(draft)), ToyDrafter(draft), policy_of(config, experience), Clock())
     return [[part.nodes for part in event.requests] for event in run(engine)]
 
 
@@ -535,7 +446,7 @@ def test_auto_stops_drafting_what_is_never_taken() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
     requests = [Request(index, [index, 1], 400) for index in range(2)]
-    events = run(Engine(ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig()), Clock(), requests))
+    events = run(engine_of(requests, ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig()), Clock()))
     assert sum(event.depth == 0 for event in events[100:]) > 0.97 * len(events[100:])
     assert len(events) == 400
 
@@ -544,7 +455,7 @@ def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
     request = Request(0, [0, 1], 200)
-    run(Engine(ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig(max_depth=6)), Clock(), [request]))
+    run(engine_of([request], ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig(max_depth=6)), Clock()))
     assert request.metrics().acceptance_length > 6.0
     assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
 

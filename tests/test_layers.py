@@ -27,7 +27,9 @@ MAY_IMPORT = {
     "row_processors": set(),
     "hf": {"checks", "context", "engine", "errors", "lockstep", "models", "row_processors", "rows", "speculator"}
     | {"targets"},
-    "generator": {"engine", "hf", "targets"},
+    "telemetry": {"engine"},
+    "serving": {"engine", "errors", "hf", "models", "speculator", "targets", "telemetry"},
+    "generator": {"engine", "hf", "serving", "targets", "telemetry"},
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
     "inflate": set(),

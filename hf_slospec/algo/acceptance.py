@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,11 +16,20 @@ OWN_RATE, OVERALL_RATE = 0.12, 0.01  # how far one unexpected acceptance, or ref
 MAX_SHIFT = 2.5
 
 
+class Text(Protocol):
+    """What a tree belongs to; hashable."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the target draws its tokens; if not, it takes the most probable ones."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What is expected of the candidates of a step."""
 
     forest: Forest
+    is_sampled: BoolArray  # [num_nodes], of the node's request
     conditionals: Conditionals  # the draft's
     believed: FloatArray  # [num_nodes] f64, conditionals as calibrated
     path_probs: FloatArray  # [num_nodes] f64, their products along paths
@@ -33,29 +43,34 @@ class Prediction:
 class Acceptance:
     """The draft's conditionals, calibrated by all requests' outcomes and moved by each request's own.
 
-    The calibration learns what draft probabilities are worth. On the scale of log-odds, one shift follows all
-    requests' surprises and one each request's: some texts run hotter or colder than others. Books of prediction
-    against outcome are kept: reliability before and after, by depth and by child rank.
+    Calibrations, of sampled and of greedy requests, learn what draft probabilities are worth. On the scale of log-odds,
+    one shift follows all requests' surprises and one each request's: some texts run hotter or colder than others. Books
+    of prediction against outcome are kept: reliability before and after, by depth and by child rank.
     """
 
-    def __init__(self, favourite_exponent: float = 1.0, max_depth: int = 32, max_rank: int = 8) -> None:
-        self.calibration = Calibration(favourite_exponent)
+    def __init__(self, max_depth: int = 32, max_rank: int = 8) -> None:
+        self.sampled, self.greedy = Calibration(), Calibration(Calibration.GREEDY_EXPONENT)
         self.overall = 0.0
-        self.own: WeakKeyDictionary[Hashable, float] = WeakKeyDictionary()
+        self.own: WeakKeyDictionary[Text, float] = WeakKeyDictionary()
         self.before, self.after = Reliability(), Reliability()
         # [depth] and [rank]: predicted acceptances, actual ones, children tried
         self.by_depth, self.by_rank = np.zeros((3, max_depth + 1)), np.zeros((3, max_rank))
 
-    def predict(self, requests: Sequence[Hashable], forest: Forest) -> Prediction:
+    def predict(self, requests: Sequence[Text], forest: Forest) -> Prediction:
         """Of every candidate of these requests, one tree each."""
         conditionals = Conditionals.of(forest)
+        is_sampled = np.array([request.is_sampled for request in requests])[forest.tree_of]
         shifts = np.array([self.own.get(request, 0.0) for request in requests]) + self.overall
-        believed = shifted(self.calibration(conditionals), shifts[forest.tree_of])
-        return Prediction(forest, conditionals, believed, path_products(forest, believed))
+        if is_sampled.all() or not is_sampled.any():
+            calibrated = (self.sampled if is_sampled[0] else self.greedy)(conditionals)
+        else:
+            calibrated = np.where(is_sampled, self.sampled(conditionals), self.greedy(conditionals))
+        believed = shifted(calibrated, shifts[forest.tree_of])
+        return Prediction(forest, is_sampled, conditionals, believed, path_products(forest, believed))
 
     def observe(
         self,
-        requests: Sequence[Hashable],
+        requests: Sequence[Text],
         prediction: Prediction,
         is_verified: BoolArray,
         accepted: IntArray,
@@ -73,7 +88,9 @@ class Acceptance:
         moved = np.array([self.own.get(request, 0.0) for request in requests]) + OWN_RATE * surprise
         self.own.update(zip(requests, np.clip(moved, -MAX_SHIFT, MAX_SHIFT).tolist(), strict=True))
         self.overall = float(np.clip(self.overall + OVERALL_RATE * surprise.sum(), -MAX_SHIFT, MAX_SHIFT))
-        self.calibration.observe(prediction.conditionals, was_tried, was_hit)
+        for calibration, is_own in ((self.sampled, prediction.is_sampled), (self.greedy, ~prediction.is_sampled)):
+            if is_own.any():
+                calibration.observe(prediction.conditionals, was_tried & is_own, was_hit)
 
         tried_believed, hits = believed[was_tried], was_hit[was_tried].astype(np.float64)
         self.before.observe(prediction.conditionals.probs[was_tried], hits)

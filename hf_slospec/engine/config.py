@@ -12,12 +12,12 @@ class SLOSpecConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["auto", "adaserve", "fixed", "static"] = Field(
+    policy: Literal["auto", "adaserve", "fixed", "static", "none"] = Field(
         "auto",
         description="Who decides depth, width and nodes of each step. adaserve: the paper's Algorithm 2 and equations "
         "8/9, the whole token budget on every step. auto: what yields most expected tokens per second, those of late "
         "requests counting more. fixed: beams of max_depth and max_width on every step (max_depth=0: plain decoding, "
-        "max_width=1: chains). static: SpecInfer's static tree of 18 nodes.",
+        "max_width=1: chains). static: SpecInfer's static tree of 18 nodes. none: plain decoding.",
     )
     max_depth: int = Field(12, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
     max_width: int = Field(3, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")
@@ -40,6 +40,20 @@ class SLOSpecConfig(BaseModel):
     )
     attention: Literal["auto", "sdpa", "4d_mask"] = Field(
         "auto", description="Tree attention: sdpa, or the plain 4d_mask reference. auto is sdpa."
+    )
+    admission: Literal["slo", "edf", "fcfs"] = Field(
+        "slo",
+        description="Batcher: whose targets are promised. slo: those that can be met beside the others', by "
+        "SLOs-Serve's dynamic programme. edf, fcfs: everybody's, served earliest deadline first or as they come.",
+    )
+    max_batch: int = Field(64, ge=1, description="Batcher: requests that run at a time.")
+    max_queue: int = Field(1024, ge=1, description="Batcher: requests that wait at most; more are refused.")
+    kv_tokens: int | None = Field(
+        None, ge=1, description="Batcher: tokens of K/V at most. None: what fits into two fifths of the free memory."
+    )
+    prefill_chunk: int = Field(512, ge=1, description="Batcher: prompt tokens of one step at most.")
+    starvation_s: float = Field(
+        30.0, gt=0, description="Batcher: a request without a promise that waited so long goes before all others."
     )
     check_invariants: bool = Field(
         False, description="Verify trees and KV book-keeping at every step (slow; for tests)."

@@ -45,12 +45,14 @@ class StepEvent:
     """One step of the engine. Times are seconds of the engine's monotonic clock."""
 
     begun_s: float
-    is_prefill: bool
+    is_prefill: bool  # and nothing else
     depth: int  # draft levels planned; 0: no speculation
     width: int
     phases: PhaseTimes
     predicted_s: float  # what the policy expected the step to take; 0 where it expects nothing
-    requests: tuple[RequestStep, ...]
+    requests: tuple[RequestStep, ...]  # those that chose tokens
+    prefill_tokens: int = 0
+    preempted: int = 0  # requests
 
     @property
     def committed(self) -> int:

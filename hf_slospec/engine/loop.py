@@ -1,4 +1,4 @@
-"""The engine: plan, draft, select, verify, accept, commit."""
+"""The engine: whose turn it is, plan, draft, select, verify, accept, commit."""
 
 from __future__ import annotations
 
@@ -7,57 +7,70 @@ from collections.abc import Sequence
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
-from hf_slospec.engine.protocols import Clock, Drafter, Plan, Policy, Selection, Target
+from hf_slospec.engine.protocols import Chooser, Clock, Drafter, Plan, Policy, Scheduler, Selection, Target, Turn
 from hf_slospec.engine.request import Request
 
 
 class Engine:
-    """Decodes a set of requests together, one step at a time, until each has finished on its own terms."""
+    """Decodes requests together, one step at a time, until each has finished on its own terms."""
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter,
         policy: Policy,
+        scheduler: Scheduler,
         clock: Clock,
-        requests: Sequence[Request],
         check_invariants: bool = False,
     ):
-        self.target, self.drafter, self.policy, self.clock = target, drafter, policy, clock
-        self.running = list(requests)
-        self.check_invariants = check_invariants
+        self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
+        self.clock, self.check_invariants = clock, check_invariants
 
     def step(self) -> StepEvent:
-        """One step over all running requests; those without a first token are prefilled first."""
-        prefilling = [request for request in self.running if not request.is_prefilled]
-        requests = prefilling or self.running
-        watch = _Stopwatch(self.clock)
+        """One step of the requests whose turn it is.
 
-        plan = Plan(0, 1) if prefilling else self.policy.plan(requests, watch.begun_s)
+        What a request's own processors or criteria raise fails that request only. A MemoryError of the models passes,
+        and then nothing has changed.
+        """
+        watch = _Stopwatch(self.clock)
+        turn = self.scheduler.turn(watch.begun_s)
+        self.forget(turn.preempted)
+        plan = self.policy.plan(turn.decoding, watch.begun_s, turn.num_fed) if turn.decoding else Plan(0, 1)
         select_s = watch.lap()
-        candidates = self.drafter.draft(requests, plan) if plan.depth else roots(requests)
+        candidates = self.drafter.draft(turn.decoding, plan) if plan.depth else roots(turn.decoding)
         draft_s = watch.lap()
-        is_planned = not prefilling
-        selection = self.policy.select(requests, candidates, plan) if is_planned else Selection.of_roots(candidates)
-        self._check(candidates, selection.trees)
+        selection = self.policy.select(turn.decoding, candidates, plan) if turn.decoding else Selection.of_roots([])
+        selection = selection.with_roots(roots(turn.beginning))
         select_s += watch.lap()
-        choosers = self.target.verify(requests, selection.trees)
+        requests, trees = [*turn.decoding, *turn.beginning], selection.trees
+        self._check((*candidates, *trees))
+        choosers = self.target.verify(requests, trees, turn.unfinished)
         verify_s = watch.lap()
 
-        before = [request.num_emitted for request in requests]
-        accepted = [accept(t, c, r.emit) for t, c, r in zip(selection.trees, choosers, requests, strict=True)]
-        self.target.commit(requests, accepted)
+        emitted = [request.num_emitted for request in requests]
+        accepted = [_accepted(*part) for part in zip(requests, trees, choosers, strict=True)]
+        self._commit(requests, accepted, turn)
         phases = PhaseTimes(draft_s, select_s, verify_s, watch.lap())
-        if is_planned:
-            self.policy.observe(requests, accepted, phases)
-        event = self._booked(requests, before, plan, selection, accepted, phases, watch.begun_s)
-        self._retire([request for request in requests if request.is_finished])
+        if turn.decoding:
+            self.policy.observe(turn.decoding, accepted[: len(turn.decoding)], phases)
+        event = self._booked(turn, requests, emitted, plan, selection, accepted, phases, watch.begun_s)
+        self.scheduler.observe(event)
+        self.retire([request for request in requests if request.is_finished])
         return event
+
+    def _commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], turn: Turn) -> None:
+        sound = [(request, nodes) for request, nodes in zip(requests, accepted, strict=True) if request.error is None]
+        self.target.commit([request for request, _ in sound], [nodes for _, nodes in sound], turn.unfinished)
+        for request, _ in sound:
+            request.num_cached = len(request.tokens) - 1
+        for chunk in turn.unfinished:
+            chunk.request.num_cached += chunk.num_tokens
 
     def _booked(
         self,
+        turn: Turn,
         requests: Sequence[Request],
-        before: Sequence[int],
+        emitted: Sequence[int],
         plan: Plan,
         selection: Selection,
         accepted: Sequence[Sequence[int]],
@@ -66,30 +79,55 @@ class Engine:
     ) -> StepEvent:
         """Book the step on its requests, and describe it."""
         now_s, parts = self.clock(), []
-        is_prefill = before[0] == 0
         for request, old, tree, nodes, expected in zip(
-            requests, before, selection.trees, accepted, selection.expected, strict=True
+            requests, emitted, selection.trees, accepted, selection.expected, strict=True
         ):
-            target_s, (elapsed_s, emitted) = request.target_s, request.decoded(now_s)  # a stage may end here
+            target_s, (elapsed_s, since) = request.target_s, request.decoded(now_s)  # a stage may end here
             request.account(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
             committed = request.num_emitted - old
-            parts.append(RequestStep(request.index, tree.num_nodes, committed, expected, target_s, elapsed_s, emitted))
-        return StepEvent(begun_s, is_prefill, plan.depth, plan.width, phases, selection.step_s, tuple(parts))
+            parts.append(RequestStep(request.index, tree.num_nodes, committed, expected, target_s, elapsed_s, since))
+        return StepEvent(
+            begun_s,
+            not turn.decoding,
+            plan.depth,
+            plan.width,
+            phases,
+            selection.step_s,
+            tuple(parts),
+            turn.num_fed,
+            len(turn.preempted),
+        )
 
-    def _check(self, candidates: Sequence[TokenTree], trees: Sequence[TokenTree]) -> None:
-        if self.check_invariants:
-            for tree in (*candidates, *trees):
-                tree.check()
-
-    def _retire(self, finished: Sequence[Request]) -> None:
-        self.running = [request for request in self.running if request not in finished]
+    def retire(self, finished: Sequence[Request]) -> None:
+        """Requests are finished, for whatever reason."""
         for request in finished:
+            self.scheduler.remove(request)
+        self.forget(finished)
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Drop what models hold of requests; their tokens stay."""
+        for request in requests:
             self.target.release(request)
             self.drafter.release(request)
+            request.num_cached = 0
+
+    def _check(self, trees: Sequence[TokenTree]) -> None:
+        if self.check_invariants:
+            for tree in trees:
+                tree.check()
+            self.target.check(self.scheduler.running)
 
 
 def roots(requests: Sequence[Request]) -> list[TokenTree]:
     return [TokenTree.root_only(request.tokens[-1]) for request in requests]
+
+
+def _accepted(request: Request, tree: TokenTree, choose: Chooser) -> list[int]:
+    try:
+        return accept(tree, choose, request.emit)
+    except Exception as error:  # noqa: BLE001  whatever the request's own processors and criteria raise is theirs
+        request.end(error)
+        return []
 
 
 class _Stopwatch:

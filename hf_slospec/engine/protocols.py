@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request
 
 Chooser = Callable[[int], int]  # node of the verified tree -> the token plain decoding would choose after it
@@ -27,6 +27,44 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A stretch of one request's uncached tokens that a step feeds."""
+
+    request: Request
+    num_tokens: int
+    is_last: bool  # it ends with the root, so the next token is chosen in this step
+
+    @classmethod
+    def of(cls, request: Request, limit: int) -> Chunk:
+        """As much as there is, ``limit`` tokens at most."""
+        return cls(request, min(request.num_uncached, limit), request.num_uncached <= limit)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Whose turn it is in a step."""
+
+    decoding: Sequence[Request]
+    chunks: Sequence[Chunk] = ()  # of those in prefill
+    preempted: Sequence[Request] = ()  # those that lose their K/V before the step
+
+    @property
+    def num_fed(self) -> int:
+        """Prefill tokens."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def beginning(self) -> list[Request]:
+        """Requests whose next token is chosen right after the last of what they are fed."""
+        return [chunk.request for chunk in self.chunks if chunk.is_last]
+
+    @property
+    def unfinished(self) -> list[Chunk]:
+        """Chunks with more to come."""
+        return [chunk for chunk in self.chunks if not chunk.is_last]
+
+
+@dataclass(frozen=True)
 class Selection:
     """What a step verifies, and what is expected of it."""
 
@@ -38,21 +76,53 @@ class Selection:
     def of_roots(cls, trees: Sequence[TokenTree]) -> Selection:
         return cls(trees, [1.0] * len(trees))
 
+    def with_roots(self, trees: Sequence[TokenTree]) -> Selection:
+        """And trees of other requests that are roots only."""
+        return Selection([*self.trees, *trees], [*self.expected, *[1.0] * len(trees)], self.step_s)
+
 
 class Target(Protocol):
     """The model whose output is wanted."""
 
-    def verify(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Sequence[Chooser]:
-        """Forward every request's uncached tokens and its draft tree.  -> one chooser per request.
+    def verify(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
+    ) -> Sequence[Chooser]:
+        """Forward every request's uncached tokens and its draft tree, and some chunks.  -> one chooser per request.
 
         A chooser reads the request's ``tokens`` as they stand when it is called, so that processors see the path.
+
+        Args:
+            chunks: of other requests, whose prompts do not end with them; what they compute stays cached.
+
+        Raises:
+            MemoryError: there is no memory for so much at a time; nothing has changed.
         """
 
-    def commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]]) -> None:
-        """Keep the K/V of what was committed, root included, and forget the rest of the verified trees."""
+    def commit(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
+    ) -> None:
+        """Keep the K/V of what was committed and of chunks, and forget the rest of the verified trees."""
 
     def release(self, request: Request) -> None:
-        """Forget a request that finished or was abandoned."""
+        """Forget a request that finished, was abandoned or lost its K/V to another, if it is known at all."""
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise AssertionError unless exactly what these hold is taken, and all else is free."""
+
+
+class Scheduler(Protocol):
+    """Knows the requests that are not finished, and whose turn it is."""
+
+    running: list[Request]  # those that may hold K/V
+
+    def turn(self, now_s: float) -> Turn:
+        """Who decodes and who is fed how much in the step that begins now."""
+
+    def observe(self, step: StepEvent) -> None:
+        """Take in what the step did."""
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has finished."""
 
 
 class Drafter(Protocol):
@@ -82,8 +152,11 @@ class Drafter(Protocol):
 class Policy(Protocol):
     """Decides what a step spends and on whom. Its methods are called in this order, once each per step."""
 
-    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
-        """How deep and wide to draft for these running requests, in a step that began at ``begun_s``."""
+    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+        """How deep and wide to draft for these requests, in a step that began at ``begun_s``.
+
+        ``num_fed`` prefill tokens of others go through the same forward.
+        """
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         """The draft trees to verify, out of the candidate trees and with the draft's own path probabilities."""

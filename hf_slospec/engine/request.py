@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
 from hf_slospec.engine.events import PhaseTimes
 
 IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether something ends with the last one
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,23 @@ class Stage:
 class Request:
     """A sequence being decoded. ``tokens`` holds the prompt and everything committed so far."""
 
-    index: int  # position in its batch; fixes the order of ties
+    index: int  # position in its batch, or its number since the start; fixes the order of ties
     tokens: list[int]
     max_new_tokens: int
     stages: tuple[Stage, ...] = (Stage(None),)
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     arrived_s: float = 0.0
+    is_sampled: bool = False  # drafts are accepted otherwise than by greedy choice
+    ttft_target_s: float | None = None  # seconds from arrival to the first token
+    priority: int = 0  # higher goes first
+    is_best_effort: bool = False  # nothing was promised to it: it gets what others leave, and may be preempted
 
+    num_cached: int = 0  # tokens whose K/V the target holds
     first_token_s: float | None = None
     last_token_s: float = 0.0
-    is_finished: bool = False
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None  # its own, which finished it
+    num_preempted: int = 0  # times it lost its K/V to another
     num_steps: int = 0  # verify steps, the prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
     num_accepted: int = 0  # of those, committed
@@ -47,6 +56,10 @@ class Request:
         self._stage_begin: tuple[float, int] | None = None  # when the stage began, and the tokens it began behind
         self._missed_stage = False
         self._commits: list[tuple[int, float]] = []  # tokens emitted, and when
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def target_s(self) -> float | None:
@@ -70,13 +83,26 @@ class Request:
         return min(self.num_left, self._stage_behind + num_tokens - self.num_emitted)
 
     @property
-    def is_prefilled(self) -> bool:
-        return self.num_emitted > 0
+    def num_uncached(self) -> int:
+        """Tokens the target has yet to be fed; the last one, the root, among them."""
+        return len(self.tokens) - self.num_cached
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its root is left to feed; otherwise it is in prefill, of its prompt or once more of all."""
+        return self.num_emitted > 0 and self.num_uncached == 1
+
+    @property
+    def has_targets(self) -> bool:
+        return self.ttft_target_s is not None or any(stage.target_s is not None for stage in self.stages)
 
     def emit(self, token: int) -> bool:
         """Commit one token.  -> whether the request is finished with it."""
         self.tokens.append(token)
-        self.is_finished = self.num_left <= 0 or self.is_stop(self.tokens)
+        if self.is_stop(self.tokens):
+            self.finish_reason = "stop"
+        elif self.num_left <= 0:
+            self.finish_reason = "length"
         if self._stage + 1 < len(self.stages) and not self._stage_ended:
             stage = self.stages[self._stage]
             is_full = stage.num_tokens is not None and self.num_emitted - self._stage_behind >= stage.num_tokens
@@ -114,17 +140,22 @@ class Request:
         elapsed_s, emitted = self.decoded(now_s)
         return is_attained(elapsed_s / emitted if emitted else None, self.target_s) is False
 
+    def end(self, error: BaseException | None) -> None:
+        """It ends before its time: it failed, or without an error was cancelled."""
+        self.error, self.finish_reason = error, "cancelled" if error is None else "error"
+
     def metrics(self) -> RequestMetrics:
         first_s = self.last_token_s if self.first_token_s is None else self.first_token_s
         measured_s = tpot_s(first_s, self.last_token_s, self.num_emitted)
         elapsed_s, emitted = self.decoded(self.last_token_s)
-        has_targets = any(stage.target_s is not None for stage in self.stages)
+        ttft_s = first_s - self.arrived_s
         is_late = self._missed_stage or self._is_late(self.last_token_s)
+        is_late |= self.ttft_target_s is not None and ttft_s > self.ttft_target_s
         return RequestMetrics(
             target_s=self.target_s,
             tpot_s=measured_s,
-            ttft_s=first_s - self.arrived_s,
-            attained=not is_late if has_targets else None,
+            ttft_s=ttft_s,
+            attained=not is_late if self.has_targets else None,
             tokens=self.num_emitted,
             steps=self.num_steps,
             drafted=self.num_drafted,
@@ -133,6 +164,9 @@ class Request:
             worst_tpot_s=worst_tpot_s(self._commits),
             expected_tokens=self.expected_tokens,
             phases=self.phases,
+            ttft_target_s=self.ttft_target_s,
+            guaranteed=self.has_targets and not self.is_best_effort,
+            preempted=self.num_preempted,
         )
 
 
@@ -143,7 +177,7 @@ class RequestMetrics:
     target_s: float | None  # of the stage it ended in
     tpot_s: float | None  # (last - first token) / (tokens - 1); None for fewer than two tokens
     ttft_s: float
-    attained: bool | None  # every stage; None without a target
+    attained: bool | None  # every stage, and the time to the first token; None without a target
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # nodes verified, roots not counted
@@ -152,6 +186,9 @@ class RequestMetrics:
     worst_tpot_s: float | None  # highest time per token over any 10 tokens in a row (SLOs-Serve); None below 11 tokens
     expected_tokens: float  # what the policy expected the steps to commit, the prefill not counted
     phases: PhaseTimes  # where the time of its steps went; steps are shared with the other requests
+    ttft_target_s: float | None = None
+    guaranteed: bool = False  # whether its targets were promised to it, or it is served with what others leave
+    preempted: int = 0  # times it lost its K/V to another request; the batcher only
 
     @property
     def acceptance_length(self) -> float | None:

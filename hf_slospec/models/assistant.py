@@ -11,6 +11,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import Fresh, PackedModel, evaluating
 from hf_slospec.models.sequences import Sequences
 
@@ -43,19 +44,42 @@ class AssistantDrafter:
     """Beam search on the draft model's own probabilities; its candidate trees hold every beam node.
 
     The draft's KV holds committed tokens only: a call first feeds every token it has not seen yet, be it the whole
-    prompt, a stretch decoded without drafting, or the last step's tokens.
+    prompt, a stretch decoded without drafting, or the last step's tokens. Long stretches are fed over several steps, so
+    that a long prompt stalls nobody; until a request has caught up, its trees are roots.
     """
 
-    def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int, vocab_size: int):
+    CATCH_UP = 1024  # tokens fed per step at most, over all requests, those that are few behind not counted
+    FEW = 64
+
+    def __init__(self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None):
         """``max_nodes`` bounds depth times width of the plans to come, ``vocab_size`` the ids that may be proposed."""
         self.packed, self.vocab_size = packed, vocab_size
-        self.sequences = Sequences(packed, requests, max_nodes)
+        self.sequences = Sequences(packed, max_nodes, max_slots)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        if not self.packed.model.training:
-            return self._draft(requests, plan)
-        with evaluating(self.packed.model):
-            return self._draft(requests, plan)
+        with as_memory_error(), evaluating(self.packed.model):
+            return self._trees_of(requests, plan)
+
+    def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        self.sequences.reserve(requests)
+        ready = self._fed(requests)
+        trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
+        return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
+
+    def _fed(self, requests: Sequence[Request]) -> list[Request]:
+        """Those that can draft now; of the others, as much is fed as a step may."""
+        ready, left = [], self.CATCH_UP
+        for request in requests:
+            behind = len(self.sequences.uncached(request))
+            if behind <= self.FEW:
+                ready.append(request)
+            elif behind <= left:
+                ready.append(request)
+                left -= behind
+            elif left:
+                self.sequences.feed(request, left)
+                left = 0
+        return ready
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         logits = self._catch_up(requests)[:, None]  # [num_requests, 1, vocab]
@@ -89,8 +113,7 @@ class AssistantDrafter:
 
     def _catch_up(self, requests: Sequence[Request]) -> torch.Tensor:
         """Feed all committed tokens the draft has not seen.  -> logits after each root, [num_requests, vocab]"""
-        self.sequences.reserve(requests)
-        tails = [self.sequences.uncached_tail(request) for request in requests]
+        tails = [self.sequences.uncached(request) for request in requests]
         parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1
         logits = self._logits(parts, torch.from_numpy(last_rows).to(self.packed.device))

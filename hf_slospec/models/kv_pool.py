@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,11 @@ class Stored(NamedTuple):
     dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one token."""
+        return self.num_heads * self.dim * self.dtype.itemsize
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Stored:
@@ -62,11 +67,16 @@ class KVPool:
         rows = {kind: iter(stack) for kind, stack in self._stacks.items()}
         views = [next(rows[kind]) for kind in kinds]  # each [num_slots, num_heads, dim]
         self.keys, self.values = views[: len(layout)], views[len(layout) :]
-        self._free = [(0, num_slots)]  # disjoint [start, end) ranges, ascending
+        self._free = [(0, num_slots)] if num_slots else []  # disjoint [start, end) ranges, ascending
 
     @property
     def num_free(self) -> int:
         return sum(end - start for start, end in self._free)
+
+    @property
+    def largest_free(self) -> int:
+        """Slots of the longest free range."""
+        return max((end - start for start, end in self._free), default=0)
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +101,18 @@ class KVPool:
             else:
                 merged.append((start, end))
         self._free = merged
+
+    def compact(self, sequences: Iterable[CachedSequence]) -> None:
+        """Move all sequences of the pool to its front, so that what is free is one range."""
+        end = 0
+        for sequence in sorted(sequences, key=lambda sequence: sequence.start):
+            if sequence.start != end:
+                for stack in self._stacks.values():
+                    held = stack[:, sequence.start : sequence.start + sequence.length]
+                    stack[:, end : end + sequence.length] = held.clone()  # the two may overlap
+                sequence.start = end
+            end += sequence.capacity
+        self._free = [(end, self.num_slots)] if end < self.num_slots else []
 
     def copy_from(self, other: KVPool, theirs: CachedSequence, mine: CachedSequence) -> None:
         """Take over the committed K/V of a sequence from a pool of the same layers."""

@@ -118,7 +118,8 @@ class _Forwards:
         key = size.num_requests, size.keys_each
         if key not in self._room:
             requests = [Request(i, [0] * size.keys_each, max_new_tokens=0) for i in range(size.num_requests)]
-            sequences = Sequences(self.packed, requests, max_nodes=CURVE[-1].num_tokens)
+            sequences = Sequences(self.packed, max_nodes=CURVE[-1].num_tokens)
+            sequences.reserve(requests)
             for request in requests:
                 sequences.of(request).length = size.keys_each
             self._room[key] = sequences, requests

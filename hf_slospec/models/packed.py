@@ -14,11 +14,10 @@ import torch
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import BACKENDS, AttentionLayer, PackedForward, Span, active_forward
 from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
+from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
 
 # A 4D mask is passed through untouched by every mask builder; nothing reads this one.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
-# These say nothing about the model that met them.
-DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 @dataclass(eq=False)
@@ -136,7 +135,7 @@ def refused_if_it_fails(model: Any) -> Iterator[None]:
     except DEVICE_ERRORS:
         raise
     except (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
-        if isinstance(error, UnsupportedModelError) or "can't allocate memory" in str(error):
+        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
             raise
         raise cannot_be_packed(model, f"its forward failed on a packed row with {error!r}") from error
 

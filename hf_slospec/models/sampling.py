@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
+from hf_slospec.models.memory import DEVICE_ERRORS
 
 # input_ids [1, length] int64 (None for those that never read it), scores [num_rows, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -25,22 +26,24 @@ class GeneratorNoise:
 
     ``multinomial(p, 1)`` is ``argmax(p / Exp(1) noise)``. ``generate`` draws for the whole batch once per position, so
     drawing [batch, vocab] position after position from the global generator gives every row its own
-    noise and leaves the generator where ``generate`` leaves it, however far ahead single rows are.
+    noise and leaves the generator where ``generate`` leaves it, however far ahead single rows are. With a seed there is
+    a generator of its own, and the noise is what the global one would give after ``torch.manual_seed(seed)``.
     """
 
-    def __init__(self, batch: int, probs: torch.Tensor):
+    def __init__(self, batch: int, probs: torch.Tensor, seed: int | None = None):
         """``probs`` [..., vocab]: of the dtype and vocabulary that tokens are drawn from."""
         self.shape, self.dtype, self.device = (batch, probs.shape[-1]), probs.dtype, probs.device
         self.num_drawn = 0
-        self._global = _default_generator(probs.device)
+        own = None if seed is None else torch.Generator(probs.device).manual_seed(seed)
+        self._generator = own or _default_generator(probs.device)
         self._states: dict[int, torch.Tensor] = {}  # of the generator, before each position was drawn (5 kB on a CPU)
         self._remembered: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
 
     def at(self, position: int, row: int) -> torch.Tensor:
         """Noise for a row's token at a position (0: its first new token).  -> [vocab] f32"""
         while self.num_drawn <= position:
-            self._states[self.num_drawn] = self._global.get_state()
-            self._draw(self.num_drawn, self._global)
+            self._states[self.num_drawn] = self._generator.get_state()
+            self._draw(self.num_drawn, self._generator)
             self.num_drawn += 1
         if position not in self._remembered:
             self._draw(position, torch.Generator(self.device).set_state(self._states[position]))
@@ -60,7 +63,7 @@ class GeneratorNoise:
     def end(self, num_positions: int) -> None:
         """Leave the generator as it was before any noise beyond the positions that were generated."""
         if num_positions < self.num_drawn:
-            self._global.set_state(self._states[num_positions])
+            self._generator.set_state(self._states[num_positions])
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
@@ -110,24 +113,27 @@ def _by_position(rows: list[list[torch.Tensor]] | None, num_positions: int) -> t
 
 
 class StockSampler:
-    """Greedy choice or sampling after the call's own logits processors, as stock ``generate`` does it."""
+    """How the rows of one call choose: greedily or sampling, after its logits processors, as ``generate`` does it."""
 
     def __init__(
         self,
+        requests: Sequence[Request],
         processors: Sequence[Sequence[Processor]],
         do_sample: bool,
         prompts: Sequence[Sequence[int]],
         device: torch.device,
         ignore_sequence: bool,
         record: Record,
+        seed: int | None = None,
     ):
-        """Per row of the batch: its processors, and its prompt as they see it, left padding included.
+        """Per row of the batch: its request, its processors, and its prompt as these see it, left padding included.
 
-        With ``ignore_sequence`` all rows have the same processors, and none of them reads ``input_ids``.
+        With ``ignore_sequence`` all rows have the same processors, and none of them reads ``input_ids``. Noise is that
+        of the global generator, or what it would be after ``torch.manual_seed(seed)``.
         """
-        self.kind: Literal["greedy", "sampled"] = "sampled" if do_sample else "greedy"
         self.processors, self.do_sample, self.prompts, self.device = processors, do_sample, prompts, device
-        self.ignore_sequence, self.record = ignore_sequence, record
+        self.ignore_sequence, self.record, self.seed = ignore_sequence, record, seed
+        self._row = {request: row for row, request in enumerate(requests)}
         self._noise: GeneratorNoise | None = None
 
     def choosers(
@@ -154,7 +160,7 @@ class StockSampler:
         scores = _processed(self.processors[0], None, raw)
         if self.do_sample:
             places = [
-                (request.num_emitted + int(depth), request.index)
+                (request.num_emitted + int(depth), self._row[request])
                 for request, tree in zip(requests, trees, strict=True)
                 for depth in tree.depths
             ]
@@ -168,14 +174,14 @@ class StockSampler:
     def _chosen(
         self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
     ) -> int:
-        self.record.add(request.index, logits[node], scores[node])
+        self.record.add(self._row[request], logits[node], scores[node])
         return _checked(choices[node])
 
     def _choose(self, request: Request, logits: torch.Tensor, node: int) -> int:
         """The token after ``node``, whose path from the root has just been committed to ``request.tokens``."""
         scores = self.scores(request, request.tokens, logits[node])
         if self.do_sample:
-            return _checked(int(self._drawn(scores[None], [(request.num_emitted, request.index)])))
+            return _checked(int(self._drawn(scores[None], [(request.num_emitted, self._row[request])])))
         return int(scores.argmax(-1))
 
     def scores(self, request: Request, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -184,11 +190,12 @@ class StockSampler:
         ``logits`` and the result are [vocab]; processors may remember what they see.
         """
         raw = logits[None].to(device=self.device, dtype=torch.float32)
-        row = [*self.prompts[request.index], *tokens[request.prompt_len :]]
-        processors = self.processors[request.index]
-        input_ids = torch.tensor([row], device=self.device) if processors else None
+        row = self._row[request]
+        text = [*self.prompts[row], *tokens[request.prompt_len :]]
+        processors = self.processors[row]
+        input_ids = torch.tensor([text], device=self.device) if processors else None
         scores = _processed(processors, input_ids, raw)[0]
-        self.record.add(request.index, raw[0], scores)
+        self.record.add(row, raw[0], scores)
         return scores
 
     def _drawn(self, scores: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -197,7 +204,7 @@ class StockSampler:
         ``scores`` [num_places, vocab]  ->  [num_places] int64
         """
         probs = scores.softmax(-1)
-        self._noise = self._noise or GeneratorNoise(len(self.prompts), probs)
+        self._noise = self._noise or GeneratorNoise(len(self.prompts), probs, self.seed)
         noise = torch.stack([self._noise.at(*place) for place in places])
         return torch.where(torch.isfinite(probs).all(-1), (probs / noise).argmax(-1), -1)
 
@@ -205,6 +212,58 @@ class StockSampler:
         """``num_positions`` tokens were generated per row."""
         if self._noise is not None:
             self._noise.end(num_positions)
+
+
+class GreedySampler:
+    """The most probable token, whoever asks."""
+
+    def choosers(
+        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
+    ) -> Sequence[Chooser]:
+        choices = iter(logits.argmax(-1).tolist())
+        return [[next(choices) for _ in range(tree.num_nodes)].__getitem__ for tree in trees]
+
+
+GREEDY = GreedySampler()
+
+
+class Samplers:
+    """The samplers of requests that came by different calls; those without one choose greedily.
+
+    What one of them raises is kept for its own requests to meet; the others choose on.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[Request, StockSampler] = {}
+
+    def add(self, request: Request, sampler: StockSampler) -> None:
+        self._of[request] = sampler
+
+    def remove(self, request: Request) -> None:
+        self._of.pop(request, None)
+
+    def choosers(
+        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
+    ) -> Sequence[Chooser]:
+        groups: dict[StockSampler | GreedySampler, list[int]] = {}
+        for place, request in enumerate(requests):
+            groups.setdefault(self._of.get(request, GREEDY), []).append(place)
+        rows = logits.split([tree.num_nodes for tree in trees])
+        choosers: dict[int, Chooser] = {}
+        for sampler, places in groups.items():
+            own = logits if len(places) == len(requests) else torch.cat([rows[place] for place in places])
+            try:
+                made = sampler.choosers([requests[p] for p in places], own, [trees[p] for p in places])
+            except DEVICE_ERRORS:
+                raise
+            except Exception as error:  # noqa: BLE001  whatever a call's own processors raise, its requests meet
+                made = [functools.partial(_raise, error)] * len(places)
+            choosers.update(zip(places, made, strict=True))
+        return [choosers[place] for place in range(len(requests))]
+
+
+def _raise(error: Exception, node: int) -> int:
+    raise error
 
 
 def _processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:

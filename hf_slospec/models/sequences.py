@@ -31,62 +31,104 @@ def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.nd
 
 
 class Sequences:
-    """A pool for the given requests, and each request's range of it. It grows with their texts."""
+    """The requests that have K/V in one model, each with its range of a pool that grows with them."""
 
-    def __init__(self, packed: PackedModel, requests: Sequence[Request], max_nodes: int):
-        """``max_nodes`` bounds the tree nodes of one request that are staged at a time."""
-        self.packed, self.max_nodes = packed, max_nodes
+    def __init__(self, packed: PackedModel, max_nodes: int, max_slots: int | None = None):
+        """``max_nodes`` bounds the tree nodes of one request that are staged at a time, ``max_slots`` the pool."""
+        self.packed, self.max_nodes, self.max_slots = packed, max_nodes, max_slots
+        self.pool: KVPool = packed.new_pool(0)
+        self._by_request: dict[Request, CachedSequence] = {}
         self._embeds: dict[Request, torch.Tensor] = {}
-        capacities = [self._capacity(request, FIRST_ROOM) for request in requests]
-        self.pool: KVPool = packed.new_pool(sum(capacities))
-        self._by_request: dict[Request, CachedSequence] = {
-            request: self.pool.allocate(capacity) for request, capacity in zip(requests, capacities, strict=True)
-        }
+
+    def of(self, request: Request) -> CachedSequence:
+        return self._by_request[request]
+
+    def num_cached(self, request: Request) -> int:
+        """Tokens of the request whose K/V is here."""
+        return self._by_request[request].length if request in self._by_request else 0
+
+    def reserve(self, requests: Sequence[Request]) -> None:
+        """Make room for one more step of these requests, known or new, while nothing is staged.
+
+        ``max_new_tokens`` is often far more than what a text comes to, so a request starts with little. When it has
+        used up its room, it gets as much again as its text is long.
+
+        Raises:
+            MemoryError: that would be more than ``max_slots``, or than there is memory for. Nothing has changed.
+        """
+        self._provide(
+            {
+                request: self._capacity(request, max(len(request.tokens), FIRST_ROOM))
+                for request in requests
+                if self._room_of(request) < self._capacity(request, 0)
+            }
+        )
+
+    def reserve_for(self, request: Request, length: int) -> None:
+        """Make room for a text of this length of one request."""
+        if self._room_of(request) < length:
+            self._provide({request: length})
+
+    def _room_of(self, request: Request) -> int:
+        return self._by_request[request].capacity if request in self._by_request else 0
 
     def _capacity(self, request: Request, room: int) -> int:
         """Slots for the text so far, ``room`` more tokens of it if it may get so long, and what a step stages."""
         return len(request.tokens) + min(request.num_left, room) + self.max_nodes
 
-    def reserve(self, requests: Sequence[Request]) -> None:
-        """Make room for one more step of these requests, while nothing is staged.
+    def _provide(self, capacities: dict[Request, int]) -> None:
+        """Give requests ranges of these capacities, what they have cached moved there."""
+        needed = sum(capacities.values())
+        if needed > self.pool.largest_free:
+            if needed > self.pool.num_free:
+                self._enlarge(capacities)
+                return
+            self.pool.compact(self._by_request.values())
+        for request, capacity in capacities.items():
+            now, before = self.pool.allocate(capacity), self._by_request.get(request)
+            if before is not None:
+                now.length = before.length
+                self.pool.copy_from(self.pool, before, now)
+                self.pool.release(before)
+            self._by_request[request] = now
 
-        ``max_new_tokens`` is often far more than what a text comes to, so a request starts with little. When one has
-        used up its room, all get as much again as their texts are long, and what is cached moves to a larger pool.
-        """
-        if all(self.of(request).capacity >= self._capacity(request, 0) for request in requests):
-            return
-        self._grow([self._capacity(request, max(len(request.tokens), FIRST_ROOM)) for request in self._by_request])
-
-    def reserve_for(self, request: Request, length: int) -> None:
-        """Make room for a text of this length of one request."""
-        if self.of(request).capacity < length:
-            self._grow([length if r is request else own.capacity for r, own in self._by_request.items()])
-
-    def _grow(self, capacities: Sequence[int]) -> None:
-        old, ranges = self.pool, dict(self._by_request)
-        self.pool = self.packed.new_pool(sum(capacities))
-        for (request, before), capacity in zip(ranges.items(), capacities, strict=True):
-            now = self._by_request[request] = self.pool.allocate(capacity)
-            now.length = before.length
-            self.pool.copy_from(old, before, now)
-
-    def of(self, request: Request) -> CachedSequence:
-        return self._by_request[request]
+    def _enlarge(self, capacities: dict[Request, int]) -> None:
+        """Move everything to a larger pool."""
+        wanted = {request: own.capacity for request, own in self._by_request.items()} | capacities
+        needed, limit = sum(wanted.values()), self.max_slots
+        if limit is not None and needed > limit:
+            raise MemoryError(f"{needed} KV slots are needed, and there may be {limit}")
+        doubled = 2 * self.pool.num_slots
+        pool = self.packed.new_pool(max(needed, doubled if limit is None else min(doubled, limit)))
+        moved = {request: pool.allocate(capacity) for request, capacity in wanted.items()}
+        for request, before in self._by_request.items():
+            moved[request].length = before.length
+            pool.copy_from(self.pool, before, moved[request])
+        self.pool, self._by_request = pool, moved
 
     def release(self, request: Request) -> None:
-        self.pool.release(self._by_request.pop(request))
+        self._embeds.pop(request, None)
+        if (sequence := self._by_request.pop(request, None)) is not None:
+            self.pool.release(sequence)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise AssertionError unless only some of these hold slots, and all other slots are free."""
+        assert self._by_request.keys() <= set(requests), "a request that is not running holds K/V"
+        held = sum(sequence.capacity for sequence in self._by_request.values())
+        assert held + self.pool.num_free == self.pool.num_slots, "KV slots are lost, or free and held at once"
 
     def forward(self, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:
         return self.packed.forward(self.pool, parts, logit_rows)
 
-    def uncached_tail(self, request: Request) -> list[int]:
-        """The request's committed tokens without K/V, the last :data:`CHUNK` at most; earlier ones are fed first."""
-        sequence = self.of(request)
-        while len(request.tokens) - sequence.length > CHUNK:
-            piece = request.tokens[sequence.length : sequence.length + CHUNK]
-            self.forward([self.chain(request, piece)], torch.empty(0, dtype=torch.int64, device=self.packed.device))
-            sequence.length += CHUNK
-        return request.tokens[sequence.length :]
+    def uncached(self, request: Request) -> list[int]:
+        """The request's committed tokens without K/V."""
+        return request.tokens[self.of(request).length :]
+
+    def feed(self, request: Request, num_tokens: int) -> None:
+        """Cache this many more of the request's tokens, and nothing else."""
+        part = self.chain(request, self.uncached(request)[:num_tokens])
+        self.forward([part], torch.empty(0, dtype=torch.int64, device=self.packed.device))
+        self.of(request).length += num_tokens
 
     def chain(self, request: Request, tokens: Sequence[int]) -> Fresh:
         """Tokens that follow the request's cached ones, each seeing those before it."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.protocols import Chooser
+from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
+from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.sequences import Sequences
 
 
 class Sampler(Protocol):
     """Chooses tokens exactly as plain decoding would."""
-
-    kind: Literal["greedy", "sampled"]  # runs with samplers of one kind accept drafts alike
 
     def choosers(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
@@ -35,32 +34,45 @@ class PackedTarget:
     def __init__(
         self,
         packed: PackedModel,
-        requests: Sequence[Request],
         max_nodes: int,
         sampler: Sampler,
+        max_slots: int | None = None,
         holds_finished: bool = False,
     ):
-        """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted.
+        """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted, ``max_slots`` all K/V.
 
         With ``holds_finished``, K/V of finished requests stay readable in ``sequences``.
         """
         self.sampler, self.holds_finished = sampler, holds_finished
-        self.sequences = Sequences(packed, requests, max_nodes)
+        self.sequences = Sequences(packed, max_nodes, max_slots)
 
-    def verify(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Sequence[Chooser]:
+    def verify(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
+    ) -> Sequence[Chooser]:
+        with as_memory_error():
+            return self._verify(requests, trees, chunks)
+
+    def _verify(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
+    ) -> Sequence[Chooser]:
         device = self.sequences.packed.device
-        self.sequences.reserve(requests)
+        self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)])
         parts, logit_rows, begin = [], [], 0
         for request, tree in zip(requests, trees, strict=True):
-            chain = self.sequences.uncached_tail(request)  # the last one is the root
+            chain = self.sequences.uncached(request)  # the last one is the root
             parts.append(self.sequences.chain_and_tree(request, chain, tree))
             logit_rows.append(begin + len(chain) - 1 + np.arange(tree.num_nodes))
             begin += len(chain) + tree.num_nodes - 1
-        rows = torch.from_numpy(np.concatenate(logit_rows)).to(device)
-        logits = self.sequences.forward(parts, rows)
+        for chunk in chunks:
+            tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
+            parts.append(self.sequences.chain(chunk.request, tokens))
+        rows = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
+        logits = self.sequences.forward(parts, torch.from_numpy(rows).to(device))
         return self.sampler.choosers(requests, logits, trees)
 
-    def commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]]) -> None:
+    def commit(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
+    ) -> None:
         source, destination = list[int](), list[int]()
         for request, nodes in zip(requests, accepted, strict=True):
             sequence = self.sequences.of(request)
@@ -71,8 +83,16 @@ class PackedTarget:
                     source.append(first_node + node - 1)
                     destination.append(first_node + place)
             sequence.length += chain_len + len(nodes)
+        for chunk in chunks:
+            self.sequences.of(chunk.request).length += chunk.num_tokens
         self.sequences.pool.move(source, destination)
 
     def release(self, request: Request) -> None:
         if not self.holds_finished:
             self.sequences.release(request)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert self.sequences.num_cached(request) == request.num_cached, "the engine miscounts cached tokens"
+        if not self.holds_finished:
+            self.sequences.check(requests)

@@ -47,7 +47,8 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     tokens = iter(np.random.default_rng(draw).permutation(packed.vocab_size).tolist())
     requests = [Request(i, [next(tokens) for _ in range(n)], max_new_tokens=0) for i, n in enumerate(PROMPTS)]
     trees = [_tree(request, parents, tokens) for request, parents in zip(requests, PARENTS, strict=True)]
-    sequences = Sequences(packed, requests, max_nodes=max(map(len, PARENTS)))
+    sequences = Sequences(packed, max_nodes=max(map(len, PARENTS)))
+    sequences.reserve(requests)
     sequences.forward([sequences.chain(r, r.tokens[:-1]) for r in requests], torch.tensor([0], device=packed.device))
     for request in requests:
         sequences.of(request).length = request.prompt_len - 1

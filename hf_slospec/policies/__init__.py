@@ -15,8 +15,8 @@ def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) 
     if config.policy == "adaserve":
         return AdaServePolicy(config, costs)
     if config.policy == "static":
-        return StaticTreePolicy(config)
-    return FixedPolicy(config)
+        return StaticTreePolicy(config.max_depth)
+    return FixedPolicy(0 if config.policy == "none" else config.max_depth, config.max_width)
 
 
 def max_tree_nodes(config: SLOSpecConfig) -> int:

@@ -26,7 +26,7 @@ class AdaServePolicy:
         self.budget = config.token_budget or affordable_tokens(costs)
         self._begun_s = 0.0
 
-    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
         config, self._begun_s = self.config, begun_s
         return Plan(
             *adaptive_shape(

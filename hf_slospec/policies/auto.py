@@ -25,13 +25,14 @@ SPAN = 16  # nodes over which the cost of one more node is averaged
 HOPELESS = 2.0  # times what whole candidate trees yield on average: a request that needs more cannot be helped
 SURE = 8  # steps with drafts before any request is given up
 FADE = 0.1  # weight of a step in running figures
+LEFTOVER = 0.5  # weight of a best-effort request
 
 
 class Experience:
-    """What runs of one kind (greedy, sampled) teach the next: acceptance, and the shapes that paid."""
+    """What runs teach the next: acceptance, and the shapes that paid."""
 
-    def __init__(self, config: SLOSpecConfig, favourite_exponent: float = 1.0):
-        self.acceptance = Acceptance(favourite_exponent, config.max_depth)
+    def __init__(self, config: SLOSpecConfig):
+        self.acceptance = Acceptance(config.max_depth)
         self.depths = DepthControl(config.max_depth, config.max_width)
         self.tokens, self.variance = 1.5, 1.0  # committed per request and step: mean, and variance around expectation
         self.step_s = 0.0  # seconds of a step, by late ones; 0: none yet
@@ -53,7 +54,8 @@ class AutoPolicy:
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: set[Request] = set()
 
-    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+        self._num_fed = num_fed
         self._num_keys = sum(len(request.tokens) for request in requests)
         self._weights = self._urgency(requests, begun_s)
         num_requests, depths = len(requests), self.learned.depths
@@ -64,7 +66,7 @@ class AutoPolicy:
             depth, width = self._shape_for_the_late(num_requests, max_depth, max_width)
         # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
         goodput = depths.goodput * num_requests
-        verify_s = self.costs.verify_s(np.array([num_requests, num_requests + SPAN]), num_requests, self._num_keys)
+        verify_s = self._verify_s(num_requests + np.array([0, SPAN]), num_requests)
         level_s = self.costs.level_s(num_requests, width, self._num_keys)
         self._plan = Plan(
             depth,
@@ -80,7 +82,7 @@ class AutoPolicy:
         draft_s = self.costs.draft_s(num_requests, int(forest.depths.max()), plan.width, self._num_keys)
 
         def step_s(num_nodes: IntArray) -> FloatArray:
-            return draft_s + self.costs.verify_s(num_nodes, num_requests, self._num_keys)
+            return draft_s + self._verify_s(num_nodes, num_requests)
 
         # Nodes deeper than what a request may still emit are never committed.
         is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
@@ -100,7 +102,7 @@ class AutoPolicy:
         learned.acceptance.observe(requests, prediction, verified, in_forest[np.array(own, np.int64)])
         learned.step_s += (FADE if learned.step_s else 1.0) * (phases.total_s - learned.step_s)
         rest_s = phases.select_s + phases.verify_s + phases.host_s
-        self.costs.observe_verify(rest_s, len(in_forest), num_requests, self._num_keys)
+        self.costs.observe_verify(rest_s, len(in_forest) + self._num_fed, num_requests, self._num_keys)
         if not plan.depth:
             return
         depth = int(forest.depths.max())
@@ -113,8 +115,9 @@ class AutoPolicy:
 
     def _urgency(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Weights of the requests.  -> [num_requests] f64"""
+        base = np.array([LEFTOVER if request.is_best_effort else 1.0 for request in requests])
         if all(request.target_s is None for request in requests):
-            return np.ones(len(requests))
+            return base
         learned = self.learned
         rows = [(r.target_s or np.inf, *r.decoded(begun_s), r.num_left_in_stage) for r in requests]
         standing = Standing(*np.array(rows, np.float64).T)
@@ -123,7 +126,7 @@ class AutoPolicy:
         for index in np.flatnonzero(is_hopeless).tolist():
             self._warn_once(requests[index], float(needed[index]))
         cushion = standing.cushion(learned.tokens, learned.variance**0.5)
-        return urgency(standing.late(learned.step_s), cushion, is_hopeless, self.config.urgency)
+        return base * urgency(standing.late(learned.step_s), cushion, is_hopeless, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
@@ -140,9 +143,13 @@ class AutoPolicy:
         def seconds(depths: IntArray, widths: IntArray, nodes: FloatArray) -> FloatArray:
             draft_s = self.costs.draft_s(num_requests, depths, widths, self._num_keys)
             num_nodes = num_requests - num_drafting + num_drafting * nodes
-            return draft_s + self.costs.verify_s(num_nodes, num_requests, self._num_keys)
+            return draft_s + self._verify_s(num_nodes, num_requests)
 
         return seconds
+
+    def _verify_s(self, num_nodes: IntArray | FloatArray, num_requests: int) -> FloatArray:
+        """Seconds of a forward of these nodes and of what others are fed in it."""
+        return self.costs.verify_s(num_nodes + self._num_fed, num_requests, self._num_keys)
 
     def _shape_for_the_late(self, num_requests: int, max_depth: int, max_width: int) -> tuple[int, int]:
         """Where speculation does not pay for all, it may still be faster for those that get all of its nodes."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
@@ -20,10 +19,10 @@ class FixedPolicy:
     A width of 1 makes chains, as vLLM's and transformers' own speculation does.
     """
 
-    def __init__(self, config: SLOSpecConfig):
-        self.depth, self.width = config.max_depth, config.max_width
+    def __init__(self, depth: int, width: int):
+        self.depth, self.width = depth, width
 
-    def plan(self, requests: Sequence[Request], begun_s: float) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
         return Plan(useful_depth(requests, self.depth), self.width)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
@@ -40,8 +39,8 @@ EXPANSION = (1, 1, 3, 1, 1, 1, 1)  # children of each node by depth: 18 nodes wi
 class StaticTreePolicy(FixedPolicy):
     """SpecInfer's static tree (arXiv 2305.09781): the best children of every node by a fixed expansion vector."""
 
-    def __init__(self, config: SLOSpecConfig):
-        self.depth, self.width = min(len(EXPANSION), config.max_depth), max(EXPANSION)
+    def __init__(self, max_depth: int):
+        super().__init__(min(len(EXPANSION), max_depth), max(EXPANSION))
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         trees = [expanded(tree) for tree in useful(requests, candidates)]

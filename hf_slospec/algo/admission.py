@@ -1,0 +1,200 @@
+"""Which requests can still be promised their deadlines: SLOs-Serve's prefill capacity and admission programme.
+
+A request is promised that its prompt is processed by a deadline and that it then decodes at its target, the seconds
+per output token of its tier. Corrections to the printed programme are marked where they are made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_slospec.algo.select import StepTime
+from hf_slospec.algo.tree import FloatArray, IntArray
+
+Counts = tuple[int, ...]  # decoding requests by tier
+PrefillRate = Callable[[Counts], float]  # prompt tokens per second beside these; negative: their targets are not kept
+
+FAR_S = 1e9  # deadlines later than this count as this, so that no product with infinity arises
+
+
+def prefill_rate(
+    step_s: StepTime,
+    targets_s: Sequence[float],
+    counts: Sequence[int],
+    acceptance: float,
+    max_len: int,
+    max_tokens: int,
+    draft_level_s: float = 0.0,
+) -> float:
+    """Most prompt tokens per second that decoding requests leave, each keeping its target (SLOs-Serve, appendix D).
+
+    Every step holds one chain of each decoding request, of the same length within a tier, and fills up with prompt
+    tokens. A chain of s tokens (1: plain decoding) commits Acc(s) = 1 + a + ... + a^(s-1) in expectation, so a step
+    may last up to target * Acc(s). The tier where that is least limits the step. Given that limit, the shortest chains
+    are best for all others, so trying every tier and length as the limit finds the best lengths.
+
+    A fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps, targets
+    are met on average only, and a tier that could sit out some steps is charged for all of them. [FIX] a step may be
+    shorter than its limit: where ``max_tokens`` or the curve stops it from filling the limit, waiting gains nothing.
+
+    Args:
+        step_s: seconds of a step without drafting, by its tokens.
+        targets_s: [tiers] seconds per output token; inf: no target, one token per step.
+        counts: [tiers] decoding requests.
+        acceptance: a in [0, 1], the probability that a token of a chain is accepted after its parent.
+        max_len: longest chain, at least 1.
+        max_tokens: tokens of a step at most.
+        draft_level_s: seconds that each token of the longest chain after the first adds to a step.
+
+    Returns:
+        Tokens per second, at least 0; -inf if the targets cannot be kept even without any prompt.
+    """
+    tokens = np.arange(1, max_tokens + 1)
+    seconds = np.maximum.accumulate(step_s(tokens))
+    num_decoding = np.array([count for count in counts if count > 0], dtype=np.int64)
+    targets = np.array([target for target, count in zip(targets_s, counts, strict=True) if count > 0])
+    accepted = np.cumsum(np.power(float(acceptance), np.arange(max_len)))  # Acc(1), Acc(2), ...
+    paces = targets[:, None] * accepted  # [tiers, max_len] seconds a step may last
+    limits = np.unique(paces[np.isfinite(targets)]) if np.isfinite(targets).any() else np.array([np.inf])
+    best = -np.inf
+    for limit in limits:
+        lengths = 1 + np.count_nonzero(paces < limit, axis=1)
+        longest = int(lengths.max(initial=1))
+        if longest > max_len:  # Acc saturates at 1 / (1 - a)
+            continue
+        load, draft_s = int(num_decoding @ lengths), (longest - 1) * draft_level_s
+        fitting = slice(max(load, 1) - 1, int(np.searchsorted(seconds, limit - draft_s, side="right")))
+        rates = (tokens[fitting] - load) / (seconds[fitting] + draft_s)
+        best = max(best, float(rates.max(initial=-np.inf)))
+    return best
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A request whose prompt is not processed yet."""
+
+    deadline_s: float  # from now until its prompt must be processed
+    prompt_tokens: int  # still to be processed
+    kv_tokens: int  # the memory it needs
+    tier: int  # index into the targets, of its tightest one
+    priority: int = 0  # higher ones first
+    is_forced: bool = False  # admitted before and still prefilling: it may not be left out, and has its memory
+
+
+def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int) -> list[int]:
+    """The most candidates that can all meet their deadlines (SLOs-Serve, section 3.2.1, in its throughput form).
+
+    Prompts are processed earliest deadline first, as fast as ``rate`` allows beside the requests then decoding: those
+    running now, none of which leaves, and every accepted candidate from its deadline on. The budget of prompt tokens
+    grows with that rate, carries over, and may not be negative after any accepted prompt, nor ``rate`` at any time.
+
+    "Most" is lexicographic: as many of the highest priority as possible, then as many of the next, and so on. Of
+    equally good sets, those that leave less room for later candidates give way; then earlier deadlines go first,
+    then lower indices. Forced candidates are part of the answer even if they cannot meet their deadlines, or
+    running ones their targets; then nobody else is.
+
+    Time grows as the number of candidates N times the states kept: one where everybody fits, else up to N^tiers *
+    N^(priorities - 1) counts times the trade-offs between memory and budget at each. Callers bound N, to a few dozen
+    with two tiers and priorities. ``rate`` is called once per counts.
+
+    Args:
+        candidates: in any order.
+        rate: prompt tokens per second beside the requests decoding in each tier, see :func:`prefill_rate`.
+        running: [tiers] requests decoding now.
+        kv_free: tokens of memory that candidates may take that are not forced.
+
+    Returns:
+        Indices of those to admit, ascending, the forced ones included.
+    """
+    order = sorted(range(len(candidates)), key=lambda i: (candidates[i].deadline_s, i))  # [FIX] ties by index
+    jobs = [candidates[i] for i in order]
+    rate, kv_free = functools.cache(rate), max(kv_free, 0)
+    chosen = None
+    for must in ([True] * len(jobs), [job.is_forced for job in jobs]):  # mostly everybody fits
+        if chosen is None:
+            chosen = _largest_set(jobs, must, rate, running, kv_free)
+    if chosen is None:
+        chosen = [place for place, job in enumerate(jobs) if job.is_forced]
+    return sorted(order[place] for place in chosen)
+
+
+def _largest_set(
+    jobs: Sequence[Candidate], must: Sequence[bool], rate: PrefillRate, running: Counts, kv_free: int
+) -> list[int] | None:
+    """Places of the best set among ``jobs``, which are sorted, with all that ``must`` be in it; None if none has them.
+
+    A state is the counts of a set of the jobs so far, accepted ones by priority and decoding ones by tier, and what
+    the set leaves: memory, and budget at the present deadline. Of equal counts only those are kept that no other
+    matches in both. States are in order of preference: one comes first whose set has the first job they differ in.
+    """
+    if rate(running) < 0.0:
+        return None
+    priorities = sorted({job.priority for job in jobs}, reverse=True)
+    counts = np.array([[0] * len(priorities) + list(running)])  # [states, priorities + tiers]
+    left = np.array([[float(kv_free), 0.0]])  # [states, 2] memory, budget
+    rates = np.array([rate(running)])  # [states]
+    needs = np.array([(0 if job.is_forced else job.kv_tokens, job.prompt_tokens) for job in jobs], dtype=np.float64)
+    trail: list[tuple[IntArray, IntArray]] = []  # per job and state, the state before it and whether it was accepted
+    now_s = 0.0
+    for place, job in enumerate(jobs):
+        deadline_s = min(max(job.deadline_s, now_s), FAR_S)
+        left[:, 1] += rates * (deadline_s - now_s)
+        now_s = deadline_s
+
+        step = np.zeros(counts.shape[1], dtype=np.int64)
+        step[[priorities.index(job.priority), len(priorities) + job.tier]] = 1
+        fitting = np.flatnonzero((np.round(left - needs[place], 6) >= 0.0).all(axis=1))
+        joined = counts[fitting] + step
+        joined_rates = _rates(joined[:, len(priorities) :], rate)
+        is_kept = joined_rates >= 0.0
+        fitting, joined, joined_rates = fitting[is_kept], joined[is_kept], joined_rates[is_kept]
+
+        skipping = np.arange(0 if must[place] else len(counts))
+        parents = np.concatenate([fitting, skipping])
+        is_taken = np.repeat([1, 0], [len(fitting), len(skipping)])
+        counts = np.concatenate([joined, counts[skipping]])
+        rates = np.concatenate([joined_rates, rates[skipping]])
+        # What no later job can use is cut off, so that states that differ in nothing else become equal. Rounding
+        # keeps them equal, and keeps a prompt that fits exactly from missing by the last bit.
+        left = np.minimum(left[parents] - is_taken[:, None] * needs[place], needs[place + 1 :].sum(axis=0))
+        left = np.round(left, 6)
+
+        preferred = np.lexsort((1 - is_taken, parents))
+        kept = preferred[_undominated(counts[preferred], left[preferred])]
+        if not len(kept):
+            return None
+        counts, left, rates = counts[kept], left[kept], rates[kept]
+        trail.append((parents[kept], is_taken[kept]))
+
+    # Of equal ones the first in order of preference.
+    at = max(range(len(counts)), key=lambda state: (*counts[state, : len(priorities)], -state))
+    chosen: list[int] = []
+    for place in reversed(range(len(jobs))):
+        parents, is_taken = trail[place]
+        chosen += [place] * int(is_taken[at])
+        at = int(parents[at])
+    return chosen
+
+
+def _rates(counts: IntArray, rate: PrefillRate) -> FloatArray:
+    """``rate`` of each row of [states, tiers]."""
+    distinct, which = np.unique(counts, axis=0, return_inverse=True)
+    return np.array([rate(tuple(row)) for row in distinct.tolist()], dtype=np.float64)[which.reshape(-1)]
+
+
+def _undominated(counts: IntArray, left: FloatArray) -> IntArray:
+    """Indices, ascending, of the states that none of the same counts matches in both columns of ``left``.
+
+    Of equal states the first stays.
+    """
+    order = np.lexsort((-left[:, 1], -left[:, 0], *counts.T))  # stable
+    group = np.cumsum((np.diff(counts[order], axis=0, prepend=counts[order[:1]]) != 0).any(axis=1))
+    # Within a group memory falls, so the budget must rise. Budgets by rank, those of later groups above all others.
+    budgets = np.unique(left[order, 1], return_inverse=True)[1].reshape(-1) + group * len(order)
+    highest_before = np.maximum.accumulate(np.concatenate(([-1], budgets)))[:-1]
+    kept: IntArray = np.sort(order[budgets > highest_before])
+    return kept

@@ -1,0 +1,80 @@
+"""Who is promised its targets: SLOs-Serve's dynamic programme on what is known of requests and steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
+from hf_slospec.engine.pace import Pace
+from hf_slospec.engine.request import Request
+
+MAX_TIERS = 3  # classes of targets that are told apart; the number of states grows with the power of it
+MAX_CANDIDATES = 16  # that are looked at together, those with the earliest deadlines
+MAX_CHAIN = 8
+MAX_STEP = 1024  # tokens
+NO_DEADLINE_S = 1e6
+
+
+def tightest_target_s(request: Request) -> float:
+    """Of all its stages; inf without any."""
+    return min((stage.target_s for stage in request.stages if stage.target_s is not None), default=math.inf)
+
+
+def prefill_deadline_s(request: Request) -> float:
+    """On the engine's clock; inf without a target for the first token."""
+    return math.inf if request.ttft_target_s is None else request.arrived_s + request.ttft_target_s
+
+
+def promised(
+    undecided: Sequence[Request],
+    promised_before: Sequence[Request],
+    kv_free: int,
+    kv_needed: dict[Request, int],
+    pace: Pace,
+    now_s: float,
+) -> list[Request]:
+    """The undecided requests whose targets can be met beside those promised before.
+
+    Args:
+        promised_before: those not finished, still in prefill or decoding.
+        kv_free: slots that no promised request holds.
+    """
+    looked_at = sorted(undecided, key=prefill_deadline_s)[:MAX_CANDIDATES]
+    tiers = tiers_of([tightest_target_s(request) for request in (*looked_at, *promised_before)])
+
+    def tier_of(request: Request) -> int:
+        """The highest target that is not above its own, so that its own is met."""
+        return max(int(np.searchsorted(tiers, tightest_target_s(request), side="right")) - 1, 0)
+
+    def candidate(request: Request, is_forced: bool) -> Candidate:
+        deadline_s = min(prefill_deadline_s(request) - now_s, NO_DEADLINE_S)
+        tokens, slots = request.num_uncached, kv_needed[request]
+        return Candidate(deadline_s, tokens, slots, tier_of(request), request.priority, is_forced)
+
+    running = [0] * len(tiers)
+    for request in promised_before:
+        running[tier_of(request)] += request.is_decoding
+    forced = [request for request in promised_before if not request.is_decoding]
+    requests = [*looked_at, *forced]
+    candidates = [candidate(request, index >= len(looked_at)) for index, request in enumerate(requests)]
+    level_s = pace.draft_s / max(pace.depth, 1.0)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        return prefill_rate(pace.costs.verify_s, tiers, counts, pace.acceptance, MAX_CHAIN, MAX_STEP, level_s)
+
+    chosen = admitted(candidates, rate, tuple(running), kv_free)
+    return [requests[index] for index in chosen if index < len(looked_at)]
+
+
+def tiers_of(targets_s: Sequence[float]) -> list[float]:
+    """At most :data:`MAX_TIERS` targets, ascending, that stand for all of these: each for those up to the next."""
+    distinct = sorted(set(targets_s))
+    if len(distinct) <= MAX_TIERS:
+        return distinct
+    finite = [target for target in distinct if math.isfinite(target)]
+    edges = np.geomspace(finite[0], finite[-1], MAX_TIERS + (len(finite) == len(distinct)))[:-1]
+    standing = {min(target for target in finite if target >= edge * (1 - 1e-9)) for edge in edges}
+    return sorted({*standing, *(target for target in distinct if math.isinf(target))})

@@ -1,0 +1,260 @@
+"""Whose turn it is where requests come and go: promises, room, prefill chunks beside decoding requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hf_slospec.engine.admission import prefill_deadline_s, promised
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.pace import Pace
+from hf_slospec.engine.protocols import Chunk, Turn
+from hf_slospec.engine.request import Request
+
+MIN_CHUNK = 16  # prefill tokens of a step at least, however late others are
+STALL = 3.0  # times a step without prefill: what a prompt may make of it where nobody is late
+SAVES = 1.05  # sitting best-effort requests out must save at least this factor of a step
+MAX_PREEMPTED = 3  # times, then it keeps its room
+MAX_SITS = 8  # steps in a row that a best-effort request may sit out
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be used."""
+
+    max_batch: int  # requests that hold K/V
+    kv_tokens: int  # slots of them together
+    max_nodes: int  # staged by a request in a step
+    prefill_chunk: int  # tokens of a step
+    starvation_s: float  # a best-effort request that waited so long goes first
+
+    def kv_needed(self, request: Request) -> int:
+        """Slots of the request's K/V at its longest."""
+        return request.prompt_len + request.max_new_tokens + self.max_nodes
+
+
+class Continuous:
+    """Continuous batching with chunked prefill in the same forward as decoding.
+
+    Requests with targets are promised them, or not, by SLOs-Serve's dynamic programme (``slo``), or all are, served
+    earliest deadline first (``edf``) or as they came (``fcfs``). Others get what is left: they are best effort, and
+    lose their K/V where a promise needs the room, though not their tokens. One that waited ``starvation_s`` goes first
+    and keeps its room from then on.
+    """
+
+    def __init__(self, limits: Limits, pace: Pace, admission: Literal["slo", "edf", "fcfs"] = "slo"):
+        self.limits, self.pace, self.admission = limits, pace, admission
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._undecided: list[Request] = []  # waiting or running as best effort until their targets can be promised
+        self._kv_needed: dict[Request, int] = {}
+        self._waiting_since: dict[Request, float] = {}
+        self._protected: set[Request] = set()  # best effort, but waited too long before
+        self._sits: dict[Request, int] = {}  # steps in a row that a running request sat out
+        self._has_changed = False
+        self._share = 1.0  # of the work of a step that memory allows
+        self._kv_limit = limits.kv_tokens
+
+    def add(self, request: Request) -> None:
+        self._kv_needed[request] = self.limits.kv_needed(request)
+        self._waiting_since[request] = request.arrived_s
+        if not request.has_targets:
+            request.is_best_effort = True
+        elif not request.is_best_effort and self.admission == "slo":
+            request.is_best_effort = True
+            self._undecided.append(request)
+        self.waiting.append(request)
+        self._has_changed = True
+
+    def remove(self, request: Request) -> None:
+        for requests in (self.waiting, self.running, self._undecided):
+            if request in requests:
+                requests.remove(request)
+        for book in (self._kv_needed, self._waiting_since, self._sits):
+            book.pop(request, None)
+        self._protected.discard(request)
+        self._has_changed, self._kv_limit = True, self.limits.kv_tokens
+
+    def observe(self, step: StepEvent) -> None:
+        self.pace.observe(step)
+        self._share = min(1.0, self._share * 1.05)
+
+    def turn(self, now_s: float) -> Turn:
+        self._promise(now_s)
+        preempted = self._enter(now_s)
+        decoding = self._decoding(now_s)
+        return Turn(decoding, self._chunks(decoding, now_s), preempted)
+
+    @property
+    def kv_held(self) -> int:
+        """Slots that running requests may come to hold."""
+        return self._held(self.running)
+
+    def _held(self, requests: Iterable[Request]) -> int:
+        return sum(self._kv_needed[request] for request in requests)
+
+    # ---- promises
+
+    def _promise(self, now_s: float) -> None:
+        """Promise targets to those undecided requests whose targets can be met; give up those whose cannot any more."""
+        if not self._undecided:
+            return
+        fastest = self.limits.prefill_chunk / float(self.pace.step_s(0, self.limits.prefill_chunk))  # tokens per second
+        for request in list(self._undecided):
+            if now_s + request.num_uncached / fastest > prefill_deadline_s(request):
+                self._undecided.remove(request)  # it stays best effort
+        if not self._has_changed or not self._undecided:
+            return
+        self._has_changed = False
+        before = [request for request in (*self.running, *self.waiting) if not request.is_best_effort]
+        kv_free = self.limits.kv_tokens - self._held(before)
+        places = self.limits.max_batch - len(before)
+        for request in promised(self._undecided, before, kv_free, self._kv_needed, self.pace, now_s)[: max(places, 0)]:
+            request.is_best_effort = False
+            self._undecided.remove(request)
+
+    # ---- room
+
+    def _enter(self, now_s: float) -> list[Request]:
+        """Let waiting requests in, in order, as far as there is room.  -> those that lost theirs"""
+        preempted: list[Request] = []
+        for request in sorted(self.waiting, key=lambda request: self._rank(request, now_s)):
+            is_first = self._rank(request, now_s)[0] < 2
+            victims = self._victims(request) if is_first else []
+            if victims is None or not self._fits(request, self.running, victims):
+                break  # nobody overtakes it, or a large request would never find room
+            for victim in victims:
+                self.preempt(victim, now_s)
+                preempted.append(victim)
+            self.waiting.remove(request)
+            self.running.append(request)
+            if request.is_best_effort and is_first:
+                self._protected.add(request)
+        return preempted
+
+    def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
+        """Place in the queue: those that starve, those with promises, the rest."""
+        came_s = self._waiting_since[request]
+        if request.is_best_effort:
+            is_starving = now_s - came_s >= self.limits.starvation_s
+            return 0 if is_starving else 2, -request.priority, came_s, request.index
+        due_s = came_s if self.admission == "fcfs" else min(prefill_deadline_s(request), 1e12)
+        return 1, -request.priority, due_s, request.index
+
+    def _fits(self, request: Request, running: list[Request], without: list[Request]) -> bool:
+        others = [other for other in running if other not in without]
+        return len(others) < self.limits.max_batch and self._held(others) + self._kv_needed[request] <= (
+            self._kv_limit if others else self.limits.kv_tokens
+        )
+
+    def _victims(self, request: Request) -> list[Request] | None:
+        """Best-effort requests to preempt so that this one fits, the latest first; None if that is not enough."""
+        victims: list[Request] = []
+        spare = self._spare()
+        while not self._fits(request, self.running, victims):
+            if not spare:
+                return None
+            victims.append(spare.pop(0))
+        return victims
+
+    def _spare(self) -> list[Request]:
+        """Running requests that may lose their room, the first to lose it first."""
+        spare = [request for request in self.running if request.is_best_effort and request not in self._protected]
+        return sorted(spare, key=lambda request: (request.priority, -request.arrived_s, -request.index))
+
+    def preempt(self, request: Request, now_s: float) -> None:
+        """Back to the queue; its tokens stay, its K/V is the engine's to drop."""
+        self.running.remove(request)
+        self.waiting.append(request)
+        self._sits.pop(request, None)
+        self._waiting_since[request] = now_s
+        request.num_preempted += 1
+        if request.num_preempted >= MAX_PREEMPTED:
+            self._protected.add(request)
+
+    # ---- the step
+
+    def _decoding(self, now_s: float) -> list[Request]:
+        """Those that decode now: best-effort requests sit out while they would make promised ones late."""
+        decoding = [request for request in self.running if request.is_decoding]
+        if self._share < 1.0:  # after running out of memory: by turns
+            decoding.sort(key=lambda request: -self._sits.get(request, 0))
+            taking_part = decoding[: max(math.ceil(self._share * len(decoding)), 1)]
+        else:
+            allowed_s = self._allowed_s(decoding, now_s)
+            must = [request for request in decoding if not request.is_best_effort]
+            spare = [request for request in decoding if request.is_best_effort]
+            least_s = float(self.pace.step_s(max(len(must), 1)))
+            times_s = self.pace.step_s(len(must) + np.arange(1, len(spare) + 1))
+            num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
+            spare.sort(key=lambda request: -self._sits.get(request, 0))  # stable: else as they came
+            kept = {*must, *spare[: max(num_spare, math.ceil(len(spare) / (MAX_SITS + 1)))]}
+            taking_part = [request for request in decoding if request in kept]
+        for request in decoding:
+            self._sits[request] = 0 if request in taking_part else self._sits.get(request, 0) + 1
+        return taking_part
+
+    def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
+        """Seconds the step may take so that no promised request falls behind its target; 0 where one has already.
+
+        Those whose targets are lost even if they decode alone from now on do not count.
+        """
+        allowed_s, alone_s = math.inf, float(self.pace.step_s(1)) / self.pace.tokens
+        for request in decoding:
+            if request.target_s is None or request.is_best_effort:
+                continue
+            elapsed_s, emitted = request.decoded(now_s)
+            num_left = request.num_left_in_stage
+            if request.target_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:
+                due_s = request.target_s * (emitted + self.pace.tokens) - elapsed_s
+                allowed_s = min(allowed_s, max(due_s, 0.0))
+        return allowed_s
+
+    def _chunks(self, decoding: list[Request], now_s: float) -> list[Chunk]:
+        """Prefill: promised requests by deadline, then the others as they came."""
+        prefilling = [request for request in self.running if not request.is_decoding]
+        if not prefilling:
+            return []
+        prefilling.sort(key=lambda request: self._rank(request, now_s))
+        chunks, left = [], self._prefill_tokens(decoding, now_s)
+        for request in prefilling:
+            if left <= 0:
+                break
+            chunks.append(Chunk.of(request, left))
+            left -= chunks[-1].num_tokens
+        return chunks
+
+    def _prefill_tokens(self, decoding: list[Request], now_s: float) -> int:
+        """How many prefill tokens the step can take beside those that decode."""
+        most = max(int(self.limits.prefill_chunk * self._share), 1)
+        if not decoding:
+            return most
+        sizes = np.arange(1, most + 1)
+        times_s = self.pace.step_s(len(decoding), sizes)
+        limit_s = min(self._allowed_s(decoding, now_s), STALL * float(self.pace.step_s(len(decoding))))
+        return max(int(np.searchsorted(np.maximum.accumulate(times_s), limit_s, side="right")), min(MIN_CHUNK, most))
+
+    # ---- memory
+
+    def relieve(self, now_s: float) -> list[Request]:
+        """Preempt half of those that nothing was promised to. There is no room for more until a request has finished.
+
+        Returns:
+            Those whose K/V is to be dropped; none if only promised requests are left, or a single one.
+        """
+        spare = self._spare()
+        victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
+        for request in victims:
+            self.preempt(request, now_s)
+        self._kv_limit = self.kv_held
+        return victims
+
+    def shrink(self) -> bool:
+        """Do half as much per step, for a while.  -> False if it is down to one request already"""
+        is_least = self._share * len(self.running) <= 1.0 and self._share * self.limits.prefill_chunk <= 1.0
+        self._share /= 2.0
+        return not is_least

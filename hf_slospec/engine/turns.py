@@ -1,0 +1,54 @@
+"""Threads that share one engine's models take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class FairLock:
+    """A lock that is handed on in the order of asking, so that a thread in a tight loop starves nobody.
+
+    The thread that holds it may enter it again.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._guard:
+            if self._owner in (None, me):
+                self._owner, self._depth = me, self._depth + 1
+                return
+            mine = threading.Lock()
+            mine.acquire()
+            self._waiting.append(mine)
+        try:
+            mine.acquire()  # released by the one who hands on
+        except BaseException:  # interrupted: hand on what may have been handed to us
+            with self._guard:
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+                else:
+                    self._hand_on()
+            raise
+        self._owner, self._depth = me, 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._guard:
+            self._depth -= 1
+            if self._depth == 0:
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        """To the one who waits longest; it is not free in between, so nobody gets in before."""
+        if self._waiting:
+            self._owner = -1
+            self._waiting.popleft().release()
+        else:
+            self._owner = None

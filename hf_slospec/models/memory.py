@@ -1,0 +1,29 @@
+"""Running out of memory, told apart from errors of the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+# These say nothing about the model that met them.
+DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the device or of the host, where torch has no error class of its own for it."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+@contextlib.contextmanager
+def as_memory_error() -> Iterator[None]:
+    """Raise MemoryError where torch found no memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise MemoryError(str(error)) from error
