@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
+from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.request import Request
 
@@ -16,6 +17,7 @@ MAX_CANDIDATES = 16  # that are looked at together, those with the earliest dead
 MAX_CHAIN = 8
 MAX_STEP = 1024  # tokens
 NO_DEADLINE_S = 1e6
+MARGIN = 0.85  # of targets is planned with: what steps commit varies
 
 
 def tightest_target_s(request: Request) -> float:
@@ -50,7 +52,7 @@ def promised(
         return max(int(np.searchsorted(tiers, tightest_target_s(request), side="right")) - 1, 0)
 
     def candidate(request: Request, is_forced: bool) -> Candidate:
-        deadline_s = min(prefill_deadline_s(request) - now_s, NO_DEADLINE_S)
+        deadline_s = min(MARGIN * (prefill_deadline_s(request) - now_s), NO_DEADLINE_S)
         tokens, slots = request.num_uncached, kv_needed[request]
         return Candidate(deadline_s, tokens, slots, tier_of(request), request.priority, is_forced)
 
@@ -61,9 +63,13 @@ def promised(
     requests = [*looked_at, *forced]
     candidates = [candidate(request, index >= len(looked_at)) for index, request in enumerate(requests)]
     level_s = pace.draft_s / max(pace.depth, 1.0)
+    planned_s = [MARGIN * target_s for target_s in tiers]
+
+    def step_s(num_tokens: IntArray) -> FloatArray:
+        return pace.costs.verify(num_tokens) * pace.factor
 
     def rate(counts: tuple[int, ...]) -> float:
-        return prefill_rate(pace.costs.verify_s, tiers, counts, pace.acceptance, MAX_CHAIN, MAX_STEP, level_s)
+        return prefill_rate(step_s, planned_s, counts, pace.acceptance, MAX_CHAIN, MAX_STEP, level_s)
 
     chosen = admitted(candidates, rate, tuple(running), kv_free)
     return [requests[index] for index in chosen if index < len(looked_at)]

@@ -15,11 +15,12 @@ from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Chunk, Turn
 from hf_slospec.engine.request import Request
 
-MIN_CHUNK = 16  # prefill tokens of a step at least, however late others are
+MIN_CHUNK = 16  # prefill tokens of a step, however late others are: of promised requests, of others now and then
 STALL = 3.0  # times a step without prefill: what a prompt may make of it where nobody is late
+AHEAD = 0.95  # of a target is what a promised request is kept up to
 SAVES = 1.05  # sitting best-effort requests out must save at least this factor of a step
 MAX_PREEMPTED = 3  # times, then it keeps its room
-MAX_SITS = 8  # steps in a row that a best-effort request may sit out
+MAX_SITS = 8  # steps in a row that best-effort requests sit out for promised ones
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,12 @@ class Continuous:
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
-        """Place in the queue: those that starve, those with promises, the rest."""
+        """Place in the queue: those that starve, those with promises, the rest; of these the ones too late last."""
         came_s = self._waiting_since[request]
         if request.is_best_effort:
             is_starving = now_s - came_s >= self.limits.starvation_s
-            return 0 if is_starving else 2, -request.priority, came_s, request.index
+            is_too_late = not request.num_emitted and now_s > prefill_deadline_s(request)
+            return 0 if is_starving else 2, -request.priority, is_too_late, came_s, request.index
         due_s = came_s if self.admission == "fcfs" else min(prefill_deadline_s(request), 1e12)
         return 1, -request.priority, due_s, request.index
 
@@ -210,7 +212,7 @@ class Continuous:
             elapsed_s, emitted = request.decoded(now_s)
             num_left = request.num_left_in_stage
             if request.target_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:
-                due_s = request.target_s * (emitted + self.pace.tokens) - elapsed_s
+                due_s = AHEAD * request.target_s * (emitted + self.pace.tokens) - elapsed_s
                 allowed_s = min(allowed_s, max(due_s, 0.0))
         return allowed_s
 
@@ -220,15 +222,18 @@ class Continuous:
         if not prefilling:
             return []
         prefilling.sort(key=lambda request: self._rank(request, now_s))
-        chunks, left = [], self._prefill_tokens(decoding, now_s)
+        left = self._prefill_tokens(decoding, prefilling, now_s)
+        chunks = list[Chunk]()
         for request in prefilling:
-            if left <= 0:
-                break
-            chunks.append(Chunk.of(request, left))
-            left -= chunks[-1].num_tokens
+            if left > 0:
+                chunks.append(Chunk.of(request, left))
+                left -= chunks[-1].num_tokens
+        fed = {chunk.request for chunk in chunks}
+        for request in prefilling:
+            self._sits[request] = 0 if request in fed else self._sits.get(request, 0) + 1
         return chunks
 
-    def _prefill_tokens(self, decoding: list[Request], now_s: float) -> int:
+    def _prefill_tokens(self, decoding: list[Request], prefilling: list[Request], now_s: float) -> int:
         """How many prefill tokens the step can take beside those that decode."""
         most = max(int(self.limits.prefill_chunk * self._share), 1)
         if not decoding:
@@ -236,7 +241,10 @@ class Continuous:
         sizes = np.arange(1, most + 1)
         times_s = self.pace.step_s(len(decoding), sizes)
         limit_s = min(self._allowed_s(decoding, now_s), STALL * float(self.pace.step_s(len(decoding))))
-        return max(int(np.searchsorted(np.maximum.accumulate(times_s), limit_s, side="right")), min(MIN_CHUNK, most))
+        affordable = int(np.searchsorted(np.maximum.accumulate(times_s), limit_s, side="right"))
+        first = prefilling[0]
+        is_due = not first.is_best_effort or self._sits.get(first, 0) >= MAX_SITS
+        return max(affordable, min(MIN_CHUNK, most) if is_due else 0)
 
     # ---- memory
 

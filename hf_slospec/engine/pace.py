@@ -1,6 +1,8 @@
-"""How fast requests decode, lately, and what a step would take."""
+"""How fast requests decode, lately, and what a step would take, whatever the policy."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import StepEvent
 
 FADE = 0.1  # weight of a step in running figures
+MAX_ERROR = 1.0  # log of the ratio by which one step may be off, as far as it counts: it may have met a pause
 
 
 class Pace:
@@ -20,11 +23,16 @@ class Pace:
         self.nodes = 1.0  # verified per request and step
         self.depth = 0.0
         self.draft_s = 0.0  # of a step
+        self._log_factor = 0.0  # of steps: measured over predicted
 
     def observe(self, step: StepEvent) -> None:
+        num_requests = len(step.requests)
+        predicted_s = float(self._step_s(np.array(0 if step.is_prefill else step.nodes), step.prefill_tokens))
+        if step.phases.total_s > 0.0 and predicted_s > 0.0:
+            error = math.log(step.phases.total_s / predicted_s) - self._log_factor
+            self._log_factor += FADE * max(min(error, MAX_ERROR), -MAX_ERROR)
         if step.is_prefill:
             return
-        num_requests = len(step.requests)
         for name, value in (
             ("tokens", step.committed / num_requests),
             ("nodes", step.nodes / num_requests),
@@ -35,8 +43,16 @@ class Pace:
 
     def step_s(self, num_decoding: IntArray | int, num_fed: IntArray | int = 0) -> FloatArray:
         """Seconds of a step of so many decoding requests that feeds so many prefill tokens."""
-        num_nodes = np.asarray(num_decoding * self.nodes + num_fed, np.float64)
-        return self.costs.verify_s(num_nodes) + self.draft_s
+        return self._step_s(np.asarray(num_decoding * self.nodes), num_fed) * self.factor
+
+    @property
+    def factor(self) -> float:
+        """Times as long as the profile says that steps took lately."""
+        return math.exp(self._log_factor)
+
+    def _step_s(self, num_nodes: FloatArray, num_fed: IntArray | int) -> FloatArray:
+        draft_s: FloatArray = np.where(num_nodes > 0, self.draft_s, 0.0)
+        return self.costs.verify(num_nodes + num_fed) + draft_s
 
     @property
     def acceptance(self) -> float:

@@ -1,0 +1,314 @@
+"""A mixed load on the batcher: attainment, goodput and times of our policy and of plain serving on the same arrivals.
+
+    python benchmarks/serving.py load --json benchmarks/results/serving-cpu-2core.json
+    python benchmarks/serving.py throughput --json ...      # all at once, against transformers' generate_batch
+    python benchmarks/serving.py long-prompt --json ...     # what a 2,000-token prompt does to running streams
+    python benchmarks/serving.py overhead --json ...        # the scheduler's own time, by running requests; no model
+
+Requests are of three classes, with targets for the time to the first token and per output token in multiples of the
+time per token of plain decoding at batch 8, measured first. The systems take turns on the same arrivals, real clock.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.bench import provenance
+from hf_slospec.engine.continuous import Continuous, Limits
+from hf_slospec.engine.pace import Pace
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.inflate import SHAPES, inflate
+
+app = typer.Typer(add_completion=False)
+OURS = "auto"
+SYSTEMS: dict[str, dict[str, Any]] = {
+    OURS: dict(policy="auto", admission="slo"),
+    "plain": dict(policy="none", admission="fcfs"),
+    "fixed-4": dict(policy="fixed", max_depth=4, max_width=1, admission="fcfs"),
+}
+# share of requests, targets per output token and to the first one, in times per token of plain decoding at batch 8
+CLASSES = {"tight": (0.4, 0.8, 15.0), "middling": (0.4, 1.2, 30.0), "relaxed": (0.2, 3.0, 100.0)}
+PROMPT_TOKENS, NEW_TOKENS = (16, 64), (16, 64)
+Json = Annotated[Path | None, typer.Option("--json")]
+Size = Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")]
+Dtype = Annotated[str, typer.Option()]
+
+
+def models(size: str, dtype: str) -> tuple[Any, Any, Any]:
+    target, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
+    return inflate(target, SHAPES[size]), draft, tokenizer
+
+
+def plain_token_s(generator: SLOSpecGenerator, tokenizer: Any, batch: int = 8) -> float:
+    """Time per token of plain decoding of a batch."""
+    prompts = [tokenizer(text)["input_ids"][:64] for text in tiny_prompts()[:batch]]
+    handles = [generator.submit(ids, max_new_tokens=40, eos_token_id=None) for ids in prompts]
+    return median(handle.result().metrics.tpot_s or 0.0 for handle in handles)
+
+
+def arrivals(rng: np.random.Generator, kind: str, rate: float, number: int) -> np.ndarray:
+    """Seconds of each arrival: Poisson, or bursts (gamma gaps with a coefficient of variation of 3)."""
+    shape = {"poisson": 1.0, "bursty": 1.0 / 9.0}[kind]
+    return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
+
+
+def load_of(seed: int, kind: str, rate: float, number: int, token_s: float, tokenizer: Any) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    texts = [tokenizer(text)["input_ids"] for text in tiny_prompts()]
+    names, shares = list(CLASSES), [share for share, *_ in CLASSES.values()]
+    made = []
+    for at_s in arrivals(rng, kind, rate, number):
+        name = names[rng.choice(len(names), p=shares)]
+        text, begin = texts[rng.integers(len(texts))], int(rng.integers(0, 32))
+        _, tpot, ttft = CLASSES[name]
+        made.append(
+            dict(
+                at_s=float(at_s),
+                name=name,
+                ids=text[begin : begin + int(rng.integers(*PROMPT_TOKENS))] or text[:8],
+                new=int(rng.integers(*NEW_TOKENS)),
+                targets=dict(slo_tpot=tpot * token_s, slo_ttft=ttft * token_s),
+            )
+        )
+    return made
+
+
+def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, Any]:
+    """Submit a load when it is due; figures of what came of it."""
+    begun_s = time.perf_counter()
+    handles = []
+    for job in load:
+        time.sleep(max(job["at_s"] - (time.perf_counter() - begun_s), 0.0))
+        handles.append(
+            generator.submit(
+                job["ids"], max_new_tokens=job["new"], eos_token_id=None, do_sample=False, **job["targets"]
+            )
+        )
+    metrics = [handle.result().metrics for handle in handles]
+    seconds = time.perf_counter() - begun_s
+    by_class: dict[str, list[Any]] = defaultdict(list)
+    for job, own in zip(load, metrics, strict=True):
+        by_class[job["name"]].append(own)
+    promised = [own for own in metrics if own.guaranteed]
+    return {
+        "attained": sum(bool(own.attained) for own in metrics) / len(metrics),
+        "goodput": sum(own.tokens for own in metrics if own.attained) / seconds,
+        "tokens_per_s": sum(own.tokens for own in metrics) / seconds,
+        "promised": len(promised) / len(metrics),
+        "promises_kept": sum(bool(own.attained) for own in promised) / max(len(promised), 1),
+        "classes": {
+            name: {
+                "attained": sum(bool(own.attained) for own in rows) / len(rows),
+                "ttft_s": np.percentile([own.ttft_s for own in rows], (50, 90, 99)).round(4).tolist(),
+                "tpot_s": np.percentile([own.tpot_s for own in rows], (50, 90, 99)).round(4).tolist(),
+            }
+            for name, rows in by_class.items()
+        },
+    }
+
+
+def write(path: Path | None, **record: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+@app.command()
+def load(
+    size: Size = "0.3B",
+    dtype: Dtype = "bfloat16",
+    number: Annotated[int, typer.Option()] = 200,
+    pressure: Annotated[float, typer.Option(help="Work that comes in, of what plain decoding at batch 8 does.")] = 0.8,
+    repeats: Annotated[int, typer.Option()] = 2,
+    systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
+    kinds: Annotated[str, typer.Option(help="poisson, bursty, or both.")] = "poisson,bursty",
+    json_path: Json = None,
+) -> None:
+    """Poisson and bursty arrivals of three classes, every system on each."""
+    target, draft, tokenizer = models(size, dtype)
+    generators = {
+        name: SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS[name])) for name in systems.split(",")
+    }
+    with generators["plain"] if "plain" in generators else SLOSpecGenerator(target, draft, tokenizer) as plain:
+        plain_token_s(plain, tokenizer)
+        token_s = plain_token_s(plain, tokenizer)
+    verify = plain._decoder.speculator.costs.verify
+    prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # of a request, fed in a large step
+    rate = pressure / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)
+    for generator in generators.values():
+        with generator:  # warm-up
+            serve(generator, load_of(10**6, "poisson", rate, 16, token_s, tokenizer))
+    results: dict[str, dict[str, list[Any]]] = {kind: defaultdict(list) for kind in kinds.split(",")}
+    turns = [(kind, repeat, place) for repeat in range(repeats) for kind in results for place in range(len(generators))]
+    for kind, repeat, place in tqdm(turns, disable=not sys.stderr.isatty()):
+        name = list(generators)[(place + repeat) % len(generators)]
+        with generators[name] as generator:
+            own = serve(generator, load_of(repeat, kind, rate, number, token_s, tokenizer))
+        results[kind][name].append(own)
+    console = Console(width=140)
+    for kind, by_name in results.items():
+        table = Table(
+            title=f"{size} {dtype}, {kind}: {number} requests at {rate:.2f}/s; plain {1e3 * token_s:.0f} ms/token"
+        )
+        for heading in ("system", "attained", "goodput tok/s", "tok/s", "promised", "kept", *CLASSES):
+            table.add_column(heading, justify="left" if heading == "system" else "right")
+        for name, runs in by_name.items():
+            figures = [median(run[key] for run in runs) for key in ("attained", "goodput", "tokens_per_s", "promised")]
+            kept = median(run["promises_kept"] for run in runs)
+            classes = [
+                f"{median(r['classes'][c]['attained'] for r in runs):.0%} "
+                f"{1e3 * median(r['classes'][c]['tpot_s'][0] for r in runs):.0f} ms "
+                f"{median(r['classes'][c]['ttft_s'][0] for r in runs):.1f} s"
+                for c in CLASSES
+            ]
+            attained, goodput, rate_of, promised = figures
+            table.add_row(
+                name, f"{attained:.0%}", f"{goodput:.0f}", f"{rate_of:.0f}", f"{promised:.0%}", f"{kept:.0%}", *classes
+            )
+        console.print(table)
+    write(
+        json_path,
+        provenance=provenance(
+            size=size, dtype=dtype, number=number, pressure=pressure, rate=rate, plain_token_s=token_s, classes=CLASSES
+        ),
+        results=results,
+    )
+
+
+@app.command()
+def throughput(
+    size: Size = "0.3B",
+    dtype: Dtype = "bfloat16",
+    number: Annotated[int, typer.Option()] = 48,
+    batch: Annotated[int, typer.Option(help="Requests that run at a time, for all systems.")] = 16,
+    repeats: Annotated[int, typer.Option()] = 3,
+    json_path: Json = None,
+) -> None:
+    """All requests at once, without targets: tokens per second, against transformers' own continuous batching."""
+    target, draft, tokenizer = models(size, dtype)
+    configs = {name: SLOSpecConfig(**options, max_batch=batch) for name, options in SYSTEMS.items()}
+    generators = {name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in configs.items()}
+    prompts = [tokenizer(tiny_prompts()[i % len(tiny_prompts())])["input_ids"][i % 7 :][:64] for i in range(number)]
+
+    def ours(name: str) -> None:
+        with generators[name] as generator:
+            for handle in [generator.submit(ids, max_new_tokens=40, eos_token_id=None) for ids in prompts]:
+                handle.result()
+
+    def stock() -> None:
+        # small blocks and rows: with its defaults it is several times slower on a CPU
+        own = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=2 * batch, max_requests_per_batch=batch)
+        config = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)
+        target.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=own)
+
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(repeats + 1):
+        for name in (*generators, "generate_batch"):
+            begun_s = time.perf_counter()
+            stock() if name == "generate_batch" else ours(name)
+            if repeat:  # the first warms up
+                seconds[name].append(time.perf_counter() - begun_s)
+    results = {
+        name: {
+            "tokens_per_s": number * 40 / median(own),
+            "vs_generate_batch": median(b / s for b, s in zip(seconds["generate_batch"], own, strict=True)),
+        }
+        for name, own in seconds.items()
+    }
+    for name, figures in results.items():
+        print(f"{name:>16} {figures['tokens_per_s']:7.0f} tokens/s  {figures['vs_generate_batch']:.2f}x generate_batch")
+    write(json_path, provenance=provenance(size=size, dtype=dtype, number=number, batch=batch), results=results)
+
+
+@app.command()
+def long_prompt(
+    size: Size = "0.3B",
+    dtype: Dtype = "bfloat16",
+    tokens: Annotated[int, typer.Option()] = 2000,
+    repeats: Annotated[int, typer.Option()] = 3,
+    json_path: Json = None,
+) -> None:
+    """Four streams run when a long prompt comes: the longest gap between a stream's tokens, and the prompt's TTFT."""
+    target, draft, tokenizer = models(size, dtype)
+    text = "\n".join(tiny_prompts())
+    long = (tokenizer(text)["input_ids"] * 10)[:tokens]
+    results: dict[str, dict[str, list[float]]] = {}
+    systems = {"chunked": SLOSpecConfig(), "at once": SLOSpecConfig(prefill_chunk=tokens)}
+    generators = {name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in systems.items()}
+    for _ in range(repeats):
+        for name, generator in generators.items():
+            figures = results.setdefault(name, defaultdict(list))
+            with generator:
+                figures["ttft alone, s"].append(generator.submit(long, max_new_tokens=1).result().metrics.ttft_s)
+                streams = [generator.submit(tiny_prompts()[i], max_new_tokens=400, eos_token_id=None) for i in range(4)]
+                while min(len(stream.token_ids) for stream in streams) < 20:
+                    time.sleep(0.01)
+                before = [len(stream.token_ids) for stream in streams]
+                arrived = generator.submit(long, max_new_tokens=1)
+                gaps, last = [], [time.perf_counter()] * 4
+                while not arrived.done():
+                    time.sleep(0.001)
+                    now_s = time.perf_counter()
+                    for index, stream in enumerate(streams):
+                        if len(stream.token_ids) > before[index]:
+                            gaps.append(now_s - last[index])
+                            before[index], last[index] = len(stream.token_ids), now_s
+                gaps += [time.perf_counter() - at_s for at_s in last]
+                figures["ttft beside streams, s"].append(arrived.result().metrics.ttft_s)
+                figures["longest gap, s"].append(max(gaps))
+                plain = [stream.metrics.tpot_s for stream in streams]
+                figures["time per token, s"].append(median(value or 0.0 for value in plain))
+                for stream in streams:
+                    stream.cancel()
+    medians = {name: {key: median(values) for key, values in own.items()} for name, own in results.items()}
+    for name, own in medians.items():
+        print(f"{name:>8}: " + "  ".join(f"{key} {value:.3f}" for key, value in own.items()))
+    write(json_path, provenance=provenance(size=size, dtype=dtype, tokens=tokens), results=medians)
+
+
+@app.command()
+def overhead(json_path: Json = None) -> None:
+    """The scheduler's own time per step; no model runs."""
+    costs = StepCosts(
+        ForwardCost(LatencyCurve((1, 64, 512, 2048), (0.02, 0.024, 0.06, 0.2))),
+        ForwardCost(LatencyCurve((1, 64, 512), (0.001, 0.0012, 0.002))),
+    )
+    results = {}
+    for number in (1, 8, 64, 256, 1024):
+        scheduler = Continuous(Limits(number, 10**9, 36, 512, 30.0), Pace(costs))
+        for index in range(number):
+            targets = (Stage(0.05 if index % 2 else None),)
+            scheduler.add(Request(index, [1] * 100, 200, targets, ttft_target_s=5.0 if index % 2 else None))
+        scheduler.turn(0.0)
+        for request in scheduler.running:
+            request.emit(1)
+            request.num_cached = 100
+            request.first_token_s = 0.0
+        spent = []
+        for step in range(200):
+            begun_s = time.perf_counter()
+            scheduler.turn(0.001 * step)
+            spent.append(time.perf_counter() - begun_s)
+        results[str(number)] = 1e3 * median(spent)
+        print(f"{number:>5} running requests: {results[str(number)]:.3f} ms per step")
+    write(json_path, provenance=provenance(), median_ms=results)
+
+
+if __name__ == "__main__":
+    app()
