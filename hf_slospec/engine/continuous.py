@@ -184,8 +184,8 @@ class Continuous:
         """Those that decode now: best-effort requests sit out while they would make promised ones late."""
         decoding = [request for request in self.running if request.is_decoding]
         if self._share < 1.0:  # after running out of memory: by turns
-            decoding.sort(key=lambda request: -self._sits.get(request, 0))
-            taking_part = decoding[: max(math.ceil(self._share * len(decoding)), 1)]
+            by_turns = sorted(decoding, key=lambda request: -self._sits.get(request, 0))
+            kept = set(by_turns[: max(math.ceil(self._share * len(decoding)), 1)])
         else:
             allowed_s = self._allowed_s(decoding, now_s)
             must = [request for request in decoding if not request.is_best_effort]
@@ -195,10 +195,9 @@ class Continuous:
             num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
             spare.sort(key=lambda request: -self._sits.get(request, 0))  # stable: else as they came
             kept = {*must, *spare[: max(num_spare, math.ceil(len(spare) / (MAX_SITS + 1)))]}
-            taking_part = [request for request in decoding if request in kept]
         for request in decoding:
-            self._sits[request] = 0 if request in taking_part else self._sits.get(request, 0) + 1
-        return taking_part
+            self._sits[request] = 0 if request in kept else self._sits.get(request, 0) + 1
+        return [request for request in decoding if request in kept]
 
     def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
         """Seconds the step may take so that no promised request falls behind its target; 0 where one has already.

@@ -1,0 +1,150 @@
+"""Ten thousand submits from eight threads with random cancels, errors, timeouts and stops: nothing lost, memory flat.
+
+    python benchmarks/soak.py [--submits 10000] [--json benchmarks/results/soak-cpu-2core.json]
+
+Runs on the embedded pair in fp32 with every invariant checked in every step, and compares greedy outputs with what
+stock ``generate`` gives.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import torch
+import typer
+from tqdm import tqdm
+from transformers import StoppingCriteriaList
+
+from hf_slospec import NotRunningError, QueueFull, RequestCancelledError, SLOSpecConfig, SLOSpecGenerator
+from hf_slospec import load_tiny_pair, tiny_prompts
+from hf_slospec.bench import provenance
+
+THREADS, WAIT_S, LONGEST = 8, 300.0, 24
+
+
+class Fails:
+    """A criterion that raises after some calls."""
+
+    def __init__(self, after: int):
+        self.left = after
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError("of the user's own")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def main(
+    submits: Annotated[int, typer.Option()] = 10_000,
+    seed: Annotated[int, typer.Option()] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Submit from eight threads while a ninth stops and starts the batcher now and then."""
+    target, draft, tokenizer = load_tiny_pair()
+    config = SLOSpecConfig(check_invariants=True, max_batch=16, max_queue=64, kv_tokens=4000, prefill_chunk=64)
+    gen = SLOSpecGenerator(target, draft, tokenizer, config)
+    prompts = [tokenizer(text)["input_ids"][:24] for text in tiny_prompts()[:8]]
+    expected = [
+        target.generate(torch.tensor([ids]), max_new_tokens=LONGEST, eos_token_id=None)[0, len(ids) :].tolist()
+        for ids in prompts
+    ]
+    outcomes: Counter[str] = Counter()
+    memory, lock, bar = list[int](), threading.Lock(), tqdm(total=submits, unit=" submits")
+    is_over = threading.Event()
+
+    def one(rng: random.Random) -> str:
+        which, new = rng.randrange(len(prompts)), rng.randrange(1, LONGEST)
+        options: dict[str, Any] = dict(max_new_tokens=new, eos_token_id=None, priority=rng.randrange(2))
+        if rng.random() < 0.5:
+            options |= dict(slo_tpot=rng.choice([1e-6, 0.05, 1.0]), slo_ttft=rng.choice([1e-6, 1.0, 60.0]))
+        fails = rng.random() < 0.05
+        if fails:
+            options["stopping_criteria"] = StoppingCriteriaList([Fails(rng.randrange(new))])
+        if is_sampled := rng.random() < 0.2:
+            options |= dict(do_sample=True, seed=rng.randrange(100))
+        try:
+            handle = gen.submit(prompts[which], **options, block=rng.random() < 0.8, timeout=WAIT_S)
+        except QueueFull:
+            return "queue full"
+        except NotRunningError:
+            time.sleep(0.05)
+            return "not running"
+        if rng.random() < 0.1:
+            handle.cancel()
+        try:
+            if rng.random() < 0.2:
+                tokens = list(handle.tokens())
+            else:
+                tokens = handle.result(WAIT_S).token_ids
+        except RequestCancelledError:
+            return "cancelled"
+        except ZeroDivisionError:
+            return "failed on purpose" if fails else "WRONG ERROR"
+        except TimeoutError:
+            return "HANGS"
+        if not is_sampled and tokens != expected[which][:new]:
+            return "WRONG TOKENS"
+        return "finished" if len(tokens) == new else "WRONG LENGTH"
+
+    def user(index: int) -> None:
+        rng = random.Random(1000 * seed + index)
+        while True:
+            with lock:
+                if bar.n >= submits:
+                    return
+                bar.update()
+                if bar.n % 500 == 0:
+                    gc.collect()
+                    memory.append(psutil.Process().memory_info().rss)
+            outcome = one(rng)
+            with lock:
+                outcomes[outcome] += 1
+
+    def stopper() -> None:
+        rng = random.Random(seed)
+        while not is_over.wait(rng.uniform(5.0, 20.0)):
+            gen.stop(drain=rng.random() < 0.5, timeout=rng.choice([None, 0.1]))
+            gen.start()
+
+    gen.start()
+    begun_s = time.perf_counter()
+    threads = [threading.Thread(target=user, args=(index,)) for index in range(THREADS)]
+    ninth = threading.Thread(target=stopper)
+    for thread in (*threads, ninth):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    is_over.set()
+    ninth.join()
+    gen.stop()
+    bar.close()
+    stats = gen.stats()
+    growth = memory[-1] / memory[len(memory) // 4] if len(memory) > 4 else None  # after the first quarter
+    print(dict(outcomes), f"{time.perf_counter() - begun_s:.0f} s, memory at the end against a quarter in: {growth}")
+    print(stats)
+    ended = sum(stats.finished.values())
+    assert not [name for name in outcomes if name.isupper()], outcomes
+    assert sum(outcomes.values()) == submits
+    assert ended == submits - outcomes["queue full"] - outcomes["not running"], "a request was lost or counted twice"
+    assert (stats.running, stats.waiting, stats.kv_tokens) == (0, 0, 0)
+    if json_path is not None:
+        record = {
+            "provenance": provenance(submits=submits, seed=seed),
+            "outcomes": dict(outcomes),
+            "resident_bytes": memory,
+            "stats": stats.model_dump(),
+        }
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
