@@ -23,8 +23,15 @@ import typer
 from tqdm import tqdm
 from transformers import StoppingCriteriaList
 
-from hf_slospec import NotRunningError, QueueFull, RequestCancelledError, SLOSpecConfig, SLOSpecGenerator
-from hf_slospec import load_tiny_pair, tiny_prompts
+from hf_slospec import (
+    NotRunningError,
+    QueueFull,
+    RequestCancelledError,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    load_tiny_pair,
+    tiny_prompts,
+)
 from hf_slospec.bench import provenance
 
 THREADS, WAIT_S, LONGEST = 8, 300.0, 24
@@ -81,10 +88,7 @@ def main(
         if rng.random() < 0.1:
             handle.cancel()
         try:
-            if rng.random() < 0.2:
-                tokens = list(handle.tokens())
-            else:
-                tokens = handle.result(WAIT_S).token_ids
+            tokens = list(handle.tokens()) if rng.random() < 0.2 else handle.result(WAIT_S).token_ids
         except RequestCancelledError:
             return "cancelled"
         except ZeroDivisionError:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
+from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.request import Request
 
 MAX_TIERS = 3  # classes of targets that are told apart; the number of states grows with the power of it
 MAX_CANDIDATES = 16  # that are looked at together, those with the earliest deadlines
+MAX_PRIORITIES = 3  # that are told apart, the highest ones
 MAX_CHAIN = 8
 MAX_STEP = 1024  # tokens
 NO_DEADLINE_S = 1e6
@@ -54,7 +57,10 @@ def promised(
     def candidate(request: Request, is_forced: bool) -> Candidate:
         deadline_s = min(MARGIN * (prefill_deadline_s(request) - now_s), NO_DEADLINE_S)
         tokens, slots = request.num_uncached, kv_needed[request]
-        return Candidate(deadline_s, tokens, slots, tier_of(request), request.priority, is_forced)
+        return Candidate(deadline_s, tokens, slots, tier_of(request), rank[request.priority], is_forced)
+
+    priorities = sorted({request.priority for request in (*looked_at, *promised_before)}, reverse=True)
+    rank = {priority: -min(place, MAX_PRIORITIES - 1) for place, priority in enumerate(priorities)}
 
     running = [0] * len(tiers)
     for request in promised_before:
@@ -63,16 +69,35 @@ def promised(
     requests = [*looked_at, *forced]
     candidates = [candidate(request, index >= len(looked_at)) for index, request in enumerate(requests)]
     level_s = pace.draft_s / max(pace.depth, 1.0)
-    planned_s = [MARGIN * target_s for target_s in tiers]
-
-    def step_s(num_tokens: IntArray) -> FloatArray:
-        return pace.costs.verify(num_tokens) * pace.factor
+    # Rounded, so that rates are found again as long as little changes.
+    known = pace.costs.verify, _rounded(pace.factor), _rounded(level_s), round(pace.acceptance, 1)
+    planned_s = tuple(_rounded(MARGIN * target_s) for target_s in tiers)
 
     def rate(counts: tuple[int, ...]) -> float:
-        return prefill_rate(step_s, planned_s, counts, pace.acceptance, MAX_CHAIN, MAX_STEP, level_s)
+        return _rate(*known, planned_s, counts)
 
     chosen = admitted(candidates, rate, tuple(running), kv_free)
     return [requests[index] for index in chosen if index < len(looked_at)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _rate(
+    verify: ForwardCost,
+    factor: float,
+    level_s: float,
+    acceptance: float,
+    targets_s: tuple[float, ...],
+    counts: tuple[int, ...],
+) -> float:
+    def step_s(num_tokens: IntArray) -> FloatArray:
+        return verify(num_tokens) * factor
+
+    return prefill_rate(step_s, targets_s, counts, acceptance, MAX_CHAIN, MAX_STEP, level_s)
+
+
+def _rounded(value: float) -> float:
+    """To the next of values that lie 5 % apart."""
+    return math.exp(round(math.log(value) * 20.0) / 20.0) if 0.0 < value < math.inf else value
 
 
 def tiers_of(targets_s: Sequence[float]) -> list[float]:
