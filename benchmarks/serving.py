@@ -145,7 +145,7 @@ def load(
     generators = {
         name: SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS[name])) for name in systems.split(",")
     }
-    with generators["plain"] if "plain" in generators else SLOSpecGenerator(target, draft, tokenizer) as plain:
+    with SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS["plain"])) as plain:
         plain_token_s(plain, tokenizer)
         token_s = plain_token_s(plain, tokenizer)
     verify = plain._decoder.speculator.costs.verify
@@ -161,6 +161,7 @@ def load(
         with generators[name] as generator:
             own = serve(generator, load_of(repeat, kind, rate, number, token_s, tokenizer))
         results[kind][name].append(own)
+    ratios: dict[str, dict[str, Any]] = {kind: {} for kind in results}
     console = Console(width=140)
     for kind, by_name in results.items():
         table = Table(
@@ -178,12 +179,17 @@ def load(
                 for c in CLASSES
             ]
             attained, goodput, rate_of, promised = figures
+            pairs = list(zip(runs, by_name[OURS], strict=True))
+            missed = median((1.0 - own["attained"]) / max(1.0 - ours["attained"], 1e-9) for own, ours in pairs)
+            gained = median(ours["goodput"] / max(own["goodput"], 1e-9) for own, ours in pairs)
+            ratios[kind][name] = {"misses_vs_ours": missed, "goodput_of_ours_vs_it": gained}
             table.add_row(
                 name, f"{attained:.0%}", f"{goodput:.0f}", f"{rate_of:.0f}", f"{promised:.0%}", f"{kept:.0%}", *classes
             )
-        console.print(table)
+        console.print(table, ratios[kind])
     write(
         json_path,
+        ratios=ratios,
         provenance=provenance(
             size=size, dtype=dtype, number=number, pressure=pressure, rate=rate, plain_token_s=token_s, classes=CLASSES
         ),
@@ -296,18 +302,26 @@ def overhead(json_path: Json = None) -> None:
             targets = (Stage(0.05 if index % 2 else None),)
             scheduler.add(Request(index, [1] * 100, 200, targets, ttft_target_s=5.0 if index % 2 else None))
         scheduler.turn(0.0)
-        for request in scheduler.running:
-            request.emit(1)
-            request.num_cached = 100
-            request.first_token_s = 0.0
         spent = []
         for step in range(200):
+            for request in scheduler.running:
+                if not request.num_emitted:
+                    request.emit(1)
+                    request.num_cached, request.first_token_s = 100, 0.0
+            if step % 10 == 0:  # one goes, one comes
+                scheduler.remove(scheduler.running[step % number])
+                target_s, ttft_s = (0.05, 5.0) if step % 20 else (None, None)
+                arrived_s = 0.001 * step
+                scheduler.add(
+                    Request(number + step, [1] * 100, 200, (Stage(target_s),), arrived_s, ttft_target_s=ttft_s)
+                )
             begun_s = time.perf_counter()
             scheduler.turn(0.001 * step)
             spent.append(time.perf_counter() - begun_s)
-        results[str(number)] = 1e3 * median(spent)
-        print(f"{number:>5} running requests: {results[str(number)]:.3f} ms per step")
-    write(json_path, provenance=provenance(), median_ms=results)
+        results[str(number)] = {"median": 1e3 * median(spent), "mean": 1e3 * sum(spent) / 200, "max": 1e3 * max(spent)}
+        figures = "  ".join(f"{key} {value:.3f}" for key, value in results[str(number)].items())
+        print(f"{number:>5} running requests, ms per step: {figures}")
+    write(json_path, provenance=provenance(), ms=results)
 
 
 if __name__ == "__main__":

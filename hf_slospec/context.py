@@ -10,8 +10,9 @@ import torch
 from transformers.generation import GenerationConfig
 
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.together import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.models.sequences import CHUNK, Sequences
+from hf_slospec.models.sequences import Sequences
 
 
 @dataclass

@@ -20,7 +20,7 @@ from hf_slospec.engine.protocols import Drafter
 from hf_slospec.hf import Decoder
 from hf_slospec.serving import Prompt, Serving
 from hf_slospec.targets import Targets
-from hf_slospec.telemetry import Stats
+from hf_slospec.telemetry import Collector, Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 
@@ -161,6 +161,6 @@ class SLOSpecGenerator:
         """What the batcher does and has done."""
         return self._serving.stats()
 
-    def collector(self) -> Any:
+    def collector(self) -> Collector:
         """For ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``."""
         return self._serving.collector()

@@ -18,8 +18,9 @@ from transformers.generation import (
 from hf_slospec.context import Context
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.together import CHUNK
 from hf_slospec.models.sampling import Record, StockSampler
-from hf_slospec.models.sequences import CHUNK, Sequences
+from hf_slospec.models.sequences import Sequences
 
 
 class Stops:

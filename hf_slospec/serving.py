@@ -22,18 +22,18 @@ from hf_slospec.engine.handle import RequestHandle
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.turns import FairLock
 from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
     NotRunningError,
-    RequestCancelledError,
     UnsupportedOptionError,
 )
 from hf_slospec.hf import Call, Decoder
 from hf_slospec.models.sampling import Samplers
 from hf_slospec.speculator import Speculator, clock
 from hf_slospec.targets import Targets
-from hf_slospec.telemetry import Stats, Telemetry
+from hf_slospec.telemetry import Collector, Stats, Telemetry
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 FREE_SHARE = 0.4  # of the free memory for K/V; a pool that grows is there twice for a moment
@@ -58,7 +58,7 @@ class Serving(Observer):
         self._batcher: Batcher | None = None
         self._limits: Limits | None = None
         self._index = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = FairLock()
 
     # ---- life cycle
 
@@ -113,14 +113,8 @@ class Serving(Observer):
             return self.telemetry.stats(0, 0, 0, 0)
         return self.telemetry.stats(batcher.num_running, batcher.num_waiting, batcher.kv_held, limit.kv_tokens)
 
-    def collector(self) -> Any:
-        from prometheus_client.registry import Collector
-
-        class Counted(Collector):
-            def collect(_) -> Any:  # noqa: N805
-                return self.telemetry.families(self.stats())
-
-        return Counted()
+    def collector(self) -> Collector:
+        return Collector(lambda: self.telemetry.families(self.stats()))
 
     # ---- requests
 
@@ -216,10 +210,16 @@ def limits_of(speculator: Speculator, config: SLOSpecConfig) -> Limits:
 
 
 def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
-    models = [speculator.target.packed, *([speculator.draft.packed] if speculator.draft is not None else [])]
+    models = [speculator.target.packed]
+    if speculator.draft is not None and speculator.max_nodes:
+        models.append(speculator.draft.packed)
     bytes_per_token = sum(stored.num_bytes for model in models for layer in model.layers for stored in layer.shape)
     device = models[0].device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":  # torch keeps memory that it has freed
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + kept
+    else:
+        free = psutil.virtual_memory().available
     most = getattr(models[0].model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     return int(min(FREE_SHARE * free / bytes_per_token, max_batch * (most + speculator.max_nodes)))
 
@@ -232,8 +232,8 @@ def _check(slo_ttft: Any, priority: Any, best_effort: Any, seed: Any, timeout: A
             raise InvalidTypeError(f"{name} must be a number of seconds or None, got {value!r}")
         if not math.isfinite(value) or value < 0 or (name == "slo_ttft" and value == 0):
             raise InvalidInputError(f"{name} must be a positive, finite number of seconds, got {value!r}")
-    for name, value in (("priority", priority), ("seed", seed)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+    for name, value in (("priority", priority), ("seed", 0 if seed is None else seed)):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
     if not isinstance(best_effort, bool):
         raise InvalidTypeError(f"best_effort must be True or False, got {best_effort!r}")
@@ -248,12 +248,11 @@ def _check(slo_ttft: Any, priority: Any, best_effort: Any, seed: Any, timeout: A
 def _pump(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
     """Hand tokens to a streamer in a thread of its own: a slow one holds up nobody, and what it raises is its own."""
     try:
-        streamer.put(prompt.cpu())
-        for token in handle.tokens():
-            streamer.put(torch.tensor([token]))
-    except RequestCancelledError:
-        pass
-    except Exception as error:  # noqa: BLE001  whatever a streamer raises fails its request, if it is not over yet
+        try:
+            streamer.put(prompt.cpu())
+            for token in handle.tokens():
+                streamer.put(torch.tensor([token]))
+        finally:
+            streamer.end()
+    except Exception as error:  # noqa: BLE001  whatever a streamer raises fails its request, if that is not over yet
         handle.fail(error)
-        return
-    streamer.end()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.turns import FairLock
 
 REMEMBERED = 1024  # finished requests whose times percentiles are taken of
 PREFIX = "hf_slospec:"
@@ -43,12 +43,12 @@ class Stats(BaseModel):
     missed: int = Field(description="Finished requests that did not.")
     promised: int = Field(description="Finished requests whose targets had been promised.")
     broken: int = Field(description="Of those, the ones that missed them.")
-    preempted: int = Field(description="Times a request lost its K/V to another.")
+    preempted: int = Field(description="Times finished requests had lost their K/V to others.")
     steps: int
     prompt_tokens: int = Field(description="Of finished requests.")
     generated_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
+    drafted_tokens: int = Field(description="Of finished requests.")
+    accepted_tokens: int = Field(description="Of these, the accepted ones.")
     tokens_per_step: float = Field(description="Tokens committed per decoding request and step (acceptance length).")
     ttft_s: Percentiles | None = Field(description="Time to the first token.")
     tpot_s: Percentiles | None = Field(description="Time per output token.")
@@ -71,7 +71,7 @@ class Telemetry:
     """Counts in the batcher's thread; read from any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = FairLock()
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._ttft_s: deque[float] = deque(maxlen=REMEMBERED)
@@ -85,14 +85,11 @@ class Telemetry:
 
     def on_step(self, step: StepEvent) -> None:
         with self._lock:
-            decoding = 0 if step.is_prefill else len(step.requests)
             self._counts.update(
                 steps=1,
                 generated=step.committed,
-                drafted=step.nodes - len(step.requests),
-                preempted=step.preempted,
-                request_steps=decoding,
-                decoded=step.committed if decoding else 0,
+                request_steps=step.num_decoding,
+                decoded=sum(request.committed for request in step.decoding),
             )
             self._histograms["step_seconds"].observe(step.phases.total_s)
 
@@ -100,8 +97,13 @@ class Telemetry:
         metrics = request.metrics()
         with self._lock:
             self._finished[str(request.finish_reason)] += 1
-            self._counts.update(prompt=request.prompt_len, accepted=metrics.accepted)
-            if request.first_token_s is None:
+            self._counts.update(
+                prompt=request.prompt_len,
+                drafted=metrics.drafted,
+                accepted=metrics.accepted,
+                preempted=metrics.preempted,
+            )
+            if metrics.ttft_s is None:
                 return
             self._ttft_s.append(metrics.ttft_s)
             self._histograms["time_to_first_token_seconds"].observe(metrics.ttft_s)
@@ -168,6 +170,13 @@ class Telemetry:
             read = [(name, own.cumulative(), own.sum) for name, own in self._histograms.items()]
         for name, buckets, total in read:
             yield HistogramMetricFamily(PREFIX + name, name.replace("_", " "), buckets=buckets, sum_value=total)
+
+
+class Collector:
+    """What ``prometheus_client`` asks a collector for."""
+
+    def __init__(self, families: Callable[[], Iterator[Any]]):
+        self.collect = families
 
 
 def _percentiles(values: deque[float]) -> Percentiles | None:

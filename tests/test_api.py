@@ -517,7 +517,7 @@ def test_tokenizer_output_passed_whole(model: Any) -> None:
 
 
 def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_slospec.models.sequences.CHUNK", 5)
+    monkeypatch.setattr("hf_slospec.engine.together.CHUNK", 5)
     for family in ("llama", "mistral-window"):
         model = tiny_model(family)
         generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve"))

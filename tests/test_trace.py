@@ -18,9 +18,9 @@ def part(index: int, nodes: int, committed: int) -> RequestStep:
 
 
 STEPS = [
-    StepEvent(10.0, True, 0, 1, PhaseTimes(0.0, 0.0, 0.5, 0.25), 0.0, (part(0, 1, 1), part(1, 1, 1))),
-    StepEvent(11.0, False, 3, 2, PhaseTimes(0.125, 0.25, 0.5, 0.0625), 0.9, (part(0, 6, 3), part(1, 2, 1))),
-    StepEvent(12.0, False, 0, 1, PhaseTimes(0.0, 0.125, 0.25, 0.125), 0.5, (part(1, 1, 1),)),
+    StepEvent(10.0, 0, 0, 1, PhaseTimes(0.0, 0.0, 0.5, 0.25), 0.0, (part(0, 1, 1), part(1, 1, 1))),
+    StepEvent(11.0, 2, 3, 2, PhaseTimes(0.125, 0.25, 0.5, 0.0625), 0.9, (part(0, 6, 3), part(1, 2, 1))),
+    StepEvent(12.0, 2, 0, 1, PhaseTimes(0.0, 0.125, 0.25, 0.125), 0.5, (part(1, 1, 1),)),
 ]
 
 

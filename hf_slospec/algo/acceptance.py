@@ -16,8 +16,8 @@ OWN_RATE, OVERALL_RATE = 0.12, 0.01  # how far one unexpected acceptance, or ref
 MAX_SHIFT = 2.5
 
 
-class Text(Protocol):
-    """What a tree belongs to; hashable."""
+class Speculated(Protocol):
+    """The request a tree belongs to; hashable."""
 
     @property
     def is_sampled(self) -> bool:
@@ -51,12 +51,12 @@ class Acceptance:
     def __init__(self, max_depth: int = 32, max_rank: int = 8) -> None:
         self.sampled, self.greedy = Calibration(), Calibration(Calibration.GREEDY_EXPONENT)
         self.overall = 0.0
-        self.own: WeakKeyDictionary[Text, float] = WeakKeyDictionary()
+        self.own: WeakKeyDictionary[Speculated, float] = WeakKeyDictionary()
         self.before, self.after = Reliability(), Reliability()
         # [depth] and [rank]: predicted acceptances, actual ones, children tried
         self.by_depth, self.by_rank = np.zeros((3, max_depth + 1)), np.zeros((3, max_rank))
 
-    def predict(self, requests: Sequence[Text], forest: Forest) -> Prediction:
+    def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Of every candidate of these requests, one tree each."""
         conditionals = Conditionals.of(forest)
         is_sampled = np.array([request.is_sampled for request in requests])[forest.tree_of]
@@ -70,7 +70,7 @@ class Acceptance:
 
     def observe(
         self,
-        requests: Sequence[Text],
+        requests: Sequence[Speculated],
         prediction: Prediction,
         is_verified: BoolArray,
         accepted: IntArray,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,6 @@ MAX_CANDIDATES = 16  # that are looked at together, those with the earliest dead
 MAX_PRIORITIES = 3  # that are told apart, the highest ones
 MAX_CHAIN = 8
 MAX_STEP = 1024  # tokens
-NO_DEADLINE_S = 1e6
 MARGIN = 0.85  # of targets is planned with: what steps commit varies
 
 
@@ -37,7 +36,7 @@ def promised(
     undecided: Sequence[Request],
     promised_before: Sequence[Request],
     kv_free: int,
-    kv_needed: dict[Request, int],
+    kv_needed: Callable[[Request], int],
     pace: Pace,
     now_s: float,
 ) -> list[Request]:
@@ -47,7 +46,11 @@ def promised(
         promised_before: those not finished, still in prefill or decoding.
         kv_free: slots that no promised request holds.
     """
-    looked_at = sorted(undecided, key=prefill_deadline_s)[:MAX_CANDIDATES]
+    level_s = pace.draft_s / max(pace.depth, 1.0)
+    # Rounded, so that rates are found again as long as little changes.
+    known = pace.costs.verify, _rounded(pace.factor), _rounded(level_s), round(pace.acceptance, 1)
+    possible = [r for r in undecided if _rate(*known, (_rounded(MARGIN * tightest_target_s(r)),), (1,)) >= 0.0]
+    looked_at = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_target_s(request) for request in (*looked_at, *promised_before)])
 
     def tier_of(request: Request) -> int:
@@ -55,8 +58,8 @@ def promised(
         return max(int(np.searchsorted(tiers, tightest_target_s(request), side="right")) - 1, 0)
 
     def candidate(request: Request, is_forced: bool) -> Candidate:
-        deadline_s = min(MARGIN * (prefill_deadline_s(request) - now_s), NO_DEADLINE_S)
-        tokens, slots = request.num_uncached, kv_needed[request]
+        deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
+        tokens, slots = request.num_uncached, kv_needed(request)
         return Candidate(deadline_s, tokens, slots, tier_of(request), rank[request.priority], is_forced)
 
     priorities = sorted({request.priority for request in (*looked_at, *promised_before)}, reverse=True)
@@ -68,9 +71,6 @@ def promised(
     forced = [request for request in promised_before if not request.is_decoding]
     requests = [*looked_at, *forced]
     candidates = [candidate(request, index >= len(looked_at)) for index, request in enumerate(requests)]
-    level_s = pace.draft_s / max(pace.depth, 1.0)
-    # Rounded, so that rates are found again as long as little changes.
-    known = pace.costs.verify, _rounded(pace.factor), _rounded(level_s), round(pace.acceptance, 1)
     planned_s = tuple(_rounded(MARGIN * target_s) for target_s in tiers)
 
     def rate(counts: tuple[int, ...]) -> float:

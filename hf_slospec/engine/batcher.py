@@ -62,6 +62,7 @@ class Batcher:
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._pid = os.getpid()
+        self._starting = threading.RLock()
 
     # ---- for other threads
 
@@ -75,17 +76,21 @@ class Batcher:
         return len(self._arrivals) + self._num_waiting
 
     def start(self) -> None:
-        """Begin to take requests; does nothing if it runs."""
-        if self.is_running:
-            return
+        """Begin to take requests; does nothing if it does. Waits for one that is stopping."""
         if self._pid != os.getpid():
             self._clear("")  # a forked child inherits locks that nobody will release
-        scheduler = self.new_scheduler()
-        engine = self.new_engine(scheduler)
-        self._ending = None
-        self._thread = threading.Thread(target=self._run, args=(engine, scheduler), name="hf_slospec", daemon=True)
-        _batchers.add(self)
-        self._thread.start()
+        with self._starting:
+            if self._is_taking:
+                return
+            if self._thread is not None:
+                self._thread.join()
+            scheduler = self.new_scheduler()
+            engine = self.new_engine(scheduler)
+            thread = threading.Thread(target=self._run, args=(engine, scheduler), name="hf_slospec", daemon=True)
+            with self._state:
+                self._ending, self._thread = None, thread
+                thread.start()
+            _batchers.add(self)
 
     def submit(self, handle: RequestHandle, block: bool, timeout: float | None) -> None:
         """Queue a request.
@@ -123,14 +128,16 @@ class Batcher:
             return
         if thread is threading.current_thread():
             raise NotRunningError("stop() was called by the batcher's own thread; call it from another one")
-        with self._state:
-            self._ending = "drain" if drain else "now"
-            self._state.notify_all()
+        self._end_with("drain" if drain else "now", thread)
         thread.join(timeout if drain else None)
-        with self._state:
-            self._ending = "now"
-            self._state.notify_all()
+        self._end_with("now", thread)
         thread.join()
+
+    def _end_with(self, ending: str, thread: threading.Thread) -> None:
+        with self._state:
+            if self._thread is thread and self._ending != "now":  # nobody started it again, or is in more of a hurry
+                self._ending, self._why_not = ending, "was stopped; call start() to use it again"
+                self._state.notify_all()
 
     def check_running(self) -> None:
         if self._pid != os.getpid():
@@ -153,9 +160,7 @@ class Batcher:
         except BaseException as caught:  # noqa: BLE001  whoever waits for a request must hear of it
             error = caught
         with self._state:
-            if error is None:
-                self._why_not = "was stopped; call start() to use it again"
-            else:
+            if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
             left = list(self._handles.values())
             self._arrivals.clear()
@@ -170,11 +175,12 @@ class Batcher:
     def _take_orders(self, engine: Engine, scheduler: Continuous) -> bool:
         """Wait for something to do.  -> whether to go on"""
         with self._state:
+            self._count(scheduler)
             is_busy = bool(scheduler.running or scheduler.waiting)
             self._state.wait_for(lambda: is_busy or self._arrivals or self._given_up or self._ending)
             arrivals, self._arrivals = self._arrivals, deque()
             given_up, self._given_up = self._given_up, deque()
-            self._count(scheduler, len(arrivals))
+            self._num_waiting += len(arrivals)
             ending = self._ending
         for handle in arrivals:
             scheduler.add(handle.request)
@@ -199,12 +205,10 @@ class Batcher:
                 self._end(request)
             else:
                 self._handles[part.index].advance()
-        with self._state:
-            self._count(scheduler)
         self.observer.on_step(event)
 
-    def _count(self, scheduler: Continuous, num_arrived: int = 0) -> None:
-        before, self._num_waiting = self._num_waiting, len(scheduler.waiting) + num_arrived
+    def _count(self, scheduler: Continuous) -> None:
+        before, self._num_waiting = self._num_waiting, len(scheduler.waiting)
         self.num_running, self.kv_held = len(scheduler.running), scheduler.kv_held
         if self._num_waiting < before:
             self._state.notify_all()  # there is room in the queue

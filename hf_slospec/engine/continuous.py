@@ -15,6 +15,7 @@ from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Chunk, Turn
 from hf_slospec.engine.request import Request
 
+LAST_RANK = 2  # in the queue: of those that may preempt nobody
 MIN_CHUNK = 16  # prefill tokens of a step, however late others are: of promised requests, of others now and then
 STALL = 3.0  # times a step without prefill: what a prompt may make of it where nobody is late
 AHEAD = 0.95  # of a target is what a promised request is kept up to
@@ -52,7 +53,6 @@ class Continuous:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._undecided: list[Request] = []  # waiting or running as best effort until their targets can be promised
-        self._kv_needed: dict[Request, int] = {}
         self._waiting_since: dict[Request, float] = {}
         self._protected: set[Request] = set()  # best effort, but waited too long before
         self._sits: dict[Request, int] = {}  # steps in a row that a running request sat out
@@ -61,13 +61,14 @@ class Continuous:
         self._kv_limit = limits.kv_tokens
 
     def add(self, request: Request) -> None:
-        self._kv_needed[request] = self.limits.kv_needed(request)
         self._waiting_since[request] = request.arrived_s
         if not request.has_targets:
             request.is_best_effort = True
-        elif not request.is_best_effort and self.admission == "slo":
-            request.is_best_effort = True
-            self._undecided.append(request)
+        elif not request.is_best_effort:
+            request.is_promised = self.admission != "slo"
+            request.is_best_effort = not request.is_promised
+            if request.is_best_effort:
+                self._undecided.append(request)
         self.waiting.append(request)
         self._has_changed = True
 
@@ -75,7 +76,7 @@ class Continuous:
         for requests in (self.waiting, self.running, self._undecided):
             if request in requests:
                 requests.remove(request)
-        for book in (self._kv_needed, self._waiting_since, self._sits):
+        for book in (self._waiting_since, self._sits):
             book.pop(request, None)
         self._protected.discard(request)
         self._has_changed, self._kv_limit = True, self.limits.kv_tokens
@@ -87,8 +88,10 @@ class Continuous:
     def turn(self, now_s: float) -> Turn:
         self._promise(now_s)
         preempted = self._enter(now_s)
-        decoding = self._decoding(now_s)
-        return Turn(decoding, self._chunks(decoding, now_s), preempted)
+        decoding = [request for request in self.running if request.is_decoding]
+        allowed_s = self._allowed_s(decoding, now_s)
+        decoding = self._taking_part(decoding, allowed_s)
+        return Turn(decoding, self._chunks(decoding, allowed_s, now_s), preempted)
 
     @property
     def kv_held(self) -> int:
@@ -96,7 +99,7 @@ class Continuous:
         return self._held(self.running)
 
     def _held(self, requests: Iterable[Request]) -> int:
-        return sum(self._kv_needed[request] for request in requests)
+        return sum(map(self.limits.kv_needed, requests))
 
     # ---- promises
 
@@ -106,17 +109,19 @@ class Continuous:
             return
         fastest = self.limits.prefill_chunk / float(self.pace.step_s(0, self.limits.prefill_chunk))  # tokens per second
         for request in list(self._undecided):
-            if now_s + request.num_uncached / fastest > prefill_deadline_s(request):
+            if not request.num_emitted and now_s + request.num_uncached / fastest > prefill_deadline_s(request):
                 self._undecided.remove(request)  # it stays best effort
-        if not self._has_changed or not self._undecided:
-            return
-        self._has_changed = False
-        before = [request for request in (*self.running, *self.waiting) if not request.is_best_effort]
-        kv_free = self.limits.kv_tokens - self._held(before)
+        before = [request for request in (*self.running, *self.waiting) if request.is_promised]
         places = self.limits.max_batch - len(before)
-        for request in promised(self._undecided, before, kv_free, self._kv_needed, self.pace, now_s)[: max(places, 0)]:
-            request.is_best_effort = False
+        if not self._has_changed or not self._undecided or places <= 0:
+            return
+        kv_free = self.limits.kv_tokens - self._held(before)
+        found = promised(self._undecided, before, kv_free, self.limits.kv_needed, self.pace, now_s)
+        found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
+        for request in found[:places]:
+            request.is_promised, request.is_best_effort = True, False
             self._undecided.remove(request)
+        self._has_changed = bool(found)  # more than were looked at may wait
 
     # ---- room
 
@@ -124,44 +129,39 @@ class Continuous:
         """Let waiting requests in, in order, as far as there is room.  -> those that lost theirs"""
         preempted: list[Request] = []
         for request in sorted(self.waiting, key=lambda request: self._rank(request, now_s)):
-            is_first = self._rank(request, now_s)[0] < 2
-            victims = self._victims(request) if is_first else []
-            if victims is None or not self._fits(request, self.running, victims):
+            may_preempt = self._rank(request, now_s)[0] < LAST_RANK
+            victims = self._victims(request, self._spare() if may_preempt else [])
+            if victims is None:
                 break  # nobody overtakes it, or a large request would never find room
             for victim in victims:
                 self.preempt(victim, now_s)
                 preempted.append(victim)
             self.waiting.remove(request)
             self.running.append(request)
-            if request.is_best_effort and is_first:
+            if request.is_best_effort and may_preempt:
                 self._protected.add(request)
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
         """Place in the queue: those that starve, those with promises, the rest; of these the ones too late last."""
-        came_s = self._waiting_since[request]
-        if request.is_best_effort:
-            is_starving = now_s - came_s >= self.limits.starvation_s
-            is_too_late = not request.num_emitted and now_s > prefill_deadline_s(request)
-            return 0 if is_starving else 2, -request.priority, is_too_late, came_s, request.index
-        due_s = came_s if self.admission == "fcfs" else min(prefill_deadline_s(request), 1e12)
-        return 1, -request.priority, due_s, request.index
+        came_s, due_s = self._waiting_since[request], prefill_deadline_s(request)
+        if request in self.waiting and now_s - came_s >= self.limits.starvation_s:
+            return 0, -request.priority, came_s, request.index
+        if request.is_promised:
+            return 1, -request.priority, came_s if self.admission == "fcfs" else due_s, came_s, request.index
+        is_too_late = not request.num_emitted and now_s > due_s
+        return LAST_RANK, -request.priority, is_too_late, came_s, request.index
 
-    def _fits(self, request: Request, running: list[Request], without: list[Request]) -> bool:
-        others = [other for other in running if other not in without]
-        return len(others) < self.limits.max_batch and self._held(others) + self._kv_needed[request] <= (
-            self._kv_limit if others else self.limits.kv_tokens
-        )
-
-    def _victims(self, request: Request) -> list[Request] | None:
-        """Best-effort requests to preempt so that this one fits, the latest first; None if that is not enough."""
-        victims: list[Request] = []
-        spare = self._spare()
-        while not self._fits(request, self.running, victims):
-            if not spare:
-                return None
-            victims.append(spare.pop(0))
-        return victims
+    def _victims(self, request: Request, spare: list[Request]) -> list[Request] | None:
+        """Those of ``spare`` to preempt, in this order, so that the request fits; None if all are not enough."""
+        places = self.limits.max_batch - len(self.running)
+        slots = (self._kv_limit if self.running else self.limits.kv_tokens) - self.kv_held
+        for count in range(len(spare) + 1):
+            if places > 0 and slots >= self.limits.kv_needed(request):
+                return spare[:count]
+            if count < len(spare):
+                places, slots = places + 1, slots + self.limits.kv_needed(spare[count])
+        return None
 
     def _spare(self) -> list[Request]:
         """Running requests that may lose their room, the first to lose it first."""
@@ -180,14 +180,12 @@ class Continuous:
 
     # ---- the step
 
-    def _decoding(self, now_s: float) -> list[Request]:
+    def _taking_part(self, decoding: list[Request], allowed_s: float) -> list[Request]:
         """Those that decode now: best-effort requests sit out while they would make promised ones late."""
-        decoding = [request for request in self.running if request.is_decoding]
         if self._share < 1.0:  # after running out of memory: by turns
             by_turns = sorted(decoding, key=lambda request: -self._sits.get(request, 0))
             kept = set(by_turns[: max(math.ceil(self._share * len(decoding)), 1)])
         else:
-            allowed_s = self._allowed_s(decoding, now_s)
             must = [request for request in decoding if not request.is_best_effort]
             spare = [request for request in decoding if request.is_best_effort]
             least_s = float(self.pace.step_s(max(len(must), 1)))
@@ -206,7 +204,7 @@ class Continuous:
         """
         allowed_s, alone_s = math.inf, float(self.pace.step_s(1)) / self.pace.tokens
         for request in decoding:
-            if request.target_s is None or request.is_best_effort:
+            if request.target_s is None or not request.is_promised or self.admission == "fcfs":
                 continue
             elapsed_s, emitted = request.decoded(now_s)
             num_left = request.num_left_in_stage
@@ -215,13 +213,13 @@ class Continuous:
                 allowed_s = min(allowed_s, max(due_s, 0.0))
         return allowed_s
 
-    def _chunks(self, decoding: list[Request], now_s: float) -> list[Chunk]:
+    def _chunks(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Chunk]:
         """Prefill: promised requests by deadline, then the others as they came."""
         prefilling = [request for request in self.running if not request.is_decoding]
         if not prefilling:
             return []
         prefilling.sort(key=lambda request: self._rank(request, now_s))
-        left = self._prefill_tokens(decoding, prefilling, now_s)
+        left = self._prefill_tokens(decoding, prefilling[0], allowed_s)
         chunks = list[Chunk]()
         for request in prefilling:
             if left > 0:
@@ -232,16 +230,15 @@ class Continuous:
             self._sits[request] = 0 if request in fed else self._sits.get(request, 0) + 1
         return chunks
 
-    def _prefill_tokens(self, decoding: list[Request], prefilling: list[Request], now_s: float) -> int:
+    def _prefill_tokens(self, decoding: list[Request], first: Request, allowed_s: float) -> int:
         """How many prefill tokens the step can take beside those that decode."""
         most = max(int(self.limits.prefill_chunk * self._share), 1)
         if not decoding:
             return most
         sizes = np.arange(1, most + 1)
         times_s = self.pace.step_s(len(decoding), sizes)
-        limit_s = min(self._allowed_s(decoding, now_s), STALL * float(self.pace.step_s(len(decoding))))
+        limit_s = min(allowed_s, STALL * float(self.pace.step_s(len(decoding))))
         affordable = int(np.searchsorted(np.maximum.accumulate(times_s), limit_s, side="right"))
-        first = prefilling[0]
         is_due = not first.is_best_effort or self._sits.get(first, 0) >= MAX_SITS
         return max(affordable, min(MIN_CHUNK, most) if is_due else 0)
 

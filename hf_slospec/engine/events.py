@@ -45,14 +45,22 @@ class StepEvent:
     """One step of the engine. Times are seconds of the engine's monotonic clock."""
 
     begun_s: float
-    is_prefill: bool  # and nothing else
+    num_decoding: int  # of the requests, which come first; the others chose their first token behind their prompts
     depth: int  # draft levels planned; 0: no speculation
     width: int
     phases: PhaseTimes
     predicted_s: float  # what the policy expected the step to take; 0 where it expects nothing
     requests: tuple[RequestStep, ...]  # those that chose tokens
     prefill_tokens: int = 0
-    preempted: int = 0  # requests
+
+    @property
+    def is_prefill(self) -> bool:
+        """And nothing else."""
+        return self.num_decoding == 0
+
+    @property
+    def decoding(self) -> tuple[RequestStep, ...]:
+        return self.requests[: self.num_decoding]
 
     @property
     def committed(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
-from hf_slospec.errors import RequestCancelledError
+from hf_slospec.errors import NotRunningError, RequestCancelledError
 
 ToText = Callable[[list[int]], str]
 
@@ -44,7 +45,8 @@ class RequestHandle:
         self._changed = threading.Condition()
         self._num_ready = 0
         self._is_done = False
-        self._wakers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._wakers: list[_Waker] = []
+        self._pid = os.getpid()
 
     # ---- for the engine
 
@@ -52,18 +54,22 @@ class RequestHandle:
         """Show what has been committed; wakes all who wait for it. The consumer's pace does not matter here."""
         with self._changed:
             self._num_ready, self._is_done = self.request.num_emitted, self.request.is_finished
-            wakers, self._wakers = self._wakers, []
+            wakers = [waker for waker in self._wakers if self._is_done or self._num_ready > waker.at]
             self._changed.notify_all()
-        for loop, future in wakers:
+        for waker in wakers:
             with contextlib.suppress(RuntimeError):  # its loop has been closed meanwhile
-                loop.call_soon_threadsafe(_wake, future)
+                waker.loop.call_soon_threadsafe(waker.wake)
 
     # ---- for the caller
 
     @property
     def token_ids(self) -> list[int]:
         """The new tokens so far."""
-        return self.request.tokens[self.request.prompt_len :][: self._num_ready]
+        return self._since(0)
+
+    def _since(self, at: int) -> list[int]:
+        """The new tokens but the first ``at``."""
+        return self.request.tokens[self.request.prompt_len + at : self.request.prompt_len + self._num_ready]
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -94,6 +100,7 @@ class RequestHandle:
             TimeoutError: the request goes on, and may be asked again.
             RequestCancelledError: it was cancelled; ``token_ids`` has what there was.
         """
+        self._check_process()
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_done, timeout):
                 raise TimeoutError(f"the request was not finished within {timeout} s; it goes on")
@@ -117,9 +124,10 @@ class RequestHandle:
         """What has come since, whenever something has."""
         at = 0
         while True:
+            self._check_process()
             with self._changed:
                 self._changed.wait_for(lambda at=at: self._is_done or self._num_ready > at)  # type: ignore[misc]
-                new, is_done = self.token_ids[at:], self._is_done
+                new, is_done = self._since(at), self._is_done
             at += len(new)
             yield new, is_done
             if is_done:
@@ -130,13 +138,10 @@ class RequestHandle:
 
     async def aresult(self, timeout: float | None = None) -> RequestResult:
         """As :meth:`result`, without blocking the event loop."""
-        until_s = None if timeout is None else time.monotonic() + timeout
-        while not self._is_done:
-            left_s = None if until_s is None else until_s - time.monotonic()
-            try:
-                await asyncio.wait_for(self._more(self._num_ready), left_s)
-            except asyncio.TimeoutError:
-                raise TimeoutError(f"the request was not finished within {timeout} s; it goes on") from None
+        try:
+            await asyncio.wait_for(self._more(math.inf), timeout)
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"the request was not finished within {timeout} s; it goes on") from None
         return self._result()
 
     async def __aiter__(self) -> AsyncIterator[str | int]:
@@ -144,7 +149,7 @@ class RequestHandle:
         while not is_done:
             await self._more(at)
             with self._changed:
-                new, is_done = self.token_ids[at:], self._is_done
+                new, is_done = self._since(at), self._is_done
             at += len(new)
             if text is None:
                 for token in new:
@@ -153,15 +158,23 @@ class RequestHandle:
                 yield piece
         self._raise_if_failed()
 
-    async def _more(self, at: int) -> None:
+    async def _more(self, at: float) -> None:
         """Wait until there is more than the first ``at`` tokens, or the end."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        self._check_process()
+        waker = _Waker(at)
         with self._changed:
             if self._is_done or self._num_ready > at:
                 return
-            self._wakers.append((loop, future))
-        await future
+            self._wakers.append(waker)
+        try:
+            await waker.future
+        finally:
+            with self._changed:
+                self._wakers.remove(waker)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise NotRunningError("the request runs in the process this one was forked from")
 
     # ----
 
@@ -179,9 +192,16 @@ class RequestHandle:
             raise RequestCancelledError(f"request {self.request.index} was cancelled")
 
 
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+class _Waker:
+    """Someone in an event loop who waits for more than ``at`` tokens."""
+
+    def __init__(self, at: float):
+        self.at, self.loop = at, asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self.loop.create_future()
+
+    def wake(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
 
 
 class _TextStream:

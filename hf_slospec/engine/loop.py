@@ -30,7 +30,7 @@ class Engine:
         """One step of the requests whose turn it is.
 
         What a request's own processors or criteria raise fails that request only. A MemoryError of the models passes,
-        and then nothing has changed.
+        and then no token has been committed.
         """
         watch = _Stopwatch(self.clock)
         turn = self.scheduler.turn(watch.begun_s)
@@ -56,6 +56,7 @@ class Engine:
         event = self._booked(turn, requests, emitted, plan, selection, accepted, phases, watch.begun_s)
         self.scheduler.observe(event)
         self.retire([request for request in requests if request.is_finished])
+        self._check(())
         return event
 
     def _commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], turn: Turn) -> None:
@@ -83,19 +84,19 @@ class Engine:
             requests, emitted, selection.trees, accepted, selection.expected, strict=True
         ):
             target_s, (elapsed_s, since) = request.target_s, request.decoded(now_s)  # a stage may end here
-            request.account(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
+            if request.num_emitted:  # else it failed before its first token
+                request.account(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
             committed = request.num_emitted - old
             parts.append(RequestStep(request.index, tree.num_nodes, committed, expected, target_s, elapsed_s, since))
         return StepEvent(
-            begun_s,
-            not turn.decoding,
-            plan.depth,
-            plan.width,
-            phases,
-            selection.step_s,
-            tuple(parts),
-            turn.num_fed,
-            len(turn.preempted),
+            begun_s=begun_s,
+            num_decoding=len(turn.decoding),
+            depth=plan.depth,
+            width=plan.width,
+            phases=phases,
+            predicted_s=selection.step_s,
+            requests=tuple(parts),
+            prefill_tokens=turn.num_fed,
         )
 
     def retire(self, finished: Sequence[Request]) -> None:

@@ -26,20 +26,17 @@ class Pace:
         self._log_factor = 0.0  # of steps: measured over predicted
 
     def observe(self, step: StepEvent) -> None:
-        num_requests = len(step.requests)
-        predicted_s = float(self._step_s(np.array(0 if step.is_prefill else step.nodes), step.prefill_tokens))
+        nodes = sum(request.nodes for request in step.decoding)
+        predicted_s = float(self._step_s(np.array(nodes), step.prefill_tokens))
         if step.phases.total_s > 0.0 and predicted_s > 0.0:
             error = math.log(step.phases.total_s / predicted_s) - self._log_factor
             self._log_factor += FADE * max(min(error, MAX_ERROR), -MAX_ERROR)
-        if step.is_prefill:
-            return
-        for name, value in (
-            ("tokens", step.committed / num_requests),
-            ("nodes", step.nodes / num_requests),
-            ("depth", step.depth),
-            ("draft_s", step.phases.draft_s),
-        ):
-            setattr(self, name, getattr(self, name) + FADE * (value - getattr(self, name)))
+        if step.num_decoding:
+            tokens = sum(request.committed for request in step.decoding)
+            self.tokens += FADE * (tokens / step.num_decoding - self.tokens)
+            self.nodes += FADE * (nodes / step.num_decoding - self.nodes)
+            self.depth += FADE * (step.depth - self.depth)
+            self.draft_s += FADE * (step.phases.draft_s - self.draft_s)
 
     def step_s(self, num_decoding: IntArray | int, num_fed: IntArray | int = 0) -> FloatArray:
         """Seconds of a step of so many decoding requests that feeds so many prefill tokens."""

@@ -146,7 +146,10 @@ class Drafter(Protocol):
         """
 
     def release(self, request: Request) -> None:
-        """Forget a request, which has finished or was abandoned."""
+        """Forget a request, which has finished, was abandoned or lost its K/V to another and will be seen again.
+
+        It may be one that was never drafted for.
+        """
 
 
 class Policy(Protocol):

@@ -35,7 +35,8 @@ class Request:
     is_sampled: bool = False  # drafts are accepted otherwise than by greedy choice
     ttft_target_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # higher goes first
-    is_best_effort: bool = False  # nothing was promised to it: it gets what others leave, and may be preempted
+    is_promised: bool = False  # its targets; by the batcher only
+    is_best_effort: bool = False  # it gets what others leave, and may be preempted
 
     num_cached: int = 0  # tokens whose K/V the target holds
     first_token_s: float | None = None
@@ -145,6 +146,7 @@ class Request:
         self.error, self.finish_reason = error, "cancelled" if error is None else "error"
 
     def metrics(self) -> RequestMetrics:
+        has_begun = self.first_token_s is not None
         first_s = self.last_token_s if self.first_token_s is None else self.first_token_s
         measured_s = tpot_s(first_s, self.last_token_s, self.num_emitted)
         elapsed_s, emitted = self.decoded(self.last_token_s)
@@ -154,8 +156,8 @@ class Request:
         return RequestMetrics(
             target_s=self.target_s,
             tpot_s=measured_s,
-            ttft_s=ttft_s,
-            attained=not is_late if self.has_targets else None,
+            ttft_s=ttft_s if has_begun else None,
+            attained=not is_late if self.has_targets and has_begun else None,
             tokens=self.num_emitted,
             steps=self.num_steps,
             drafted=self.num_drafted,
@@ -165,7 +167,7 @@ class Request:
             expected_tokens=self.expected_tokens,
             phases=self.phases,
             ttft_target_s=self.ttft_target_s,
-            guaranteed=self.has_targets and not self.is_best_effort,
+            guaranteed=self.is_promised,
             preempted=self.num_preempted,
         )
 
@@ -176,8 +178,8 @@ class RequestMetrics:
 
     target_s: float | None  # of the stage it ended in
     tpot_s: float | None  # (last - first token) / (tokens - 1); None for fewer than two tokens
-    ttft_s: float
-    attained: bool | None  # every stage, and the time to the first token; None without a target
+    ttft_s: float | None  # None before the first token
+    attained: bool | None  # every stage, and the time to the first token; None without a target or a token
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # nodes verified, roots not counted
@@ -187,7 +189,7 @@ class RequestMetrics:
     expected_tokens: float  # what the policy expected the steps to commit, the prefill not counted
     phases: PhaseTimes  # where the time of its steps went; steps are shared with the other requests
     ttft_target_s: float | None = None
-    guaranteed: bool = False  # whether its targets were promised to it, or it is served with what others leave
+    guaranteed: bool = False  # whether its targets were promised to it; the batcher only
     preempted: int = 0  # times it lost its K/V to another request; the batcher only
 
     @property

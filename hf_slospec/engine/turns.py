@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from types import TracebackType
 
@@ -10,10 +12,14 @@ from types import TracebackType
 class FairLock:
     """A lock that is handed on in the order of asking, so that a thread in a tight loop starves nobody.
 
-    The thread that holds it may enter it again.
+    The thread that holds it may enter it again. In a forked child nobody holds it.
     """
 
     def __init__(self) -> None:
+        self._free()
+        _locks.add(self)
+
+    def _free(self) -> None:
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
@@ -52,3 +58,16 @@ class FairLock:
             self._waiting.popleft().release()
         else:
             self._owner = None
+
+
+_locks: weakref.WeakSet[FairLock] = weakref.WeakSet()
+
+
+def _free_all() -> None:
+    """The threads that held or asked for locks stayed with the parent."""
+    for lock in _locks:
+        lock._free()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_all)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,17 +103,25 @@ class KVPool:
                 merged.append((start, end))
         self._free = merged
 
-    def compact(self, sequences: Iterable[CachedSequence]) -> None:
-        """Move all sequences of the pool to its front, so that what is free is one range."""
-        end = 0
-        for sequence in sorted(sequences, key=lambda sequence: sequence.start):
-            if sequence.start != end:
-                for stack in self._stacks.values():
-                    held = stack[:, sequence.start : sequence.start + sequence.length]
-                    stack[:, end : end + sequence.length] = held.clone()  # the two may overlap
-                sequence.start = end
-            end += sequence.capacity
+    def repack(self, capacities: Mapping[CachedSequence, int]) -> None:
+        """Lay out all sequences of the pool side by side from its front, with capacities no smaller than theirs."""
+        in_order = sorted(capacities, key=lambda sequence: sequence.start)
+        for old in (True, False):  # first together to the front, then apart from the back: nothing is overwritten
+            sizes = [sequence.capacity if old else capacities[sequence] for sequence in in_order]
+            places = list(zip(in_order, itertools.accumulate(sizes, initial=0), strict=False))
+            for sequence, start in places if old else reversed(places):
+                self._move_range(sequence, start)
+        for sequence, capacity in capacities.items():
+            sequence.capacity = capacity
+        end = sum(capacities.values())
         self._free = [(end, self.num_slots)] if end < self.num_slots else []
+
+    def _move_range(self, sequence: CachedSequence, start: int) -> None:
+        if sequence.start != start:
+            for stack in self._stacks.values():
+                held = stack[:, sequence.start : sequence.start + sequence.length]
+                stack[:, start : start + sequence.length] = held.clone()  # the two may overlap
+            sequence.start = start
 
     def copy_from(self, other: KVPool, theirs: CachedSequence, mine: CachedSequence) -> None:
         """Take over the committed K/V of a sequence from a pool of the same layers."""

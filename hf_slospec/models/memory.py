@@ -18,12 +18,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def as_memory_error() -> Iterator[None]:
-    """Raise MemoryError where torch found no memory."""
+    """Raise MemoryError where torch found no memory; without the traceback, which would keep what the forward made."""
+    message = None
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
+        message = str(error)
+    if message is not None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        raise MemoryError(str(error)) from error
+        raise MemoryError(message)

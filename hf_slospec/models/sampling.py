@@ -11,7 +11,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
-from hf_slospec.models.memory import DEVICE_ERRORS
+from hf_slospec.models.memory import is_out_of_memory
 
 # input_ids [1, length] int64 (None for those that never read it), scores [num_rows, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -57,8 +57,9 @@ class GeneratorNoise:
 
     def forget_before(self, position: int) -> None:
         """No row will ask for an earlier position again."""
-        for passed in [at for at in self._remembered if at < position]:
-            del self._remembered[passed]
+        for kept in (self._remembered, self._states):
+            for passed in [at for at in kept if at < position]:
+                del kept[passed]
 
     def end(self, num_positions: int) -> None:
         """Leave the generator as it was before any noise beyond the positions that were generated."""
@@ -254,9 +255,9 @@ class Samplers:
             own = logits if len(places) == len(requests) else torch.cat([rows[place] for place in places])
             try:
                 made = sampler.choosers([requests[p] for p in places], own, [trees[p] for p in places])
-            except DEVICE_ERRORS:
-                raise
-            except Exception as error:  # noqa: BLE001  whatever a call's own processors raise, its requests meet
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 made = [functools.partial(_raise, error)] * len(places)
             choosers.update(zip(places, made, strict=True))
         return [choosers[place] for place in range(len(requests))]

@@ -13,7 +13,6 @@ from hf_slospec.models.kv_pool import CachedSequence, KVPool
 from hf_slospec.models.packed import Fresh, PackedModel
 
 FIRST_ROOM = 512  # new tokens a request has room for at first
-CHUNK = 512  # longer stretches of uncached tokens are fed in pieces: masks grow with the square of a piece
 
 
 def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
@@ -78,23 +77,23 @@ class Sequences:
 
     def _provide(self, capacities: dict[Request, int]) -> None:
         """Give requests ranges of these capacities, what they have cached moved there."""
-        needed = sum(capacities.values())
-        if needed > self.pool.largest_free:
-            if needed > self.pool.num_free:
-                self._enlarge(capacities)
-                return
-            self.pool.compact(self._by_request.values())
-        for request, capacity in capacities.items():
-            now, before = self.pool.allocate(capacity), self._by_request.get(request)
-            if before is not None:
-                now.length = before.length
-                self.pool.copy_from(self.pool, before, now)
-                self.pool.release(before)
-            self._by_request[request] = now
-
-    def _enlarge(self, capacities: dict[Request, int]) -> None:
-        """Move everything to a larger pool."""
         wanted = {request: own.capacity for request, own in self._by_request.items()} | capacities
+        if sum(capacities.values()) > self.pool.largest_free:
+            if sum(wanted.values()) > self.pool.num_slots:
+                self._enlarge(wanted)
+                return
+            self.pool.repack({own: wanted[request] for request, own in self._by_request.items()})
+        for request, capacity in capacities.items():
+            before = self._by_request.get(request)
+            if before is None or before.capacity < capacity:
+                now = self._by_request[request] = self.pool.allocate(capacity)
+                if before is not None:
+                    now.length = before.length
+                    self.pool.copy_from(self.pool, before, now)
+                    self.pool.release(before)
+
+    def _enlarge(self, wanted: dict[Request, int]) -> None:
+        """Move everything to a larger pool."""
         needed, limit = sum(wanted.values()), self.max_slots
         if limit is not None and needed > limit:
             raise MemoryError(f"{needed} KV slots are needed, and there may be {limit}")

@@ -21,6 +21,8 @@ def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) 
 
 def max_tree_nodes(config: SLOSpecConfig) -> int:
     """Nodes of one request's draft tree at most, its root not counted."""
+    if config.policy == "none":
+        return 0
     if config.policy == "static":
         return len(EXPANSION) * max(EXPANSION)
     return config.max_depth * config.max_width
