@@ -148,6 +148,21 @@ def test_an_await_may_time_out_and_be_asked_again(server: Server) -> None:
     asyncio.run(main())
 
 
+def test_polling_leaves_nothing_behind(server: Server) -> None:
+    async def main() -> None:
+        server.toy.gate.clear()
+        handle = server.submit(3)
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                await handle.aresult(0.001)
+        assert handle._wakers == []
+        server.toy.gate.set()
+        await handle.aresult(WAIT_S)
+        assert handle._wakers == []
+
+    asyncio.run(main())
+
+
 def test_a_result_that_takes_too_long_times_out_and_goes_on(server: Server) -> None:
     server.toy.gate.clear()
     handle = server.submit(3)
@@ -213,6 +228,45 @@ def test_a_full_queue_refuses_or_waits() -> None:
     threading.Timer(0.05, server.toy.gate.set).start()
     handles.append(server.submit(3, block=True, timeout=WAIT_S))
     assert all(handle.result(WAIT_S).token_ids == alone(3) for handle in handles)
+    server.batcher.stop(drain=True, timeout=None)
+
+
+def test_giving_everything_up_empties_the_queue() -> None:
+    server = Server(max_queue=3, max_batch=1)
+    server.batcher.start()
+    server.toy.gate.clear()
+    handles = list[RequestHandle]()
+    with contextlib.suppress(QueueFull):
+        for _ in range(9):
+            handles.append(server.submit(10**6))
+    for handle in handles:
+        handle.cancel()
+    server.toy.gate.set()
+    for handle in handles:
+        with pytest.raises(RequestCancelledError):
+            handle.result(WAIT_S)
+    assert server.submit(3, block=True, timeout=WAIT_S).result(WAIT_S).token_ids == alone(3)
+    server.batcher.stop(drain=True, timeout=None)
+    assert (server.batcher.num_waiting, server.batcher.num_running, server.batcher.kv_held) == (0, 0, 0)
+
+
+def test_starting_while_it_drains_waits_and_then_starts() -> None:
+    server = Server()
+    server.batcher.start()
+    server.toy.gate.clear()
+    last = server.submit(5)
+    stopping = threading.Thread(target=server.batcher.stop, args=(True, None))
+    stopping.start()
+    until = time.monotonic() + WAIT_S
+    while server.batcher._ending is None and time.monotonic() < until:
+        time.sleep(0.001)
+    with pytest.raises(NotRunningError, match="stopped"):
+        server.submit(3)
+    threading.Timer(0.05, server.toy.gate.set).start()
+    server.batcher.start()
+    assert last.done()
+    stopping.join(WAIT_S)
+    assert server.submit(3).result(WAIT_S).token_ids == alone(3)
     server.batcher.stop(drain=True, timeout=None)
 
 
@@ -308,17 +362,25 @@ def test_an_idle_batcher_takes_no_time(server: Server) -> None:
     assert time.process_time() - begun_s < 0.1
 
 
-def test_a_forked_child_is_told_so(server: Server) -> None:
-    read, write = os.pipe()
+def test_a_forked_child_is_told_so_and_may_start_its_own(server: Server) -> None:
+    server.toy.gate.clear()
+    parents, (read, write) = server.submit(3), os.pipe()  # its thread holds the turn while the child is made
     child = os.fork()
     if child == 0:
-        try:
-            server.submit(3)
-        except NotRunningError as error:
-            os.write(write, str(error).encode())
+        for attempt in (lambda: server.submit(3), parents.result, lambda: list(parents)):
+            with contextlib.suppress(NotRunningError):
+                attempt()
+                os._exit(1)
+        server.toy.gate = threading.Event()
+        server.toy.gate.set()
+        server.toy.cached.clear()
+        server.batcher.start()
+        os.write(write, repr(server.submit(3).result(WAIT_S).token_ids).encode())
         os._exit(0)
-    os.waitpid(child, 0)
-    assert b"forked" in os.read(read, 1000)
+    server.toy.gate.set()
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(read, 1000).decode() == repr(alone(3))
+    assert parents.result(WAIT_S).token_ids == alone(3)
     assert server.submit(3).result(WAIT_S).token_ids == alone(3)
 
 

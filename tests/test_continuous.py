@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_slospec.engine.admission import MAX_CANDIDATES
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.continuous import MAX_PREEMPTED, MAX_SITS, MIN_CHUNK, Continuous, Limits
 from hf_slospec.engine.events import StepEvent
@@ -272,3 +273,33 @@ def test_cancelled_requests_leave_nothing_behind(prompt: int) -> None:
     assert not served.toy.cached
     assert requests[0].finish_reason == "length"
     assert {request.finish_reason for request in requests[1:]} == {"cancelled"}
+
+
+def test_promised_requests_without_a_deadline_are_not_overtaken_for_ever() -> None:
+    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0), "edf")
+    late = None
+    for index in range(60):
+        served.add(2 * index, new=3, ttft_target_s=1e3)
+        if index == 2:
+            late = served.add(999, new=3, target_s=1e3)
+        for _ in range(3):
+            served.step()
+    assert late is not None
+    assert late.is_finished
+
+
+def test_impossible_requests_take_no_places_from_others() -> None:
+    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    for index in range(MAX_CANDIDATES + 4):
+        served.add(index, new=20, target_s=1e-6)  # without a deadline, so they never become too late
+    fine = served.add(999, new=5, target_s=1e3)
+    served.step()
+    assert fine.is_promised
+
+
+def test_a_burst_is_promised_whole_though_few_are_looked_at_together() -> None:
+    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    requests = [served.add(index, new=30, target_s=1e3, ttft_target_s=1e4) for index in range(3 * MAX_CANDIDATES)]
+    for _ in range(4):
+        served.step()
+    assert all(request.is_promised for request in requests)

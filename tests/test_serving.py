@@ -222,6 +222,13 @@ def test_streamers_hear_prompt_tokens_and_end(served: SLOSpecGenerator) -> None:
     assert heard.ended.wait(WAIT_S)
     assert heard.values[0].tolist() == [[5, 6, 7]]
     assert [int(value) for value in heard.values[1:]] == result.token_ids
+    for ending in ("cancelled", "failed"):
+        heard = Heard()
+        fails = StoppingCriteriaList([Fails(3)]) if ending == "failed" else None
+        handle = served.submit([5, 6, 7], max_new_tokens=5000, streamer=heard, stopping_criteria=fails)
+        if ending == "cancelled":
+            handle.cancel()
+        assert heard.ended.wait(WAIT_S), ending
 
 
 def test_stages_and_metrics(served: SLOSpecGenerator) -> None:
@@ -281,6 +288,7 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
         ("x", dict(slo_ttft=True), InvalidTypeError, "slo_ttft"),
         ("x", dict(slo_ttft=float("inf")), InvalidInputError, "slo_ttft"),
         ("x", dict(priority=0.5), InvalidTypeError, "priority"),
+        ("x", dict(priority=None), InvalidTypeError, "priority"),
         ("x", dict(best_effort=1), InvalidTypeError, "best_effort"),
         ("x", dict(seed=-1), InvalidInputError, "seed"),
         ("x", dict(seed="a"), InvalidTypeError, "seed"),
