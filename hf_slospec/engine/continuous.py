@@ -53,7 +53,7 @@ class Continuous:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._undecided: list[Request] = []  # waiting or running as best effort until their targets can be promised
-        self._waiting_since: dict[Request, float] = {}
+        self._waiting_since: dict[Request, float] = {}  # of those that wait
         self._protected: set[Request] = set()  # best effort, but waited too long before
         self._sits: dict[Request, int] = {}  # steps in a row that a running request sat out
         self._has_changed = False
@@ -128,6 +128,8 @@ class Continuous:
     def _enter(self, now_s: float) -> list[Request]:
         """Let waiting requests in, in order, as far as there is room.  -> those that lost theirs"""
         preempted: list[Request] = []
+        if len(self.running) >= self.limits.max_batch and not self._spare():
+            return preempted
         for request in sorted(self.waiting, key=lambda request: self._rank(request, now_s)):
             may_preempt = self._rank(request, now_s)[0] < LAST_RANK
             victims = self._victims(request, self._spare() if may_preempt else [])
@@ -138,14 +140,16 @@ class Continuous:
                 preempted.append(victim)
             self.waiting.remove(request)
             self.running.append(request)
+            del self._waiting_since[request]
             if request.is_best_effort and may_preempt:
                 self._protected.add(request)
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
         """Place in the queue: those that starve, those with promises, the rest; of these the ones too late last."""
-        came_s, due_s = self._waiting_since[request], prefill_deadline_s(request)
-        if request in self.waiting and now_s - came_s >= self.limits.starvation_s:
+        due_s, waiting_since_s = prefill_deadline_s(request), self._waiting_since.get(request)
+        came_s = request.arrived_s if waiting_since_s is None else waiting_since_s
+        if waiting_since_s is not None and now_s - came_s >= self.limits.starvation_s:
             return 0, -request.priority, came_s, request.index
         if request.is_promised:
             return 1, -request.priority, came_s if self.admission == "fcfs" else due_s, came_s, request.index
@@ -214,33 +218,38 @@ class Continuous:
         return allowed_s
 
     def _chunks(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Chunk]:
-        """Prefill: promised requests by deadline, then the others as they came."""
+        """Prefill: promised requests by deadline, then the others as they came, and a bit of who sat out for long."""
         prefilling = [request for request in self.running if not request.is_decoding]
         if not prefilling:
             return []
-        prefilling.sort(key=lambda request: self._rank(request, now_s))
-        left = self._prefill_tokens(decoding, prefilling[0], allowed_s)
+        overdue = {request for request in prefilling if self._sits.get(request, 0) >= MAX_SITS}
+        prefilling.sort(key=lambda request: (request not in overdue, self._rank(request, now_s)))
+        left = self._prefill_tokens(decoding, allowed_s)
+        if overdue or not prefilling[0].is_best_effort:
+            left = max(left, min(MIN_CHUNK, self._most_fed))
         chunks = list[Chunk]()
         for request in prefilling:
             if left > 0:
-                chunks.append(Chunk.of(request, left))
+                chunks.append(Chunk.of(request, min(left, MIN_CHUNK) if request in overdue else left))
                 left -= chunks[-1].num_tokens
         fed = {chunk.request for chunk in chunks}
         for request in prefilling:
             self._sits[request] = 0 if request in fed else self._sits.get(request, 0) + 1
         return chunks
 
-    def _prefill_tokens(self, decoding: list[Request], first: Request, allowed_s: float) -> int:
-        """How many prefill tokens the step can take beside those that decode."""
-        most = max(int(self.limits.prefill_chunk * self._share), 1)
+    @property
+    def _most_fed(self) -> int:
+        """Prefill tokens of a step at most."""
+        return max(int(self.limits.prefill_chunk * self._share), 1)
+
+    def _prefill_tokens(self, decoding: list[Request], allowed_s: float) -> int:
+        """How many prefill tokens the step can take beside those that decode, and make nobody late."""
         if not decoding:
-            return most
-        sizes = np.arange(1, most + 1)
+            return self._most_fed
+        sizes = np.arange(1, self._most_fed + 1)
         times_s = self.pace.step_s(len(decoding), sizes)
         limit_s = min(allowed_s, STALL * float(self.pace.step_s(len(decoding))))
-        affordable = int(np.searchsorted(np.maximum.accumulate(times_s), limit_s, side="right"))
-        is_due = not first.is_best_effort or self._sits.get(first, 0) >= MAX_SITS
-        return max(affordable, min(MIN_CHUNK, most) if is_due else 0)
+        return int(np.searchsorted(np.maximum.accumulate(times_s), limit_s, side="right"))
 
     # ---- memory
 
