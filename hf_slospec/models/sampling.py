@@ -34,6 +34,7 @@ class GeneratorNoise:
         """``probs`` [..., vocab]: of the dtype and vocabulary that tokens are drawn from."""
         self.shape, self.dtype, self.device = (batch, probs.shape[-1]), probs.dtype, probs.device
         self.num_drawn = 0
+        self._has_own = seed is not None
         own = None if seed is None else torch.Generator(probs.device).manual_seed(seed)
         self._generator = own or _default_generator(probs.device)
         self._states: dict[int, torch.Tensor] = {}  # of the generator, before each position was drawn (5 kB on a CPU)
@@ -57,7 +58,8 @@ class GeneratorNoise:
 
     def forget_before(self, position: int) -> None:
         """No row will ask for an earlier position again."""
-        for kept in (self._remembered, self._states):
+        # The global generator may have to go back further: rows are written on beyond where a batch turns out to end.
+        for kept in (self._remembered, self._states) if self._has_own else (self._remembered,):
             for passed in [at for at in kept if at < position]:
                 del kept[passed]
 
