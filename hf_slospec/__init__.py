@@ -23,7 +23,7 @@ from hf_slospec.errors import (
 from hf_slospec.generator import SLOSpecGenerator
 from hf_slospec.hf import SLOSpecOutput, disable, enable
 from hf_slospec.targets import SLOStage
-from hf_slospec.telemetry import Stats
+from hf_slospec.telemetry import Percentiles, Stats
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
 from hf_slospec.trace import write_chrome_trace
 
@@ -36,6 +36,7 @@ __all__ = [
     "InvalidInputError",
     "InvalidTypeError",
     "NotRunningError",
+    "Percentiles",
     "PhaseTimes",
     "Plan",
     "QueueFull",

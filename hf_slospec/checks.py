@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers.generation import GenerationMode
 
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.together import CHUNK
 from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -99,6 +102,10 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     _check_cache(arguments.get("past_key_values"))
     if arguments.get("past_key_values") is not None and configured("use_cache", model, arguments) is False:
         raise UnsupportedOptionError("past_key_values and use_cache=False contradict each other; leave one out")
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
+        value = configured(name, model, arguments)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+            raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
     _check_lookup(configured("prompt_lookup_num_tokens", model, arguments))
     embeds, has_cache = arguments.get("inputs_embeds"), arguments.get("past_key_values") is not None
     if embeds is not None and not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
@@ -203,17 +210,31 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
         )
 
 
-def _check_rope(requests: list[Request], config: Any) -> None:
-    """Refuse lengths at which RoPE frequencies follow the longest sequence of a forward: a packed row mixes several."""
+def check_rope_alone(request: Request, config: Any) -> None:
+    """Refuse a request of the batcher whose RoPE frequencies would follow those it happens to be packed with."""
+    for kind, trained in _varying_ropes(config):
+        if (length := request.prompt_len + request.max_new_tokens) > trained:
+            raise UnsupportedOptionError(
+                f"this model's {kind} RoPE changes beyond {trained} tokens, and the request may have {length}; lower "
+                "max_new_tokens, or use generate"
+            )
+
+
+def _varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
+    """Kinds of RoPE whose frequencies follow the longest sequence of a forward, and the length from which they do."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        kind = parameters.get("rope_type")
-        trained = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
+            yield kind, parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+def _check_rope(requests: list[Request], config: Any) -> None:
+    """Refuse lengths at which RoPE frequencies follow the longest sequence of a forward: a packed row mixes several."""
+    for kind, trained in _varying_ropes(config):
         shortest, longest = (pick(r.prompt_len + r.max_new_tokens for r in requests) for pick in (min, max))
-        is_on_one_side = longest <= trained or (
-            kind == "longrope" and min(request.prompt_len for request in requests) > trained
-        )
-        if kind in ("longrope", "dynamic") and not is_on_one_side:
+        prompts = [request.prompt_len for request in requests]
+        is_beyond = kind == "longrope" and min(prompts) > trained and max(prompts) <= CHUNK  # all are fed whole
+        if longest > trained and not is_beyond:
             raise UnsupportedOptionError(
                 f"this model's {kind} RoPE changes with the length of the text beyond {trained} tokens, and rows of "
                 f"{shortest} to {longest} tokens would mix; lower max_new_tokens, or call generate without slo_tpot"

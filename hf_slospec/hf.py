@@ -46,8 +46,6 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
 )
 from hf_slospec.lockstep import decode_in_step, of_the_batch
-from hf_slospec.models.checked_drafter import CheckedDrafter
-from hf_slospec.models.packed import vocab_size
 from hf_slospec.models.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
 from hf_slospec.models.sampling import StockSampler
 from hf_slospec.row_processors import ignore_sequence, processors_of_row
@@ -200,8 +198,7 @@ class Decoder:
         self._refusal = ""
         try:
             self._target = TriedModel(self.model, self.config.attention, MEASURE_S["target"])
-            own = None if drafter is None else CheckedDrafter(drafter, vocab_size(self.model))
-            self._speculator = Speculator(self._target, self.assistant_model, self.config, own)
+            self._speculator = Speculator(self._target, self.assistant_model, self.config, drafter)
         except UnsupportedModelError as error:
             if not fallback:
                 raise

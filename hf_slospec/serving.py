@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import numbers
 import secrets
 import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_slospec.checks import check_rope_alone
 from hf_slospec.engine.batcher import Batcher, Observer
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.continuous import Continuous, Limits
@@ -35,11 +38,14 @@ from hf_slospec.speculator import Speculator, clock
 from hf_slospec.targets import Targets
 from hf_slospec.telemetry import Collector, Stats, Telemetry
 
+logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
+PUMP_S = 5.0  # that stopping waits for a streamer to take in what is left
 FREE_SHARE = 0.4  # of the free memory for K/V; a pool that grows is there twice for a moment
 NOT_FOR_ONE = (  # arguments of generate that say nothing about a single request's tokens
     "assistant_model",
     "attention_mask",
+    "input_ids",
     "inputs",
     "inputs_embeds",
     "past_key_values",
@@ -55,6 +61,7 @@ class Serving(Observer):
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, decoder.config
         self.telemetry = Telemetry()
         self._samplers = Samplers()
+        self._pumps: WeakSet[threading.Thread] = WeakSet()
         self._batcher: Batcher | None = None
         self._limits: Limits | None = None
         self._index = itertools.count()
@@ -74,12 +81,15 @@ class Serving(Observer):
                     self.config.max_queue,
                     speculator.turns,
                     self,
+                    torch.no_grad,
                 )
             self._batcher.start()
 
     def stop(self, drain: bool, timeout: float | None) -> None:
         if self._batcher is not None:
             self._batcher.stop(drain, timeout)
+            for pump in list(self._pumps):
+                pump.join(PUMP_S)
 
     @property
     def batcher(self) -> Batcher:
@@ -97,7 +107,7 @@ class Serving(Observer):
     def _new_engine(self, scheduler: Continuous) -> Engine:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
         target = speculator.new_target(self._samplers, slots)
-        drafter = speculator.new_drafter(slots)
+        drafter = speculator.new_drafter(slots, keeps_rng=False)  # every request has noise of its own
         return Engine(target, drafter, speculator.policy(), scheduler, clock, self.config.check_invariants)
 
     def on_step(self, step: StepEvent) -> None:
@@ -148,7 +158,9 @@ class Serving(Observer):
             self._samplers.remove(request)
             raise
         if streamer is not None:
-            threading.Thread(target=_pump, args=(handle, call.rows.input_ids, streamer), daemon=True).start()
+            pump = threading.Thread(target=_pump, args=(handle, call.rows.input_ids, streamer), daemon=True)
+            self._pumps.add(pump)
+            pump.start()
         return handle
 
     def _ids(self, prompt: Prompt) -> torch.Tensor:
@@ -168,8 +180,8 @@ class Serving(Observer):
         is_ids = isinstance(ids, (list, tuple, range)) and all(type(i) is int and i >= 0 for i in ids)
         if not is_ids:
             raise InvalidTypeError(
-                "prompt must be a text, token ids of one request, or a list of chat messages; "
-                f"got {type(prompt).__name__}"
+                "prompt must be a text, token ids of one request (such as tokenizer(text)['input_ids']), or a list of "
+                f"chat messages; got {type(prompt).__name__}"
             )
         if not len(ids):
             raise InvalidInputError("prompt is empty; give it at least one token")
@@ -186,6 +198,7 @@ class Serving(Observer):
         if len(call.rows.requests) != 1:
             raise UnsupportedOptionError("num_return_sequences must be 1; submit once per sequence, with seeds")
         (request,) = call.rows.requests
+        check_rope_alone(request, self.decoder.model.config.get_text_config())
         request.index = next(self._index)
         request.ttft_target_s, request.priority, request.is_best_effort = slo_ttft, priority, best_effort
         if (needed := self.limits.kv_needed(request)) > self.limits.kv_tokens:
@@ -239,7 +252,11 @@ def _check(slo_ttft: Any, priority: Any, best_effort: Any, seed: Any, timeout: A
         raise InvalidTypeError(f"best_effort must be True or False, got {best_effort!r}")
     if seed is not None and not 0 <= seed < 2**64:
         raise InvalidInputError(f"seed must be in 0 .. 2**64 - 1, got {seed}")
-    if given := [name for name in NOT_FOR_ONE if arguments.get(name) is not None]:
+    if (streamer := arguments.get("streamer")) is not None:
+        for name in ("put", "end"):
+            if not callable(getattr(streamer, name, None)):
+                raise InvalidTypeError(f"streamer must have a method {name!r}, got {type(streamer).__name__}")
+    if given := [name for name in NOT_FOR_ONE if arguments.get(name) not in (None, False)]:
         raise UnsupportedOptionError(
             f"{', '.join(given)} cannot be given to submit, which takes one text and returns its tokens; use generate"
         )
@@ -255,4 +272,6 @@ def _pump(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
         finally:
             streamer.end()
     except Exception as error:  # noqa: BLE001  whatever a streamer raises fails its request, if that is not over yet
+        if handle.done():
+            logger.warning("the streamer of request %d raised after its end: %r", handle.request.index, error)
         handle.fail(error)

@@ -19,6 +19,7 @@ from hf_slospec.engine.together import Together
 from hf_slospec.engine.turns import FairLock
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
+from hf_slospec.models.checked_drafter import CheckedDrafter
 from hf_slospec.models.measure import measure
 from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
@@ -139,10 +140,13 @@ class Speculator:
         """Nodes of one request's draft tree at most."""
         return max_tree_nodes(self.config)
 
-    def new_drafter(self, max_slots: int | None = None) -> Drafter:
+    def new_drafter(self, max_slots: int | None = None, keeps_rng: bool = True) -> Drafter:
+        """``keeps_rng``: the global generator is the target's, so a user's drafter must not move it."""
         if self.draft is not None:
             return AssistantDrafter(self.draft.packed, self.max_nodes, vocab_size(self.target.model), max_slots)
-        return self.drafter or PromptLookupDrafter()
+        if self.drafter is None:
+            return PromptLookupDrafter()
+        return CheckedDrafter(self.drafter, vocab_size(self.target.model), keeps_rng)
 
 
 def _placement(model: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from hf_slospec.engine.continuous import Continuous
 from hf_slospec.engine.events import StepEvent
@@ -45,8 +46,13 @@ class Batcher:
         max_queue: int,
         turns: AbstractContextManager[None],
         observer: Observer,
+        in_thread: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
-        """``turns`` is held during every step: others may run the same models in between."""
+        """``turns`` is held during every step: others may run the same models in between.
+
+        The batcher's thread runs within ``in_thread()``.
+        """
+        self.in_thread = in_thread
         self.new_scheduler, self.new_engine, self.max_queue = new_scheduler, new_engine, max_queue
         self.turns, self.observer = turns, observer
         self._clear("has not been started; call start(), or use `with generator:`")
@@ -101,14 +107,16 @@ class Batcher:
         """
         self.check_running()
         with self._state:
+            may_wait = block and threading.current_thread() is not self._thread  # which makes the room
             is_room = self._state.wait_for(
-                lambda: self.num_waiting < self.max_queue or not self._is_taking, timeout if block else 0.0
+                lambda: self.num_waiting < self.max_queue or not self._is_taking, timeout if may_wait else 0.0
             )
             self.check_running()
             if not is_room:
                 raise QueueFull(
                     f"{self.num_waiting} requests are waiting, which is max_queue; submit with block=True, or later"
                 )
+            handle.thread = self._thread
             self._arrivals.append(handle)
             self._handles[handle.request.index] = handle
             self._state.notify_all()
@@ -154,9 +162,11 @@ class Batcher:
     def _run(self, engine: Engine, scheduler: Continuous) -> None:
         error: BaseException | None = None
         try:
-            while self._take_orders(engine, scheduler):
-                if scheduler.running or scheduler.waiting:
-                    self._step(engine, scheduler)
+            with self.in_thread():
+                while self._take_orders(engine, scheduler):
+                    if scheduler.running or scheduler.waiting:
+                        self._step(engine, scheduler)
+                engine.retire([*scheduler.running, *scheduler.waiting])
         except BaseException as caught:  # noqa: BLE001  whoever waits for a request must hear of it
             error = caught
         with self._state:
@@ -225,8 +235,22 @@ class Batcher:
 
     def _end(self, request: Request) -> None:
         handle = self._handles.pop(request.index)
+        if request.error is not None:
+            _let_go(request.error)
         handle.advance()
         self.observer.on_end(request)
+
+
+def _let_go(error: BaseException) -> None:
+    """Empty the frames that an error holds on to; they know the engine and all of its K/V."""
+    at = error.__traceback__
+    while at is not None:
+        frame: Any = at.tb_frame
+        while frame is not None:
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()
+            frame = frame.f_back
+        at = at.tb_next
 
 
 _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()

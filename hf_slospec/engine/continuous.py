@@ -112,10 +112,11 @@ class Continuous:
             if not request.num_emitted and now_s + request.num_uncached / fastest > prefill_deadline_s(request):
                 self._undecided.remove(request)  # it stays best effort
         before = [request for request in (*self.running, *self.waiting) if request.is_promised]
-        places = self.limits.max_batch - len(before)
+        unmovable = [*before, *(request for request in self.running if request in self._protected)]
+        places = self.limits.max_batch - len(unmovable)
         if not self._has_changed or not self._undecided or places <= 0:
             return
-        kv_free = self.limits.kv_tokens - self._held(before)
+        kv_free = self._kv_limit - self._held(unmovable)
         found = promised(self._undecided, before, kv_free, self.limits.kv_needed, self.pace, now_s)
         found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
         for request in found[:places]:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
 
 from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
 from hf_slospec.errors import NotRunningError, RequestCancelledError
@@ -44,9 +45,11 @@ class RequestHandle:
         self.seed = seed  # of its noise; None for greedy choice
         self._changed = threading.Condition()
         self._num_ready = 0
+        self._traceback: TracebackType | None = None  # of the request's error, where it was met
         self._is_done = False
         self._wakers: list[_Waker] = []
         self._pid = os.getpid()
+        self.thread: threading.Thread | None = None  # that decodes it
 
     # ---- for the engine
 
@@ -54,6 +57,8 @@ class RequestHandle:
         """Show what has been committed; wakes all who wait for it. The consumer's pace does not matter here."""
         with self._changed:
             self._num_ready, self._is_done = self.request.num_emitted, self.request.is_finished
+            if self.request.error is not None:
+                self._traceback = self.request.error.__traceback__
             wakers = [waker for waker in self._wakers if self._is_done or self._num_ready > waker.at]
             self._changed.notify_all()
         for waker in wakers:
@@ -100,7 +105,7 @@ class RequestHandle:
             TimeoutError: the request goes on, and may be asked again.
             RequestCancelledError: it was cancelled; ``token_ids`` has what there was.
         """
-        self._check_process()
+        self._check_waiting()
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_done, timeout):
                 raise TimeoutError(f"the request was not finished within {timeout} s; it goes on")
@@ -124,7 +129,7 @@ class RequestHandle:
         """What has come since, whenever something has."""
         at = 0
         while True:
-            self._check_process()
+            self._check_waiting()
             with self._changed:
                 self._changed.wait_for(lambda at=at: self._is_done or self._num_ready > at)  # type: ignore[misc]
                 new, is_done = self._since(at), self._is_done
@@ -160,7 +165,7 @@ class RequestHandle:
 
     async def _more(self, at: float) -> None:
         """Wait until there is more than the first ``at`` tokens, or the end."""
-        self._check_process()
+        self._check_waiting()
         waker = _Waker(at)
         with self._changed:
             if self._is_done or self._num_ready > at:
@@ -172,9 +177,12 @@ class RequestHandle:
             with self._changed:
                 self._wakers.remove(waker)
 
-    def _check_process(self) -> None:
+    def _check_waiting(self) -> None:
+        """Refuse to wait where the request cannot go on."""
         if self._pid != os.getpid():
             raise NotRunningError("the request runs in the process this one was forked from")
+        if threading.current_thread() is self.thread and not self._is_done:
+            raise NotRunningError("the batcher's own thread would wait for itself; wait in another thread")
 
     # ----
 
@@ -187,7 +195,7 @@ class RequestHandle:
 
     def _raise_if_failed(self) -> None:
         if self.request.error is not None:
-            raise self.request.error
+            raise self.request.error.with_traceback(self._traceback)
         if self.request.finish_reason == "cancelled":
             raise RequestCancelledError(f"request {self.request.index} was cancelled")
 
@@ -218,5 +226,7 @@ class _TextStream:
         before, now = (self.to_text(self._tokens[self._begin : end]) for end in (self._shown, len(self._tokens)))
         if now.endswith("\ufffd") and not is_last:  # part of a character
             return ""
-        self._begin, self._shown = self._shown, len(self._tokens)
+        if len(now) > len(before):  # tokens without text, such as special ones, are no company
+            self._begin = self._shown
+        self._shown = len(self._tokens)
         return now[len(before) :]

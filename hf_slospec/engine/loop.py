@@ -126,7 +126,7 @@ def roots(requests: Sequence[Request]) -> list[TokenTree]:
 def _accepted(request: Request, tree: TokenTree, choose: Chooser) -> list[int]:
     try:
         return accept(tree, choose, request.emit)
-    except Exception as error:  # noqa: BLE001  whatever the request's own processors and criteria raise is theirs
+    except BaseException as error:  # noqa: BLE001  whatever the request's own processors and criteria raise is theirs
         request.end(error)
         return []
 

@@ -62,6 +62,9 @@ class AssistantDrafter:
 
     def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         self.sequences.reserve(requests)
+        for request in requests:  # a step that was taken back may have fed the root already; it is wanted again
+            own = self.sequences.of(request)
+            own.length = min(own.length, len(request.tokens) - 1)
         ready = self._fed(requests)
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]

@@ -15,11 +15,12 @@ from hf_slospec.errors import InvalidInputError
 class CheckedDrafter:
     """Hands on a user's candidate trees, or says what is wrong with them."""
 
-    def __init__(self, drafter: Drafter, vocab_size: int):
-        self.drafter, self.vocab_size = drafter, vocab_size
+    def __init__(self, drafter: Drafter, vocab_size: int, keeps_rng: bool = True):
+        """With ``keeps_rng`` the global generator is put back after drafting: the target samples by it."""
+        self.drafter, self.vocab_size, self.keeps_rng = drafter, vocab_size, keeps_rng
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
-        with torch.random.fork_rng():  # a drafter may draw; what the target samples must not know
+        with torch.random.fork_rng(enabled=self.keeps_rng):
             trees = list(self.drafter.draft(requests, plan))
         if len(trees) != len(requests):
             raise InvalidInputError(f"drafter returned {len(trees)} trees for {len(requests)} requests")

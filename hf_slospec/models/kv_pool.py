@@ -106,15 +106,18 @@ class KVPool:
     def repack(self, capacities: Mapping[CachedSequence, int]) -> None:
         """Lay out all sequences of the pool side by side from its front, with capacities no smaller than theirs."""
         in_order = sorted(capacities, key=lambda sequence: sequence.start)
-        for old in (True, False):  # first together to the front, then apart from the back: nothing is overwritten
-            sizes = [sequence.capacity if old else capacities[sequence] for sequence in in_order]
-            places = list(zip(in_order, itertools.accumulate(sizes, initial=0), strict=False))
-            for sequence, start in places if old else reversed(places):
+        try:  # first together to the front, then apart from the back: nothing is overwritten
+            starts = itertools.accumulate((sequence.capacity for sequence in in_order), initial=0)
+            for sequence, start in zip(in_order, starts, strict=False):
                 self._move_range(sequence, start)
-        for sequence, capacity in capacities.items():
-            sequence.capacity = capacity
-        end = sum(capacities.values())
-        self._free = [(end, self.num_slots)] if end < self.num_slots else []
+            starts = itertools.accumulate((capacities[sequence] for sequence in in_order), initial=0)
+            for sequence, start in reversed(list(zip(in_order, starts, strict=False))):
+                self._move_range(sequence, start)
+                sequence.capacity = capacities[sequence]
+        finally:  # also if there was no memory for a move: what has been moved is where it says
+            ends = [0, *(sequence.start + sequence.capacity for sequence in in_order)]
+            begins = [*(sequence.start for sequence in in_order), self.num_slots]
+            self._free = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
     def _move_range(self, sequence: CachedSequence, start: int) -> None:
         if sequence.start != start:

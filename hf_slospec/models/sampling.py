@@ -257,7 +257,7 @@ class Samplers:
             own = logits if len(places) == len(requests) else torch.cat([rows[place] for place in places])
             try:
                 made = sampler.choosers([requests[p] for p in places], own, [trees[p] for p in places])
-            except Exception as error:
+            except BaseException as error:  # whatever a call's own processors raise, its requests meet
                 if is_out_of_memory(error):
                     raise
                 made = [functools.partial(_raise, error)] * len(places)
@@ -265,7 +265,7 @@ class Samplers:
         return [choosers[place] for place in range(len(requests))]
 
 
-def _raise(error: Exception, node: int) -> int:
+def _raise(error: BaseException, node: int) -> int:
     raise error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class AutoPolicy:
         self.config, self.costs = config, costs
         self.learned = experience or Experience(config)
         self.budget = config.token_budget or affordable_tokens(costs)
-        self._warned: set[Request] = set()
+        self._warned: WeakSet[Request] = WeakSet()
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
         self._num_fed = num_fed
