@@ -20,7 +20,7 @@ import pytest
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.batcher import Batcher, Observer
 from hf_slospec.engine.continuous import Continuous, Limits
-from hf_slospec.engine.handle import RequestHandle
+from hf_slospec.engine.handle import RequestHandle, _TextStream
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Chunk, Plan
@@ -450,6 +450,20 @@ def test_finished_requests_are_let_go(server: Server) -> None:
     server.toy.released.clear()
     gc.collect()
     assert gone() is None
+
+
+def test_pieces_sum_to_the_text_whatever_tokens_have_none() -> None:
+    words = {1: "Hello", 2: " world", 3: "", 4: " you"}  # 3 is special and skipped
+
+    def to_text(ids: list[int]) -> str:
+        return "".join(words[i] for i in ids).lstrip()  # as SentencePiece decoders strip the first space
+
+    for ids in ([1, 3, 2, 3, 3, 4], [3, 2, 4], [2, 3, 3, 3, 1], [3, 3]):
+        for size in (1, 2, 3):
+            stream, pieces = _TextStream(to_text), list[str]()
+            for begin in range(0, len(ids), size):
+                pieces.append(stream.push(ids[begin : begin + size], begin + size >= len(ids)))
+            assert "".join(pieces) == to_text(ids), (ids, size)
 
 
 class TestFairLock:

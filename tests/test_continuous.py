@@ -303,3 +303,34 @@ def test_a_burst_is_promised_whole_though_few_are_looked_at_together() -> None:
     for _ in range(4):
         served.step()
     assert all(request.is_promised for request in requests)
+
+
+def test_a_best_effort_prompt_is_fed_though_promised_ones_keep_coming() -> None:
+    served = Served(Limits(8, 10**6, 4, 16, 1e9), "edf")
+    decoding = served.add(0, new=10**4, target_s=1.05)  # always slightly late, so there is nothing to spare
+    spare = served.add(1, prompt=100, new=2)
+    for index in range(400):
+        if index % 3 == 0:
+            served.add(index + 2, prompt=20, new=2, ttft_target_s=1e3)
+        served.step()
+    assert spare.num_emitted
+    decoding.end(None)
+    served.engine.retire([decoding])
+
+
+def test_what_protected_requests_hold_is_not_promised_to_others() -> None:
+    served = Served(Limits(2, 10**6, 4, 8, starvation_s=5.0))
+    holders = [served.add(index, new=500) for index in range(2)]
+    first = served.add(10, new=4, target_s=1e3, ttft_target_s=1e3)
+    second = served.add(11, new=4, target_s=1e3, ttft_target_s=1e3)
+    for _ in range(40):
+        served.step()
+    while not all(request.is_decoding for request in holders):
+        served.step()
+    assert first.is_finished
+    assert second.is_finished
+    starved = [request for request in holders if request in served.scheduler._protected]
+    assert len(starved) == 2  # both waited too long, and keep their room from now on
+    late = served.add(12, new=4, target_s=1e3, ttft_target_s=20.0)
+    served.step()
+    assert not late.is_promised

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import random
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +24,12 @@ from hf_slospec import (
     SLOSpecConfig,
     SLOSpecGenerator,
     SLOStage,
+    TokenTree,
     UnsupportedOptionError,
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.models.target import PackedTarget
 
 WAIT_S = 120.0
 CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
@@ -297,6 +302,8 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
         ("x", dict(num_return_sequences=2, do_sample=True), UnsupportedOptionError, "num_return_sequences"),
         ("x", dict(return_dict_in_generate=True), UnsupportedOptionError, "return_dict_in_generate"),
         ("x", dict(max_new_tokens=0), ValueError, "max_new_tokens"),
+        ("x", dict(max_new_tokens=8.0), InvalidTypeError, "max_new_tokens"),
+        ("x", dict(streamer=5), InvalidTypeError, "streamer"),
         ("x", dict(max_new_tokens=10**7), InvalidInputError, "kv_tokens"),
         ("x", dict(max_new_token=5), ValueError, "max_new_token"),
         ("x", dict(temperature=-1.0, do_sample=True), ValueError, "temperature"),
@@ -351,3 +358,94 @@ def test_without_a_tokenizer_token_ids_stream(pair: tuple[Any, Any, Any]) -> Non
         handle = generator.submit(ids, max_new_tokens=7)
         assert list(handle) == handle.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], max_new_tokens=7)
         assert handle.result().text is None
+
+
+def test_running_out_of_memory_between_draft_and_verify_is_made_good(
+    pair: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, tokenizer = pair
+    expected = [alone(pair, prompt, max_new_tokens=30) for prompt in PROMPTS[:4]]
+    verify, rng, raised = PackedTarget._verify, random.Random(0), []
+
+    def fails_at_times(*arguments: Any) -> Any:
+        if rng.random() < 0.2:
+            raised.append(True)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return verify(*arguments)
+
+    with SLOSpecGenerator(target, draft, tokenizer, CONFIG) as generator:
+        monkeypatch.setattr(PackedTarget, "_verify", fails_at_times)
+        handles = [generator.submit(prompt, max_new_tokens=30, slo_tpot=10.0) for prompt in PROMPTS[:4]]
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+    assert raised
+
+
+def test_processors_run_without_gradients_and_may_raise_anything(
+    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
+) -> None:
+    modes = list[bool]()
+
+    def looks(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        modes.append(torch.is_grad_enabled())
+        return scores
+
+    def leaves(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(3)
+
+    other = served.submit(PROMPTS[1], max_new_tokens=20)
+    served.submit(PROMPTS[0], max_new_tokens=5, logits_processor=LogitsProcessorList([looks])).result(WAIT_S)
+    leaving = served.submit(PROMPTS[0], max_new_tokens=5, logits_processor=LogitsProcessorList([leaves]))
+    with pytest.raises(SystemExit):
+        leaving.result(WAIT_S)
+    assert set(modes) == {False}
+    assert other.result(WAIT_S).token_ids == alone(pair, PROMPTS[1], max_new_tokens=20)
+
+
+def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(served: SLOSpecGenerator) -> None:
+    others = list[RequestHandle]()
+
+    def waits(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        others[0].result()
+        return scores
+
+    others.append(served.submit(PROMPTS[0], max_new_tokens=2000))
+    waiting = served.submit(PROMPTS[0], max_new_tokens=5, logits_processor=LogitsProcessorList([waits]))
+    with pytest.raises(NotRunningError, match="own thread"):
+        waiting.result(WAIT_S)
+    others[0].cancel()
+
+
+def test_requests_are_let_go_when_they_are_over(served: SLOSpecGenerator) -> None:
+    fails = StoppingCriteriaList([Fails(3)])
+    handles = [
+        served.submit(PROMPTS[0], max_new_tokens=9, slo_tpot=1e-9, slo_ttft=1e-9),
+        served.submit(PROMPTS[0], max_new_tokens=9, stopping_criteria=fails),
+        served.submit(PROMPTS[0], max_new_tokens=9, do_sample=True),
+    ]
+    for handle in handles:
+        with contextlib.suppress(ZeroDivisionError):
+            handle.result(WAIT_S)
+    gone = [weakref.ref(handle.request) for handle in handles]
+    del handles, handle
+    served.submit(PROMPTS[0], max_new_tokens=3).result(WAIT_S)  # pushes them out of the engine's last step
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_a_users_drafter_leaves_the_global_generator_to_others(pair: tuple[Any, Any, Any]) -> None:
+    class Draws:
+        def draft(self, requests: Any, plan: Any) -> Any:
+            token = int(torch.randint(2000, ()))
+            return [TokenTree.chain(request.tokens[-1], [token], 0.5) for request in requests]
+
+        def release(self, request: Any) -> None:
+            pass
+
+    target, _, tokenizer = pair
+    drawn = list[float]()
+    with SLOSpecGenerator(target, None, tokenizer, CONFIG, drafter=Draws()) as generator:
+        handle = generator.submit(PROMPTS[0], max_new_tokens=60)
+        while not handle.done():
+            drawn.append(float(torch.rand(())))
+        assert handle.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], max_new_tokens=60)
+    assert len(set(drawn)) > 0.99 * len(drawn)
