@@ -37,7 +37,7 @@ from tests.toy_models import (
 )
 from tests.toys import SEEDS, NextProbs, markov_model, path_to, random_tree
 
-POLICIES = ("auto", "adaserve", "fixed", "static")
+POLICIES = ("auto", "adaserve", "smartspec", "smartspec-requests", "turbospec", "fixed", "static", "none")
 
 
 def policy_of(config: SLOSpecConfig, experience: Experience | None = None) -> Policy:

@@ -6,18 +6,21 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+PolicyName = Literal["auto", "adaserve", "smartspec", "smartspec-requests", "turbospec", "fixed", "static", "none"]
+
 
 class SLOSpecConfig(BaseModel):
     """How requests are speculated. Frozen; unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["auto", "adaserve", "fixed", "static", "none"] = Field(
+    policy: PolicyName = Field(
         "auto",
         description="Who decides depth, width and nodes of each step. adaserve: the paper's Algorithm 2 and equations "
         "8/9, the whole token budget on every step. auto: what yields most expected tokens per second, those of late "
-        "requests counting more. fixed: beams of max_depth and max_width on every step (max_depth=0: plain decoding, "
-        "max_width=1: chains). static: SpecInfer's static tree of 18 nodes. none: plain decoding.",
+        "requests counting more. smartspec, turbospec: chains as long as their goodput says, one length for all "
+        "(smartspec-requests: one per request). fixed: beams of max_depth and max_width on every step (max_depth=0: "
+        "plain decoding, max_width=1: chains). static: SpecInfer's static tree of 18 nodes. none: plain decoding.",
     )
     max_depth: int = Field(12, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
     max_width: int = Field(3, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")

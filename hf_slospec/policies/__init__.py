@@ -6,6 +6,8 @@ from hf_slospec.engine.protocols import Policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy, Experience
 from hf_slospec.policies.fixed import EXPANSION, FixedPolicy, StaticTreePolicy
+from hf_slospec.policies.smartspec import SmartSpecPolicy
+from hf_slospec.policies.turbospec import TurboSpecPolicy
 
 
 def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) -> Policy:
@@ -14,6 +16,10 @@ def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) 
         return AutoPolicy(config, costs, experience)
     if config.policy == "adaserve":
         return AdaServePolicy(config, costs)
+    if config.policy in ("smartspec", "smartspec-requests"):
+        return SmartSpecPolicy(config, costs, by_request=config.policy == "smartspec-requests")
+    if config.policy == "turbospec":
+        return TurboSpecPolicy(config, costs)
     if config.policy == "static":
         return StaticTreePolicy(config.max_depth)
     return FixedPolicy(0 if config.policy == "none" else config.max_depth, config.max_width)
