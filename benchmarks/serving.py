@@ -313,7 +313,9 @@ def overhead(json_path: Json = None) -> None:
                 target_s, ttft_s = (0.05, 5.0) if step % 20 else (None, None)
                 arrived_s = 0.001 * step
                 scheduler.add(
-                    Request(number + step, [1] * 100, 200, (Stage(target_s),), arrived_s=arrived_s, ttft_target_s=ttft_s)
+                    Request(
+                        number + step, [1] * 100, 200, (Stage(target_s),), arrived_s=arrived_s, ttft_target_s=ttft_s
+                    )
                 )
             begun_s = time.perf_counter()
             scheduler.turn(0.001 * step)

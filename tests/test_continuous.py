@@ -318,19 +318,19 @@ def test_a_best_effort_prompt_is_fed_though_promised_ones_keep_coming() -> None:
     served.engine.retire([decoding])
 
 
-def test_what_protected_requests_hold_is_not_promised_to_others() -> None:
-    served = Served(Limits(2, 10**6, 4, 8, starvation_s=5.0))
-    holders = [served.add(index, new=500) for index in range(2)]
-    first = served.add(10, new=4, target_s=1e3, ttft_target_s=1e3)
-    second = served.add(11, new=4, target_s=1e3, ttft_target_s=1e3)
-    for _ in range(40):
+@pytest.mark.parametrize("times_preempted", [0, MAX_PREEMPTED])
+def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted: int) -> None:
+    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    holder = served.add(0, new=500)
+    for index in range(times_preempted):
+        for _ in range(5):
+            served.step()
+        served.add(index + 1, new=2, target_s=1e3, ttft_target_s=1e3)
+        for _ in range(5):
+            served.step()
+    for _ in range(5):
         served.step()
-    while not all(request.is_decoding for request in holders):
-        served.step()
-    assert first.is_finished
-    assert second.is_finished
-    starved = [request for request in holders if request in served.scheduler._protected]
-    assert len(starved) == 2  # both waited too long, and keep their room from now on
-    late = served.add(12, new=4, target_s=1e3, ttft_target_s=20.0)
+    assert (holder.num_preempted, holder.is_decoding) == (times_preempted, True)
+    late = served.add(9, new=4, target_s=1e3, ttft_target_s=1e3)
     served.step()
-    assert not late.is_promised
+    assert late.is_promised == (times_preempted < MAX_PREEMPTED)
