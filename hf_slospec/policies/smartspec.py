@@ -54,7 +54,7 @@ class SmartSpecPolicy:
         )
         shares = np.rint(length * len(requests) * rates / rates.sum()).astype(int)
         most = useful_depth(requests, self.max_depth)
-        return np.minimum(shares, most).tolist()
+        return [min(int(share), most) for share in shares]
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         trees = [tree.up_to(k) for tree, k in zip(useful(requests, candidates), self._lengths, strict=True)]
