@@ -130,14 +130,18 @@ class RequestHandle:
         at = 0
         while True:
             self._check_waiting()
-            with self._changed:
-                self._changed.wait_for(lambda at=at: self._is_done or self._num_ready > at)  # type: ignore[misc]
-                new, is_done = self._since(at), self._is_done
+            new, is_done = self._wait_past(at)
             at += len(new)
             yield new, is_done
             if is_done:
                 self._raise_if_failed()
                 return
+
+    def _wait_past(self, at: int) -> tuple[list[int], bool]:
+        """Wait for more than the first ``at`` tokens, or the end.  -> what came since, whether that is all"""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done or self._num_ready > at)
+            return self._since(at), self._is_done
 
     # ---- the same for asyncio
 
