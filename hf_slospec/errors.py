@@ -6,6 +6,7 @@ import queue
 __all__ = [
     "FallbackWarning",
     "IncompatibleDraftError",
+    "InvalidFileError",
     "InvalidInputError",
     "InvalidTypeError",
     "NotRunningError",
@@ -24,6 +25,10 @@ class SLOSpecError(Exception):
 
 class InvalidInputError(SLOSpecError, ValueError):
     """An argument has the right type and an impossible value."""
+
+
+class InvalidFileError(InvalidInputError):
+    """A file does not hold what it should; the message says where: file, line, column."""
 
 
 class InvalidTypeError(SLOSpecError, TypeError):

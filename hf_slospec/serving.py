@@ -76,7 +76,7 @@ class Serving(Observer):
                 speculator = self.decoder.speculator
                 self._limits = limits_of(speculator, self.config)
                 self._batcher = Batcher(
-                    lambda: Continuous(self.limits, Pace(speculator.costs), self.config.admission),
+                    lambda: Continuous(self.limits, Pace(speculator.costs), self.config.admission, self.config.prefill),
                     self._new_engine,
                     self.config.max_queue,
                     speculator.turns,
@@ -218,8 +218,7 @@ class Serving(Observer):
 def limits_of(speculator: Speculator, config: SLOSpecConfig) -> Limits:
     """What a config allows; where it leaves K/V open, what fits into part of the free memory."""
     kv_tokens = config.kv_tokens or _affordable_kv_tokens(speculator, config.max_batch)
-    chunk = config.prefill_chunk
-    return Limits(config.max_batch, kv_tokens, speculator.max_nodes, chunk, config.starvation_s)
+    return Limits.of(config, kv_tokens, speculator.max_nodes)
 
 
 def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:

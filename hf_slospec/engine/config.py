@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+AdmissionName = Literal["slo", "edf", "fcfs", "priority"]
+PrefillName = Literal["beside", "first", "chunked"]
 PolicyName = Literal["auto", "adaserve", "smartspec", "smartspec-requests", "turbospec", "fixed", "static", "none"]
 
 
@@ -44,10 +46,17 @@ class SLOSpecConfig(BaseModel):
     attention: Literal["auto", "sdpa", "4d_mask"] = Field(
         "auto", description="Tree attention: sdpa, or the plain 4d_mask reference. auto is sdpa."
     )
-    admission: Literal["slo", "edf", "fcfs"] = Field(
+    admission: AdmissionName = Field(
         "slo",
         description="Batcher: whose targets are promised. slo: those that can be met beside the others', by "
-        "SLOs-Serve's dynamic programme. edf, fcfs: everybody's, served earliest deadline first or as they come.",
+        "SLOs-Serve's dynamic programme. edf, fcfs: everybody's, served earliest deadline first or as they come. "
+        "priority: everybody's, and higher priorities take the room of lower ones (vLLM's priority scheduling).",
+    )
+    prefill: PrefillName = Field(
+        "beside",
+        description="Batcher: when prompts are fed. beside: with decoding, as much as makes no promised request late. "
+        "first: before any decoding (vLLM without chunked prefill). chunked: with decoding, up to prefill_chunk "
+        "tokens a step, decoding included (Sarathi-Serve).",
     )
     max_batch: int = Field(64, ge=1, description="Batcher: requests that run at a time.")
     max_queue: int = Field(1024, ge=1, description="Batcher: requests that wait at most; more are refused.")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 
 from hf_slospec.engine.admission import prefill_deadline_s, promised
+from hf_slospec.engine.config import AdmissionName, PrefillName, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Chunk, Turn
@@ -34,6 +33,10 @@ class Limits:
     prefill_chunk: int  # tokens of a step
     starvation_s: float  # a best-effort request that waited so long goes first
 
+    @classmethod
+    def of(cls, config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
+        return cls(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)
+
     def kv_needed(self, request: Request) -> int:
         """Slots of the request's K/V at its longest."""
         return request.prompt_len + request.max_new_tokens + self.max_nodes
@@ -43,13 +46,15 @@ class Continuous:
     """Continuous batching with chunked prefill in the same forward as decoding.
 
     Requests with targets are promised them, or not, by SLOs-Serve's dynamic programme (``slo``), or all are, served
-    earliest deadline first (``edf``) or as they came (``fcfs``). Others get what is left: they are best effort, and
-    lose their K/V where a promise needs the room, though not their tokens. One that waited ``starvation_s`` goes first
-    and keeps its room from then on.
+    earliest deadline first (``edf``), as they came (``fcfs``) or by priority. Others get what is left: they are best
+    effort, and lose their K/V where a promise needs the room, though not their tokens. One that waited ``starvation_s``
+    goes first and keeps its room from then on.
     """
 
-    def __init__(self, limits: Limits, pace: Pace, admission: Literal["slo", "edf", "fcfs"] = "slo"):
-        self.limits, self.pace, self.admission = limits, pace, admission
+    def __init__(
+        self, limits: Limits, pace: Pace, admission: AdmissionName = "slo", prefill: PrefillName = "beside"
+    ):
+        self.limits, self.pace, self.admission, self.prefill = limits, pace, admission, prefill
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._undecided: list[Request] = []  # waiting or running as best effort until their targets can be promised
@@ -91,7 +96,8 @@ class Continuous:
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
         decoding = self._taking_part(decoding, allowed_s)
-        return Turn(decoding, self._chunks(decoding, allowed_s, now_s), preempted)
+        chunks = self._chunks(decoding, allowed_s, now_s)
+        return Turn([] if chunks and self.prefill == "first" else decoding, chunks, preempted)
 
     @property
     def kv_held(self) -> int:
@@ -129,11 +135,12 @@ class Continuous:
     def _enter(self, now_s: float) -> list[Request]:
         """Let waiting requests in, in order, as far as there is room.  -> those that lost theirs"""
         preempted: list[Request] = []
-        if len(self.running) >= self.limits.max_batch and not self._spare():
+        highest = max((request.priority for request in self.waiting), default=0)
+        if len(self.running) >= self.limits.max_batch and not self._spare(highest):
             return preempted
         for request in sorted(self.waiting, key=lambda request: self._rank(request, now_s)):
             may_preempt = self._rank(request, now_s)[0] < LAST_RANK
-            victims = self._victims(request, self._spare() if may_preempt else [])
+            victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:
                 break  # nobody overtakes it, or a large request would never find room
             for victim in victims:
@@ -153,7 +160,7 @@ class Continuous:
         if waiting_since_s is not None and now_s - came_s >= self.limits.starvation_s:
             return 0, -request.priority, came_s, request.index
         if request.is_promised:
-            return 1, -request.priority, came_s if self.admission == "fcfs" else due_s, came_s, request.index
+            return 1, -request.priority, due_s if self.admission in ("slo", "edf") else came_s, came_s, request.index
         is_too_late = not request.num_emitted and now_s > due_s
         return LAST_RANK, -request.priority, is_too_late, came_s, request.index
 
@@ -168,9 +175,10 @@ class Continuous:
                 places, slots = places + 1, slots + self.limits.kv_needed(spare[count])
         return None
 
-    def _spare(self) -> list[Request]:
-        """Running requests that may lose their room, the first to lose it first."""
-        spare = [request for request in self.running if request.is_best_effort and request not in self._protected]
+    def _spare(self, priority: float = -math.inf) -> list[Request]:
+        """Running requests that may lose their room to one of this priority, the first to lose it first."""
+        lower = priority if self.admission == "priority" else -math.inf
+        spare = [r for r in self.running if (r.is_best_effort or r.priority < lower) and r not in self._protected]
         return sorted(spare, key=lambda request: (request.priority, -request.arrived_s, -request.index))
 
     def preempt(self, request: Request, now_s: float) -> None:
@@ -209,7 +217,7 @@ class Continuous:
         """
         allowed_s, alone_s = math.inf, float(self.pace.step_s(1)) / self.pace.tokens
         for request in decoding:
-            if request.target_s is None or not request.is_promised or self.admission == "fcfs":
+            if request.target_s is None or not request.is_promised or self.admission in ("fcfs", "priority"):
                 continue
             elapsed_s, emitted = request.decoded(now_s)
             num_left = request.num_left_in_stage
@@ -245,8 +253,10 @@ class Continuous:
 
     def _prefill_tokens(self, decoding: list[Request], allowed_s: float) -> int:
         """How many prefill tokens the step can take beside those that decode, and make nobody late."""
-        if not decoding:
+        if not decoding or self.prefill == "first":
             return self._most_fed
+        if self.prefill == "chunked":
+            return max(self._most_fed - round(len(decoding) * self.pace.nodes), 0)
         sizes = np.arange(1, self._most_fed + 1)
         times_s = self.pace.step_s(len(decoding), sizes)
         limit_s = min(allowed_s, STALL * float(self.pace.step_s(len(decoding))))

@@ -1,0 +1,137 @@
+"""Target and draft behind the engine's protocols: texts for their tokens, costs for their time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.engine.protocols import Chooser, Chunk, Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.sim.hardware import Hardware
+from hf_slospec.sim.texts import Library
+
+
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class SimulatedTarget:
+    """Writes each request's text, whatever the trees; a forward takes as long as its tokens cost."""
+
+    def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock):
+        self.library, self.hardware, self.clock = library, hardware, clock
+
+    def verify(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
+    ) -> Sequence[Chooser]:
+        num_nodes = sum(tree.num_nodes for tree in trees)
+        num_fed = sum(request.num_uncached - 1 for request in requests) + sum(chunk.num_tokens for chunk in chunks)
+        keys = sum(len(r.tokens) for r in requests) + sum(c.request.num_cached + c.num_tokens for c in chunks)
+        is_mixed = num_fed > 0 and any(request.is_decoding for request in requests)
+        seconds = float(self.hardware.target(num_nodes + num_fed, len(requests) + len(chunks), keys))
+        self.clock.now_s += seconds + self.hardware.host_s + self.hardware.mixed_s * is_mixed
+        return [functools.partial(self._choose, request) for request in requests]
+
+    def _choose(self, request: Request, node: int) -> int:
+        return self.library.token(request.index, request.num_emitted)
+
+    def commit(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
+    ) -> None:
+        """There is no K/V."""
+
+    def release(self, request: Request) -> None:
+        """Nothing is held."""
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Nothing is held."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A level of all requests' beams, [num_requests, beam] each."""
+
+    path_probs: FloatArray
+    is_true: FloatArray  # bool: what the target would write, up to here
+    tokens: IntArray
+    parents: IntArray  # index in the layer before
+
+
+class SimulatedDrafter:
+    """Beam search on what the draft believes.
+
+    On the path that the target will take, its beliefs are the text's own. Elsewhere, where nothing is ever accepted,
+    they are those of random places of the same text: wrong guesses look as good as right ones.
+    """
+
+    def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock, seed: int = 0):
+        self.library, self.hardware, self.clock = library, hardware, clock
+        self._rng = np.random.default_rng(seed)
+        self._known: dict[Request, int] = {}  # tokens whose draft K/V exist
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
+        num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
+        behind = sum(len(request.tokens) - self._known.get(request, 0) for request in requests)
+        self._known.update((request, len(request.tokens)) for request in requests)
+        seconds = float(self.hardware.draft(behind, num_requests, num_keys))
+        layers = [self._grown(requests, None, 0, plan.width)]
+        for depth in range(1, plan.depth):
+            best = layers[-1].path_probs[:, 0]
+            if plan.min_gain and np.maximum(best - plan.min_path_prob, 0.0).sum() < plan.min_gain:
+                break  # as real drafters do
+            seconds += float(self.hardware.draft(layers[-1].tokens.size, num_requests, num_keys))
+            layers.append(self._grown(requests, layers[-1], depth, plan.width))
+        self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
+        return self._trees(requests, layers)
+
+    def release(self, request: Request) -> None:
+        self._known.pop(request, None)
+
+    def _grown(self, requests: Sequence[Request], last: _Layer | None, depth: int, width: int) -> _Layer:
+        """The best children of a layer; of the roots without one."""
+        if last is None:
+            shape = (len(requests), 1)
+            last = _Layer(np.ones(shape), np.ones(shape, np.bool_), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+        library, beam = self.library, last.tokens.shape[1]
+        indices = np.array([request.index for request in requests])
+        on_path = np.array([request.num_emitted + depth for request in requests])
+        elsewhere = (self._rng.random(last.tokens.shape) * library.lengths[indices][:, None]).astype(np.int64)
+        places = np.where(last.is_true, on_path[:, None], elsewhere)
+        rows = library.places(np.repeat(indices, beam), places.ravel())
+        num_children = min(width, library.num_children)
+        probs = library.child_probs[rows, :num_children].reshape(len(requests), beam, num_children)
+        ranks = library.ranks[rows].reshape(len(requests), beam, 1)
+        paths = (last.path_probs[..., None] * probs).reshape(len(requests), -1)
+        is_true = (last.is_true[..., None] & (ranks == np.arange(num_children))).reshape(len(requests), -1)
+        order = np.argsort(-paths, axis=1, kind="stable")[:, :width]
+        return _Layer(
+            np.take_along_axis(paths, order, axis=1),
+            np.take_along_axis(is_true, order, axis=1),
+            order % num_children,
+            order // num_children,
+        )
+
+    def _trees(self, requests: Sequence[Request], layers: Sequence[_Layer]) -> list[TokenTree]:
+        widths = [layer.tokens.shape[1] for layer in layers]
+        depths = np.repeat(np.arange(len(layers) + 1), [1, *widths])
+        firsts = np.repeat(np.cumsum([0, 1, *widths])[: len(layers)], widths)
+        column = np.ones((len(requests), 1))
+        roots = np.array([[request.tokens[-1]] for request in requests])
+        tokens = np.concatenate([roots, *(layer.tokens for layer in layers)], axis=1)
+        parents = np.concatenate([layer.parents for layer in layers], axis=1) + firsts
+        parents = np.concatenate([-column.astype(np.int64), parents], axis=1)
+        path_probs = np.concatenate([column, *(layer.path_probs for layer in layers)], axis=1)
+        return [
+            TokenTree(own_tokens, own_parents, depths, own_probs)
+            for own_tokens, own_parents, own_probs in zip(tokens, parents, path_probs, strict=True)
+        ]

@@ -1,0 +1,188 @@
+"""What became of a load: request by request, by class, and together."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.request import Request
+from hf_slospec.sim.workload import Job
+
+SLOS_SERVE_WINDOW = 10  # tokens over which it looks at the time per token
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request. Seconds on the simulation's clock."""
+
+    index: int
+    kind: str
+    replica: int
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    tpot_target_s: float | None
+    ttft_target_s: float | None
+    first_token_s: float
+    decode_begun_s: float  # when the step began that decoded it first
+    finish_s: float
+    steps: int
+    drafted: int
+    accepted: int
+    guaranteed: bool
+    preempted: int
+    hops: int  # replicas that declined it
+    tpot_s: float | None  # measured
+    ttft_s: float
+    worst_tpot_s: float | None  # over any 10 tokens
+    attained: bool | None  # as RequestMetrics has it
+
+    @classmethod
+    def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, hops: int) -> Outcome:
+        own = request.metrics()
+        return cls(
+            index=request.index,
+            kind=job.kind,
+            replica=replica,
+            arrival_s=job.arrival_s,
+            input_tokens=job.input_tokens,
+            output_tokens=own.tokens,
+            tpot_target_s=own.target_s,
+            ttft_target_s=own.ttft_target_s,
+            first_token_s=own.ttft_s + job.arrival_s if own.ttft_s is not None else math.nan,
+            decode_begun_s=decode_begun_s,
+            finish_s=request.last_token_s,
+            steps=own.steps,
+            drafted=own.drafted,
+            accepted=own.accepted,
+            guaranteed=own.guaranteed,
+            preempted=own.preempted,
+            hops=hops,
+            tpot_s=own.tpot_s,
+            ttft_s=own.ttft_s if own.ttft_s is not None else math.nan,
+            worst_tpot_s=own.worst_tpot_s,
+            attained=own.attained,
+        )
+
+
+Metric = Callable[[Outcome], bool | None]
+
+
+def attained(outcome: Outcome) -> bool | None:
+    """This package's: (last - first token) / (tokens - 1) and the time to the first token, each if there is a target."""
+    return outcome.attained
+
+
+def adaserve_attained(outcome: Outcome) -> bool | None:
+    """AdaServe's: (finish - first decode iteration) / tokens; waiting and prefill do not count."""
+    if outcome.tpot_target_s is None:
+        return None
+    return (outcome.finish_s - outcome.decode_begun_s) / outcome.output_tokens <= outcome.tpot_target_s
+
+
+def slos_serve_attained(outcome: Outcome) -> bool | None:
+    """SLOs-Serve's: the first token in time, and no 10 tokens in a row slower than the target."""
+    if outcome.tpot_target_s is None and outcome.ttft_target_s is None:
+        return None
+    is_late = outcome.ttft_target_s is not None and outcome.ttft_s > outcome.ttft_target_s
+    worst_s = outcome.tpot_s if outcome.worst_tpot_s is None else outcome.worst_tpot_s
+    is_slow = outcome.tpot_target_s is not None and worst_s is not None and worst_s > outcome.tpot_target_s
+    return not (is_late or is_slow)
+
+
+METRICS: dict[str, Metric] = {"tpot": attained, "adaserve": adaserve_attained, "slos-serve": slos_serve_attained}
+
+
+@dataclass
+class Totals:
+    """Of all steps of a run."""
+
+    num_steps: int = 0  # that decoded
+    num_prefills: int = 0  # that did not
+    requests: int = 0  # decoding, summed over steps
+    nodes: int = 0
+    committed: int = 0  # by those that decode
+    expected: float = 0.0
+    depth: int = 0
+    phases: PhaseTimes = PhaseTimes()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load and what became of it."""
+
+    system: str
+    outcomes: tuple[Outcome, ...]
+    totals: Totals
+    declined: int  # requests that no replica promised their targets to
+
+    def summary(self, metric: Metric = attained) -> dict[str, Any]:
+        """Figures of the whole load and, under ``kinds``, of its classes."""
+        kinds = sorted({outcome.kind for outcome in self.outcomes})
+        totals, steps = self.totals, max(self.totals.num_steps, 1)
+        return {
+            **_figures(self.outcomes, metric, self.seconds),
+            "seconds": self.seconds,
+            "tokens_per_request_and_step": totals.committed / max(totals.requests, 1),
+            "expected_per_request_and_step": totals.expected / max(totals.requests, 1),
+            "nodes_per_step": totals.nodes / steps,
+            "requests_per_step": totals.requests / steps,
+            "depth": totals.depth / steps,
+            "step_ms": 1e3 * totals.phases.total_s / steps,
+            "draft_share": totals.phases.draft_s / max(totals.phases.total_s, 1e-12),
+            "declined": self.declined,
+            "kinds": {
+                kind: _figures([outcome for outcome in self.outcomes if outcome.kind == kind], metric, self.seconds)
+                for kind in kinds
+            },
+        }
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last token."""
+        first_s = min(outcome.arrival_s for outcome in self.outcomes)
+        return max(outcome.finish_s for outcome in self.outcomes) - first_s
+
+
+def _figures(outcomes: Sequence[Outcome], metric: Metric, seconds: float) -> dict[str, Any]:
+    verdicts = [metric(outcome) for outcome in outcomes]
+    promised = [verdict for verdict in verdicts if verdict is not None]
+    good = sum(outcome.output_tokens for outcome, verdict in zip(outcomes, verdicts, strict=True) if verdict)
+    return {
+        "requests": len(outcomes),
+        "attainment": sum(promised) / len(promised) if promised else None,
+        "goodput": good / seconds,  # tokens per second of those that attained
+        "throughput": sum(outcome.output_tokens for outcome in outcomes) / seconds,
+        "tpot_ms": _mean([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
+        "tpot_p99_ms": _percentile([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None], 99),
+        "ttft_s": _mean([outcome.ttft_s for outcome in outcomes]),
+        "ttft_p99_s": _percentile([outcome.ttft_s for outcome in outcomes], 99),
+        "latency_s": _mean([outcome.finish_s - outcome.arrival_s for outcome in outcomes]),
+        "guaranteed": sum(outcome.guaranteed for outcome in outcomes) / len(outcomes),
+        "preempted": sum(outcome.preempted for outcome in outcomes),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None
+
+
+def write_requests(runs: Sequence[Run], path: Path) -> None:
+    """Every request of every run as a line of CSV."""
+    names = [field.name for field in fields(Outcome)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["system", *names])
+        writer.writeheader()
+        for run in runs:
+            writer.writerows({"system": run.system, **asdict(outcome)} for outcome in run.outcomes)

@@ -1,0 +1,191 @@
+"""Replays a load through the real engine, scheduler and policy, on simulated models and a virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.continuous import Continuous, Limits
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.loop import Engine
+from hf_slospec.engine.pace import Pace
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.policies import max_tree_nodes, new_policy
+from hf_slospec.policies.auto import Experience
+from hf_slospec.sim.hardware import Hardware
+from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock
+from hf_slospec.sim.outcomes import Outcome, Run, Totals
+from hf_slospec.sim.texts import Library
+from hf_slospec.sim.workload import Job
+
+
+@dataclass
+class _Visit:
+    """A request on its way through the replicas."""
+
+    request: Request
+    job: Job
+    replica: int = 0
+    hops: int = 0
+    decode_begun_s: float = math.nan
+
+
+class Replica:
+    """One engine with hardware and a clock of its own."""
+
+    def __init__(self, config: SLOSpecConfig, hardware: Hardware, library: Library, seed: int):
+        self.clock = VirtualClock()
+        costs = hardware.costs()
+        limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_tree_nodes(config))
+        self.scheduler = Continuous(limits, Pace(costs), config.admission, config.prefill)
+        self.engine = Engine(
+            SimulatedTarget(library, hardware, self.clock),
+            SimulatedDrafter(library, hardware, self.clock, seed),
+            new_policy(config, costs, Experience(config)),
+            self.scheduler,
+            self.clock,
+            config.check_invariants,
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request, now_s: float) -> None:
+        if not self.is_busy:
+            self.clock.now_s = max(self.clock.now_s, now_s)
+        self.scheduler.add(request)
+
+    def step(self) -> StepEvent:
+        before_s = self.clock.now_s
+        event = self.engine.step()
+        assert self.clock.now_s > before_s, "the scheduler let a step pass with nothing in it"
+        return event
+
+
+class Simulation:
+    """A load on one or several replicas of a system; all of it follows from the seed."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        library: Library,
+        hardware: Hardware,
+        config: SLOSpecConfig,
+        *,
+        replicas: int = 1,
+        max_hops: int | None = None,
+        seed: int = 0,
+    ):
+        """``max_hops``: how often a request that a replica promises nothing goes to the next; None: to all of them.
+
+        Raises:
+            InvalidInputError: something of this is impossible.
+        """
+        if not jobs:
+            raise InvalidInputError("the load holds no requests")
+        if replicas < 1:
+            raise InvalidInputError(f"replicas must be at least 1, got {replicas}")
+        if len(library.lengths) != len(jobs):
+            raise InvalidInputError(f"there are {len(jobs)} requests and {len(library.lengths)} texts")
+        if config.policy not in ("none", "auto") and config.max_width > library.num_children:
+            raise InvalidInputError(
+                f"max_width is {config.max_width}, and the texts hold {library.num_children} children of each place"
+            )
+        self.replicas = [Replica(config, hardware, library, seed + place) for place in range(replicas)]
+        self.max_hops = replicas - 1 if max_hops is None else min(max_hops, replicas - 1)
+        self._visits = [_Visit(_request(index, job), job) for index, job in enumerate(jobs)]
+        limits = self.replicas[0].scheduler.limits
+        for visit in self._visits:
+            if (needed := limits.kv_needed(visit.request)) > limits.kv_tokens:
+                raise InvalidInputError(
+                    f"request {visit.request.index} needs {needed} tokens of K/V, and there are {limits.kv_tokens}"
+                )
+        self._next_replica = 0
+
+    def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
+        """Serve the whole load; ``on_end`` is called after each request."""
+        arrivals = [(visit.job.arrival_s, visit.request.index) for visit in self._visits]
+        heapq.heapify(arrivals)
+        totals, num_left = Totals(), len(arrivals)
+        while num_left:
+            busy = [replica for replica in self.replicas if replica.is_busy]
+            now_s = min((replica.clock.now_s for replica in busy), default=math.inf)
+            if arrivals and arrivals[0][0] <= now_s:
+                arrival_s, index = heapq.heappop(arrivals)
+                self._arrive(self._visits[index], arrival_s)
+                continue
+            replica = min(busy, key=lambda replica: replica.clock.now_s)
+            event = replica.step()
+            _book(totals, event)
+            for part in event.decoding:
+                visit = self._visits[part.index]
+                if math.isnan(visit.decode_begun_s):
+                    visit.decode_begun_s = event.begun_s
+            num_ended = sum(self._visits[part.index].request.is_finished for part in event.requests)
+            num_left -= num_ended
+            for _ in range(num_ended):
+                on_end()
+            if self.max_hops:
+                self._hand_on(replica)
+        outcomes = tuple(
+            Outcome.of(v.request, v.job, v.replica, _or(v.decode_begun_s, v.request.last_token_s), v.hops)
+            for v in self._visits
+        )
+        declined = sum(v.request.has_targets and not v.request.is_promised for v in self._visits)
+        return Run(system, outcomes, totals, declined)
+
+    def _arrive(self, visit: _Visit, now_s: float) -> None:
+        """By turns to the replicas (SLOs-Serve, section 4)."""
+        self._put(visit, self._next_replica, now_s)
+        self._next_replica = (self._next_replica + 1) % len(self.replicas)
+
+    def _put(self, visit: _Visit, replica: int, now_s: float) -> None:
+        visit.replica = replica
+        self.replicas[replica].add(visit.request, now_s)
+
+    def _hand_on(self, replica: Replica) -> None:
+        """Requests that a replica has looked at and promised nothing go on to the next, up to ``max_hops`` times."""
+        for request in (*replica.scheduler.waiting, *replica.scheduler.running):
+            visit, is_declined = self._visits[request.index], request.has_targets and not request.is_promised
+            if is_declined and not request.num_emitted and visit.hops < self.max_hops:
+                replica.engine.retire([request])
+                request.is_best_effort = False  # that is for the next one to say
+                visit.hops += 1
+                self._put(visit, (visit.replica + 1) % len(self.replicas), replica.clock.now_s)
+
+
+def _request(index: int, job: Job) -> Request:
+    end = job.input_tokens + job.output_tokens
+    return Request(
+        index,
+        [0] * job.input_tokens,
+        max(job.max_new_tokens or job.output_tokens, job.output_tokens),
+        (Stage(job.tpot_s),),
+        is_stop=lambda tokens: len(tokens) >= end,
+        arrived_s=job.arrival_s,
+        is_sampled=True,  # the target draws its tokens
+        ttft_target_s=job.ttft_s,
+        priority=job.priority,
+    )
+
+
+def _book(totals: Totals, event: StepEvent) -> None:
+    totals.phases += event.phases
+    if event.is_prefill:
+        totals.num_prefills += 1
+        return
+    totals.num_steps += 1
+    totals.requests += event.num_decoding
+    totals.depth += event.depth
+    totals.nodes += sum(part.nodes for part in event.decoding)
+    totals.committed += sum(part.committed for part in event.decoding)
+    totals.expected += sum(part.expected for part in event.decoding)
+
+
+def _or(value: float, other: float) -> float:
+    return other if math.isnan(value) else value

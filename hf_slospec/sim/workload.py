@@ -1,0 +1,262 @@
+"""Loads: who comes when, with what, and what is promised to them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hf_slospec.algo.tree import FloatArray
+from hf_slospec.errors import InvalidFileError, InvalidInputError
+from hf_slospec.sim.files import read_text
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request to come."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    tpot_s: float | None = None  # target
+    ttft_s: float | None = None  # target
+    kind: str = "all"  # class, for tables and plots
+    priority: int = 0
+    max_new_tokens: int | None = None  # what schedulers are told; None: the very output_tokens
+
+
+# ---- arrivals
+
+
+def poisson(rng: np.random.Generator, rate: float, number: int) -> FloatArray:
+    """Seconds of each arrival, ``rate`` per second on average.  -> [number] f64"""
+    return gamma(rng, rate, number, 1.0)
+
+
+def gamma(rng: np.random.Generator, rate: float, number: int, variation: float) -> FloatArray:
+    """Bursts: gaps drawn from a gamma distribution with this coefficient of variation; 1 is a Poisson process."""
+    shape = 1.0 / variation**2
+    return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
+
+
+def on_off(
+    rng: np.random.Generator, rate: float, number: int, on_s: float = 10.0, off_s: float = 20.0, low: float = 0.2
+) -> FloatArray:
+    """A Poisson process that is by turns busy and quiet, for exponential times; quiet it has ``low`` of its busy rate.
+
+    ``rate`` is the average.
+    """
+    busy_rate = rate * (on_s + off_s) / (on_s + low * off_s)
+    times, now_s, is_busy = list[float](), 0.0, True
+    while len(times) < number:
+        end_s = now_s + rng.exponential(on_s if is_busy else off_s)
+        own_rate = busy_rate * (1.0 if is_busy else low)
+        at_s = now_s
+        while own_rate > 0.0 and (at_s := at_s + rng.exponential(1.0 / own_rate)) < end_s:
+            times.append(at_s)
+        now_s, is_busy = end_s, not is_busy
+    return np.array(times[:number])
+
+
+ARRIVALS = ("poisson", "gamma", "on-off")
+
+
+def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, variation: float = 3.0) -> FloatArray:
+    if not (math.isfinite(rate) and rate > 0.0):
+        raise InvalidInputError(f"rate must be a positive number of requests per second, got {rate}")
+    if number < 1:
+        raise InvalidInputError(f"the number of requests must be at least 1, got {number}")
+    if kind == "poisson":
+        return poisson(rng, rate, number)
+    if kind == "gamma":
+        if not (math.isfinite(variation) and variation > 0.0):
+            raise InvalidInputError(f"variation must be positive, got {variation}")
+        return gamma(rng, rate, number, variation)
+    if kind == "on-off":
+        return on_off(rng, rate, number)
+    raise InvalidInputError(f"unknown arrivals {kind!r}; known are: {', '.join(ARRIVALS)}")
+
+
+# ---- mixes
+
+
+@dataclass(frozen=True)
+class Length:
+    """Tokens, from a log-normal distribution of this mean and standard deviation."""
+
+    mean: float
+    std: float
+    most: int
+    least: int = 1
+
+    def draw(self, rng: np.random.Generator) -> int:
+        variance = math.log1p((self.std / self.mean) ** 2)
+        drawn = rng.lognormal(math.log(self.mean) - variance / 2.0, math.sqrt(variance))
+        return int(min(max(round(drawn), self.least), self.most))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of requests."""
+
+    name: str
+    share: float
+    input: Length
+    output: Length
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+    ttft_slowdown: float | None = None  # the target as a multiple of what the prompt takes alone
+    priority: int = 0
+
+
+def _slos_serve(name: str, share: float, ttft: float, tpot_s: float, *lengths: float) -> Kind:
+    in_mean, in_std, in_most, out_mean, out_std, out_most = lengths
+    sizes = Length(in_mean, in_std, int(in_most), 8), Length(out_mean, out_std, int(out_most), 4)
+    return Kind(name, share, *sizes, tpot_s=tpot_s, ttft_slowdown=ttft)
+
+
+# Statistics of the papers' data sets (SLOs-Serve, table 4; AdaServe, section 6; the Azure LLM traces).
+CHATBOT = (763, 424, 1591, 266, 160, 619)
+CODER = (847, 617, 2010, 26, 47, 232)
+SUMMARIZER = (1333, 444, 1946, 202, 234, 1508)
+TOOLLLM = (690, 356, 2131, 116, 66, 363)
+MIXES: dict[str, tuple[Kind, ...]] = {
+    "adaserve": (
+        Kind("coding", 0.6, Length(150, 60, 1000), Length(206, 80, 256, 5), tpot_s=0.036, priority=2),
+        Kind("chat", 0.2, Length(250, 350, 2000), Length(206, 80, 256, 5), tpot_s=0.050, priority=1),
+        Kind("summary", 0.2, Length(800, 300, 2000), Length(206, 80, 256, 5), tpot_s=0.150),
+    ),
+    "chatbot": (_slos_serve("chatbot", 1.0, 5.0, 0.1, *CHATBOT),),
+    "coder": (_slos_serve("coder", 1.0, 5.0, 0.05, *CODER),),
+    "summarizer": (_slos_serve("summarizer", 1.0, 3.0, 0.1, *SUMMARIZER),),
+    "toolllm": (_slos_serve("toolllm", 1.0, 3.0, 0.1, *TOOLLLM),),
+    "mixed": (
+        _slos_serve("chatbot", 1 / 3, 5.0, 0.1, *CHATBOT),
+        _slos_serve("coder", 1 / 3, 5.0, 0.05, *CODER),
+        _slos_serve("summarizer", 1 / 3, 3.0, 0.1, *SUMMARIZER),
+    ),
+    "azure-code": (Kind("code", 1.0, Length(2048, 1900, 7400), Length(28, 60, 1000, 1), tpot_s=0.05),),
+    "azure-conversation": (Kind("chat", 1.0, Length(1155, 1100, 8000), Length(211, 160, 1500, 2), tpot_s=0.1),),
+}
+
+
+def jobs_of(mix: Sequence[Kind], times_s: FloatArray, rng: np.random.Generator) -> list[Job]:
+    """Requests of a mix that come at these times; slowdowns become targets in :func:`with_ttft`."""
+    drawn = rng.choice(len(mix), len(times_s), p=np.array([kind.share for kind in mix]) / sum(k.share for k in mix))
+    return [
+        Job(
+            float(time_s),
+            kind.input.draw(rng),
+            kind.output.draw(rng),
+            kind.tpot_s,
+            kind.ttft_s,
+            kind.name,
+            kind.priority,
+        )
+        for time_s, kind in zip(times_s, (mix[index] for index in drawn), strict=True)
+    ]
+
+
+def mix_of(name: str) -> tuple[Kind, ...]:
+    if name not in MIXES:
+        raise InvalidInputError(f"unknown mix {name!r}; known are: {', '.join(MIXES)}")
+    return MIXES[name]
+
+
+# ---- traces
+
+NEEDED = ("arrival_s", "input_tokens", "output_tokens")
+OPTIONAL = ("slo", "slo_ratio", "ttft_s", "class", "priority", "max_new_tokens")
+
+
+def read_trace(path: Path, base_tpot_s: float | None = None) -> list[Job]:
+    """A CSV trace as jobs, in order of arrival.
+
+    Args:
+        base_tpot_s: what a ``slo_ratio`` above 0 multiplies; one below 0 is milliseconds.
+
+    Raises:
+        InvalidFileError: with the line and the column of what is wrong.
+    """
+    reader = csv.DictReader(io.StringIO(read_text(path)), restkey="")
+    names = [name.strip() for name in reader.fieldnames or ()]
+    reader.fieldnames = names
+    if missing := [name for name in NEEDED if name not in names]:
+        raise InvalidFileError(f"{path}:1: no column {', '.join(missing)}; there are: {', '.join(names) or 'none'}")
+    if unknown := [name for name in names if name not in (*NEEDED, *OPTIONAL)]:
+        raise InvalidFileError(f"{path}:1: unknown column {', '.join(unknown)}; known: {', '.join(NEEDED + OPTIONAL)}")
+    if "slo" in names and "slo_ratio" in names:
+        raise InvalidFileError(f"{path}:1: slo and slo_ratio exclude each other")
+    if "slo_ratio" in names and base_tpot_s is None:
+        raise InvalidInputError(f"{path} gives targets as ratios; say of what: --base-tpot, in seconds")
+    if len(set(names)) < len(names):
+        raise InvalidFileError(f"{path}:1: a column is named twice")
+    jobs = [_job(path, reader.line_num, row, base_tpot_s) for row in reader]
+    if not jobs:
+        raise InvalidFileError(f"{path}: holds no requests")
+    return sorted(jobs, key=lambda job: job.arrival_s)
+
+
+def _job(path: Path, line: int, row: dict[str, str | None], base_tpot_s: float | None) -> Job:
+    def value(name: str, least: float, is_whole: bool = False) -> float | None:
+        text = (row.get(name) or "").strip()
+        if not text:
+            if name in NEEDED:
+                raise InvalidFileError(f"{path}:{line}: column {name}: is empty")
+            return None
+        try:
+            number = float(int(text)) if is_whole else float(text)
+        except ValueError as error:
+            kind = "a whole number" if is_whole else "a number"
+            raise InvalidFileError(f"{path}:{line}: column {name}: {text!r} is not {kind}") from error
+        if not (math.isfinite(number) and number >= least):
+            raise InvalidFileError(f"{path}:{line}: column {name}: {text} is not a number of at least {least:g}")
+        return number
+
+    if "" in row:
+        raise InvalidFileError(f"{path}:{line}: has more fields than the header")
+    tpot_s, ratio = value("slo", 0.0), value("slo_ratio", -math.inf)
+    if ratio is not None and base_tpot_s is not None:
+        tpot_s = ratio * base_tpot_s if ratio >= 0.0 else -ratio / 1e3
+    if tpot_s == 0.0:
+        raise InvalidFileError(f"{path}:{line}: column {'slo' if ratio is None else 'slo_ratio'}: 0 is no target")
+    most = value("max_new_tokens", 1, is_whole=True)
+    return Job(
+        arrival_s=value("arrival_s", 0.0) or 0.0,
+        input_tokens=int(value("input_tokens", 1, is_whole=True) or 1),
+        output_tokens=int(value("output_tokens", 1, is_whole=True) or 1),
+        tpot_s=tpot_s,
+        ttft_s=value("ttft_s", 0.0),
+        kind=(row.get("class") or "").strip() or ("none" if tpot_s is None else f"{1e3 * tpot_s:g} ms"),
+        priority=int(value("priority", -math.inf, is_whole=True) or 0),
+        max_new_tokens=None if most is None else int(most),
+    )
+
+
+def write_trace(jobs: Sequence[Job], path: Path) -> None:
+    """As :func:`read_trace` reads it."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow((*NEEDED, "slo", "ttft_s", "class", "priority", "max_new_tokens"))
+        for job in jobs:
+            targets = ["" if target is None else f"{target:g}" for target in (job.tpot_s, job.ttft_s)]
+            most = "" if job.max_new_tokens is None else job.max_new_tokens
+            writer.writerow(
+                (f"{job.arrival_s:.4f}", job.input_tokens, job.output_tokens, *targets, job.kind, job.priority, most)
+            )
+
+
+def early_ends(jobs: Sequence[Job], rng: np.random.Generator, whole: float, least: int = 5) -> list[Job]:
+    """Outputs that end by themselves: a share ``whole`` runs to its given length, others anywhere before it."""
+    made = []
+    for job in jobs:
+        length = job.output_tokens
+        if rng.random() >= whole:
+            length = int(rng.integers(min(least, length), length + 1))
+        made.append(replace(job, output_tokens=length, max_new_tokens=job.max_new_tokens or job.output_tokens))
+    return made
