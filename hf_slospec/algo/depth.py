@@ -30,9 +30,10 @@ class DepthControl:
     longer it stays off, the rarer looks become: an exploring step costs, so their number is bounded.
     """
 
-    EXPLORE_EVERY = 16
+    EXPLORE_EVERY = 32
     FIRST_LOOKS = 3  # steps of the whole shape before any conclusion
-    LOOK = 2  # levels; while on, also how far beyond the best depth a step may draft if its tree is worth it
+    LOOK = 2  # levels of a look while off
+    BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
     SHORTEST, LONGEST = 8, 128  # steps between looks while off
     MARGIN = 1.02  # speculation must promise this much more than none to be switched on
     WEIGHT = 0.1  # of a step in the running averages, if the place was looked at in the step before
@@ -81,7 +82,7 @@ class DepthControl:
         self.goodput = best
         if self.num_planned % self.EXPLORE_EVERY == 0:
             return max_depth, max_width
-        return min(depth + self.LOOK, max_depth), width
+        return min(depth + self.BEYOND, max_depth), width
 
     def _switch(self, best: float, plain: float) -> None:
         was_on, self.is_on = self.is_on, best > plain * (1.0 if self.is_on else self.MARGIN)

@@ -85,16 +85,21 @@ def select_nodes(
     return forest.nodes(ranked[is_taken])
 
 
-def best_ratio_nodes(forest: Forest, values: FloatArray, budget: int, step_time_s: StepTime) -> BoolArray:
+def best_ratio_nodes(
+    forest: Forest, values: FloatArray, budget: int, step_time_s: StepTime, mixed_time_s: StepTime | None = None
+) -> BoolArray:
     """The nodes whose value per second of the step is highest (the goodput rule, with one weight per request).
 
     Sorted by value every prefix is a set of trees, and the value of a set is the sum of its nodes', so the best set of
-    each size is a prefix; of these the one with the best ratio is taken.
+    each size is a prefix; of these the one with the best ratio is taken. Where prompts are fed in the same step, their
+    time is spent anyway: in the ratio it would make every node look cheap. There, nodes are taken as long as they yield
+    as much per second as the best ratio without prompts.
 
     Args:
         values: [num_nodes] f64, weight of the request times path probability; a root counts its weight.
         budget: nodes verified at most, roots included; roots are always verified.
-        step_time_s: the whole step's seconds, drafting included, by its number of nodes.
+        step_time_s: the whole step's seconds, drafting included, by its number of nodes, were no prompts fed.
+        mixed_time_s: the same with the prompts that are; None: there are none.
 
     Returns:
         [num_nodes] bool, roots included.
@@ -103,8 +108,10 @@ def best_ratio_nodes(forest: Forest, values: FloatArray, budget: int, step_time_
     num_roots = len(forest.trees)
     ranked = forest.canonical(values)[: max(budget - num_roots, 0)]
     total = np.cumsum(np.concatenate(([values[is_taken].sum()], values[ranked])))
-    ratio = total / step_time_s(num_roots + np.arange(len(total)))
-    is_taken[ranked[: int(np.argmax(ratio))]] = True
+    num_nodes = num_roots + np.arange(len(total))
+    ratio = total / step_time_s(num_nodes)
+    worth = ratio if mixed_time_s is None else total - ratio.max() * mixed_time_s(num_nodes)
+    is_taken[ranked[: int(np.argmax(worth))]] = True
     return is_taken
 
 

@@ -21,9 +21,7 @@ class Plan:
     depth: int  # draft levels; 0 decodes plainly
     width: int  # beam width per request
     min_path_prob: float = 0.0  # below this a node is not worth its share of the verify step
-    min_gain: float = (
-        0.0  # stop drafting once the best paths exceed min_path_prob by less than this, all requests summed
-    )
+    min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in all
 
 
 @dataclass(frozen=True)

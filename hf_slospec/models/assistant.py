@@ -94,7 +94,7 @@ class AssistantDrafter:
         for depth in range(1, plan.depth):
             tokens, _, path_logprobs = layers[-1]
             if plan.min_gain:
-                gain = (path_logprobs[:, 0].exp() - plan.min_path_prob).clamp(min=0.0).sum()
+                gain = (path_logprobs.exp() - plan.min_path_prob).clamp(min=0.0).sum()
                 if float(gain) < plan.min_gain:
                     break  # no deeper node can be worth its level
             own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])

@@ -26,6 +26,7 @@ SPAN = 16  # nodes over which the cost of one more node is averaged
 HOPELESS = 2.0  # times what whole candidate trees yield on average: a request that needs more cannot be helped
 SURE = 8  # steps with drafts before any request is given up
 FADE = 0.1  # weight of a step in running figures
+HOPE = 0.8  # of its cost a level must be worth to be drafted: others may follow it
 LEFTOVER = 0.5  # weight of a best-effort request
 
 
@@ -72,8 +73,8 @@ class AutoPolicy:
         self._plan = Plan(
             depth,
             width,
-            min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput / float(self._weights.max()),
-            min_gain=level_s * goodput,
+            min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput / float(self._weights.mean()),
+            min_gain=HOPE * level_s * goodput,
         )
         return self._plan
 
@@ -85,13 +86,16 @@ class AutoPolicy:
         def step_s(num_nodes: IntArray) -> FloatArray:
             return draft_s + self._verify_s(num_nodes, num_requests)
 
+        def mixed_s(num_nodes: IntArray) -> FloatArray:
+            return step_s(num_nodes + self._num_fed)
+
         # Nodes deeper than what a request may still emit are never committed.
         is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
         values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
-        self._verified = best_ratio_nodes(forest, values, self.budget, step_s)
+        self._verified = best_ratio_nodes(forest, values, self.budget, step_s, mixed_s if self._num_fed else None)
         self._prediction = prediction
         expected = prediction.expected_tokens(self._verified)
-        predicted_s = float(step_s(np.array(np.count_nonzero(self._verified))))
+        predicted_s = float(mixed_s(np.array(np.count_nonzero(self._verified))))
         return Selection(forest.subtrees(self._verified), expected.tolist(), predicted_s)
 
     def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
@@ -149,8 +153,8 @@ class AutoPolicy:
         return seconds
 
     def _verify_s(self, num_nodes: IntArray | FloatArray, num_requests: int) -> FloatArray:
-        """Seconds of a forward of these nodes and of what others are fed in it."""
-        return self.costs.verify_s(num_nodes + self._num_fed, num_requests, self._num_keys)
+        """Seconds of a forward of these nodes."""
+        return self.costs.verify_s(num_nodes, num_requests, self._num_keys)
 
     def _shape_for_the_late(self, num_requests: int, max_depth: int, max_width: int) -> tuple[int, int]:
         """Where speculation does not pay for all, it may still be faster for those that get all of its nodes."""

@@ -86,8 +86,8 @@ class SimulatedDrafter:
         seconds = float(self.hardware.draft(behind, num_requests, num_keys))
         layers = [self._grown(requests, None, 0, plan.width)]
         for depth in range(1, plan.depth):
-            best = layers[-1].path_probs[:, 0]
-            if plan.min_gain and np.maximum(best - plan.min_path_prob, 0.0).sum() < plan.min_gain:
+            paths = layers[-1].path_probs
+            if plan.min_gain and np.maximum(paths - plan.min_path_prob, 0.0).sum() < plan.min_gain:
                 break  # as real drafters do
             seconds += float(self.hardware.draft(layers[-1].tokens.size, num_requests, num_keys))
             layers.append(self._grown(requests, layers[-1], depth, plan.width))
