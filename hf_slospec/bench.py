@@ -21,6 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.generator import SLOSpecGenerator
+from hf_slospec.recording import recorded
+from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
 PLAIN = "generate"
@@ -88,15 +90,31 @@ class Bench:
             samples[contestant.name, contestant.batch].append(self._time(contestant, repeat))
         return samples
 
-    def _time(self, contestant: Contestant, repeat: int) -> Sample:
-        first = repeat * contestant.batch
-        texts = [self.prompts[(first + row) % len(self.prompts)] for row in range(contestant.batch)]
+    def _encoded(self, batch: int, repeat: int) -> dict[str, torch.Tensor]:
+        texts = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
         options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.prompt_tokens}
         encoded = self.tokenizer(texts, return_tensors="pt", **options).to(self.target.device)
         encoded.pop("token_type_ids", None)
+        return dict(encoded)
+
+    def record(self, samples: dict[tuple[str, int], list[Sample]]) -> list[RecordedText]:
+        """How the draft saw what we wrote, prompt after prompt."""
+        texts = []
+        for (name, batch), own in samples.items():
+            if name != OURS:
+                continue
+            for repeat, sample in enumerate(own):
+                mask = self._encoded(batch, repeat)["attention_mask"]
+                for row, sequence in zip(mask, sample.sequences, strict=True):
+                    prompt_len = int(row.sum())
+                    texts.append(recorded(self.draft, sequence[len(row) - prompt_len :].tolist(), prompt_len))
+        return texts
+
+    def _time(self, contestant: Contestant, repeat: int) -> Sample:
+        encoded = self._encoded(contestant.batch, repeat)
         with forward_time(self.target, self.draft) as spent:
             started_s = time.perf_counter()
-            output = contestant.run(dict(encoded))
+            output = contestant.run(encoded)
             _synchronize(self.target)
             seconds = time.perf_counter() - started_s
         sequences = getattr(output, "sequences", output)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from pydantic import ValidationError
@@ -15,8 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_slospec import __version__, profiling
 from hf_slospec import bench as benchmark
+from hf_slospec import simulate as simulation
 from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.sim.hardware import HARDWARE, hardware_of
+from hf_slospec.sim.outcomes import METRICS, write_requests
+from hf_slospec.sim.systems import SYSTEMS, config_of
+from hf_slospec.sim.texts import Recording, TextModel
+from hf_slospec.sim.workload import ARRIVALS, MIXES, jobs_of, mix_of, read_trace
+from hf_slospec.sim.workload import arrivals as arrival_times
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
 from hf_slospec.trace import write_chrome_trace
 
@@ -67,6 +77,9 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="Write the steps of our last run as a Chrome trace to this file.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write how the draft saw our texts, for `simulate --recording`, to this file.")
+    ] = None,
     json_path: ResultPath = None,
 ) -> None:
     """Compare ours with stock generate, assisted generation and prompt lookup on this machine.
@@ -88,6 +101,9 @@ def bench(
     Console().print(_table(rows))
     if trace is not None:
         write_chrome_trace(samples[benchmark.OURS, max(batch)][-1].steps, trace)
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        Recording(provenance=facts, texts=runner.record(samples)).write(record)
     if json_path is not None:
         _write(json_path, facts, rows)
 
@@ -117,6 +133,73 @@ def profile(
         facts = benchmark.provenance(target=target or f"embedded, {size}", assistant=assistant or "embedded",
                                      dtype=dtype, device=device, seconds=seconds)  # fmt: skip
         _write(json_path, facts, records)
+
+
+@app.command()
+def simulate(
+    system: Annotated[
+        list[str],
+        typer.Option(help=f"{', '.join(SYSTEMS)}; with settings: 'auto {{...}}'. Give several times."),
+    ] = ["auto", "adaserve", "vllm-spec4", "sarathi", "vllm"],  # noqa: B006
+    hardware: Annotated[
+        str, typer.Option(help=f"{', '.join(HARDWARE)}; or a latency file, as `profile --json` writes it.")
+    ] = "llama-70b-4xa100",
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV: arrival_s, input_tokens, output_tokens, slo; in place of a mix.")
+    ] = None,
+    base_tpot: Annotated[float | None, typer.Option(help="Seconds that a trace's slo_ratio multiplies.")] = None,
+    mix: Annotated[str, typer.Option(help=f"Lengths and targets: {', '.join(MIXES)}.")] = "adaserve",
+    arrivals: Annotated[str, typer.Option(help=f"{', '.join(ARRIVALS)}.")] = "poisson",
+    variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 3.0,
+    rate: Annotated[list[float], typer.Option(help="Requests per second; give several times.")] = [],  # noqa: B006
+    number: Annotated[int, typer.Option(help="Requests at each rate.")] = 400,
+    recording: Annotated[
+        Path | None, typer.Option(help="Texts of real runs, as `bench --record` writes them; else they are made up.")
+    ] = None,
+    acceptance: Annotated[float, typer.Option(help="Made-up texts: how often the first choice is right.")] = 0.8,
+    spread: Annotated[float, typer.Option(help="Made-up texts: the larger, the more alike requests are.")] = 12.0,
+    replicas: Annotated[int, typer.Option(help="Engines that share the load; who declines hands on.")] = 1,
+    metric: Annotated[str, typer.Option(help=f"Attained as defined by {', '.join(METRICS)}.")] = "tpot",
+    seed: Annotated[int, typer.Option(help="Everything follows from it.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG.")] = None,
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every request to this file.")] = None,
+    json_path: ResultPath = None,
+) -> None:
+    """Replay a load under several systems on simulated models: the real scheduler and policies, a virtual clock."""
+    logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is in the results
+    if metric not in METRICS:
+        raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}")
+    try:
+        device = hardware_of(hardware)
+        texts = Recording.read(recording) if recording else TextModel(acceptance, spread)
+        traced = None if trace is None else read_trace(trace, base_tpot)
+        loads = []
+        for own_rate in rate or [None if traced else 2.0]:
+            rng = np.random.default_rng(seed)
+            if traced is None:
+                times_s = arrival_times(arrivals, rng, own_rate, number, variation)
+                jobs = jobs_of(mix_of(mix), times_s, rng, lambda tokens: float(device.target(tokens, 1, tokens)))
+            else:
+                jobs = traced if own_rate is None else simulation.at_rate(traced, own_rate)
+            loads.append(simulation.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
+        runs = simulation.compare(system, loads, device, replicas=replicas, seed=seed)
+    except (InvalidInputError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    console.print(simulation.table(runs, loads, metric))
+    if plot is not None:
+        simulation.draw(runs, loads, metric, plot)
+        console.print(f"drawn to {plot}")
+    if csv_path is not None:
+        write_requests([run for own in runs.values() for run in own], csv_path)
+    if json_path is not None:
+        facts = benchmark.provenance(
+            systems={name: config_of(name).model_dump() for name in system}, hardware=hardware, metric=metric,
+            load=str(trace) if trace else {"mix": mix, "arrivals": arrivals, "variation": variation, "number": number},
+            texts=str(recording) if recording else {"acceptance": acceptance, "spread": spread},
+            replicas=replicas, seed=seed,
+        )  # fmt: skip
+        _write(json_path, facts, simulation.records(runs, loads, metric))
 
 
 def _write(path: Path, facts: dict[str, Any], results: Any) -> None:

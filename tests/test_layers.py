@@ -33,10 +33,13 @@ MAY_IMPORT = {
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
     "inflate": set(),
-    "bench": {"engine", "generator"},
-    "cli": {"bench", "engine", "inflate", "profiling", "tiny", "trace"},
+    "sim": {"algo", "engine", "errors", "policies"},
+    "simulate": {"errors", "sim"},
+    "recording": {"sim"},
+    "bench": {"engine", "generator", "recording", "sim"},
+    "cli": {"bench", "engine", "errors", "inflate", "profiling", "sim", "simulate", "tiny", "trace"},
 }
-NO_TORCH = {"errors", "algo", "engine", "policies"}
+NO_TORCH = {"errors", "algo", "engine", "policies", "sim"}
 KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "targets", "lockstep", "hf"}
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from hf_slospec.algo.tree import BoolArray, FloatArray
 
-MAX_LATE = 8.0  # tokens of lateness beyond which a request counts no more
-CUSHION = 0.25  # of the standard deviation of what a request's remaining steps will commit
+MAX_LATE = 2.0  # tokens of lateness beyond which a request counts no more
+CUSHION = 2.0  # standard deviations of what a request's remaining steps will commit
 
 
 @dataclass(frozen=True)

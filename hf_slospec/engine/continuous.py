@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+
 import numpy as np
 
 from hf_slospec.engine.admission import prefill_deadline_s, promised
@@ -52,9 +53,7 @@ class Continuous:
     goes first and keeps its room from then on.
     """
 
-    def __init__(
-        self, limits: Limits, pace: Pace, admission: AdmissionName = "slo", prefill: PrefillName = "beside"
-    ):
+    def __init__(self, limits: Limits, pace: Pace, admission: AdmissionName = "slo", prefill: PrefillName = "beside"):
         self.limits, self.pace, self.admission, self.prefill = limits, pace, admission, prefill
         self.waiting: list[Request] = []
         self.running: list[Request] = []

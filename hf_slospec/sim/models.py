@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.sim.hardware import Hardware
@@ -62,7 +62,7 @@ class _Layer:
     """A level of all requests' beams, [num_requests, beam] each."""
 
     path_probs: FloatArray
-    is_true: FloatArray  # bool: what the target would write, up to here
+    is_true: BoolArray  # what the target would write, up to here
     tokens: IntArray
     parents: IntArray  # index in the layer before
 
@@ -101,7 +101,9 @@ class SimulatedDrafter:
         """The best children of a layer; of the roots without one."""
         if last is None:
             shape = (len(requests), 1)
-            last = _Layer(np.ones(shape), np.ones(shape, np.bool_), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+            last = _Layer(
+                np.ones(shape), np.ones(shape, np.bool_), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+            )
         library, beam = self.library, last.tokens.shape[1]
         indices = np.array([request.index for request in requests])
         on_path = np.array([request.num_emitted + depth for request in requests])

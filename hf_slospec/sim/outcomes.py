@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ Metric = Callable[[Outcome], bool | None]
 
 
 def attained(outcome: Outcome) -> bool | None:
-    """This package's: (last - first token) / (tokens - 1) and the time to the first token, each if there is a target."""
+    """This package's: (last - first token) / (tokens - 1), and the time to the first token, where there are targets."""
     return outcome.attained
 
 
@@ -111,7 +111,7 @@ class Totals:
     committed: int = 0  # by those that decode
     expected: float = 0.0
     depth: int = 0
-    phases: PhaseTimes = PhaseTimes()
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
 
 
 @dataclass(frozen=True)

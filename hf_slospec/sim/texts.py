@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ class Text:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+    def up_to(self, length: int) -> Text:
+        return Text(self.child_probs[:length], self.ranks[:length])
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class RecordedText(BaseModel):
             raise ValueError("child_probs must hold equally many probabilities, at least one, for every token")
         if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
             raise ValueError("child_probs must lie within 0..1")
-        if any(a < b for row in self.child_probs for a, b in zip(row, row[1:], strict=False)):
+        if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
             raise ValueError("child_probs must descend")
         if len(self.ranks) != len(self.child_probs) or any(not 0 <= rank <= width for rank in self.ranks):
             raise ValueError(f"ranks must name one of the {width} children, or {width} for none, for every token")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,7 +110,7 @@ class Kind:
     output: Length
     tpot_s: float | None = None
     ttft_s: float | None = None
-    ttft_slowdown: float | None = None  # the target as a multiple of what the prompt takes alone
+    ttft_slowdown: float | None = None  # the target as a multiple of what the prompt takes alone, if there is no other
     priority: int = 0
 
 
@@ -145,21 +145,24 @@ MIXES: dict[str, tuple[Kind, ...]] = {
 }
 
 
-def jobs_of(mix: Sequence[Kind], times_s: FloatArray, rng: np.random.Generator) -> list[Job]:
-    """Requests of a mix that come at these times; slowdowns become targets in :func:`with_ttft`."""
-    drawn = rng.choice(len(mix), len(times_s), p=np.array([kind.share for kind in mix]) / sum(k.share for k in mix))
-    return [
-        Job(
-            float(time_s),
-            kind.input.draw(rng),
-            kind.output.draw(rng),
-            kind.tpot_s,
-            kind.ttft_s,
-            kind.name,
-            kind.priority,
-        )
-        for time_s, kind in zip(times_s, (mix[index] for index in drawn), strict=True)
-    ]
+def jobs_of(
+    mix: Sequence[Kind], times_s: FloatArray, rng: np.random.Generator, prompt_s: Callable[[int], float]
+) -> list[Job]:
+    """Requests of a mix that come at these times.
+
+    Args:
+        prompt_s: seconds that a prompt of so many tokens takes alone; what slowdowns multiply.
+    """
+    shares = np.array([kind.share for kind in mix])
+    jobs = []
+    for time_s, index in zip(times_s, rng.choice(len(mix), len(times_s), p=shares / shares.sum()), strict=True):
+        kind = mix[index]
+        num_input, num_output = kind.input.draw(rng), kind.output.draw(rng)
+        ttft_s = kind.ttft_s
+        if ttft_s is None and kind.ttft_slowdown is not None:
+            ttft_s = kind.ttft_slowdown * prompt_s(num_input)
+        jobs.append(Job(float(time_s), num_input, num_output, kind.tpot_s, ttft_s, kind.name, kind.priority))
+    return jobs
 
 
 def mix_of(name: str) -> tuple[Kind, ...]:

@@ -1,0 +1,28 @@
+"""What a draft thought of texts a target wrote, to be replayed in the simulator under any policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_slospec.sim.texts import RecordedText
+
+NUM_CHILDREN = 8
+
+
+@torch.no_grad()
+def recorded(draft: PreTrainedModel, tokens: Sequence[int], prompt_len: int) -> RecordedText:
+    """One output: the draft's most probable tokens at each of its places, and which of them the target chose.
+
+    Args:
+        tokens: the prompt and what the target wrote behind it, at least one token each.
+    """
+    ids = torch.tensor(tokens, device=draft.device)
+    logits = draft(input_ids=ids[None, :-1]).logits[0, prompt_len - 1 :].float()  # [output_len, vocab]
+    top = logits.softmax(-1).topk(min(NUM_CHILDREN, logits.shape[-1]), dim=-1)
+    is_chosen = top.indices == ids[prompt_len:, None]
+    ranks = torch.where(is_chosen.any(-1), is_chosen.int().argmax(-1), top.indices.shape[-1])
+    probs = [[round(p, 5) for p in row] for row in top.values.clamp(max=1.0).tolist()]
+    return RecordedText(input_tokens=prompt_len, child_probs=probs, ranks=ranks.tolist())

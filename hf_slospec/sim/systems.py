@@ -1,0 +1,52 @@
+"""Whole systems by name: a policy, who is let in, and when prompts are fed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.errors import InvalidInputError
+
+UNCHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192, max_batch=256)
+CHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="chunked", prefill_chunk=2048, max_batch=256)
+ADASERVE: dict[str, Any] = dict(
+    policy="adaserve", max_depth=8, max_width=3, token_budget=256, draft_budget=96,
+    admission="fcfs", prefill="first", prefill_chunk=1024, max_batch=64,
+)  # fmt: skip
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "vllm": dict(policy="none", **UNCHUNKED),
+    "vllm-priority": dict(policy="none", **{**UNCHUNKED, "admission": "priority"}),
+    "vllm-spec2": dict(policy="fixed", max_depth=2, max_width=1, **UNCHUNKED),
+    "vllm-spec4": dict(policy="fixed", max_depth=4, max_width=1, **UNCHUNKED),
+    "vllm-spec6": dict(policy="fixed", max_depth=6, max_width=1, **UNCHUNKED),
+    "vllm-spec8": dict(policy="fixed", max_depth=8, max_width=1, **UNCHUNKED),
+    "sarathi": dict(policy="none", **CHUNKED),
+    "adaserve": ADASERVE,
+    "smartspec": dict(policy="smartspec", max_depth=8, max_width=1, **UNCHUNKED),
+    "turbospec": dict(policy="turbospec", max_depth=8, max_width=1, **UNCHUNKED),
+    "slos-serve": dict(policy="slos-serve", max_depth=8, max_width=1, admission="slo"),
+}
+
+
+def config_of(system: str) -> SLOSpecConfig:
+    """Of a name, of a name with other settings (``auto {"max_depth": 4}``), or of settings alone.
+
+    Raises:
+        InvalidInputError: there is no such system, or the settings make no sense.
+    """
+    name, brace, settings = system.partition("{")
+    name = name.strip()
+    if name not in SYSTEMS and (name or not brace):
+        raise InvalidInputError(f"unknown system {name!r}; known are: {', '.join(SYSTEMS)}")
+    try:
+        given = json.loads(brace + settings) if brace else {}
+        return SLOSpecConfig.model_validate({**SYSTEMS.get(name, {}), **given})
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(f"system {system!r}: column {len(name) + error.colno}: {error.msg}") from error
+    except ValidationError as error:
+        raise InvalidInputError(f"system {system!r}: {error}") from error
