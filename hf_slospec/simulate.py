@@ -72,8 +72,8 @@ def compare(
 def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Table:
     """A line per load and system."""
     made = Table(title=f"Attainment as {metric} defines it; goodput: tokens/s of requests that attained")
-    for name in ("load", "system"):
-        made.add_column(name, no_wrap=True)
+    made.add_column("load", no_wrap=True)
+    made.add_column("system", overflow="fold", max_width=16)
     for heading in ("attained", "goodput", "tok/s", "TPOT", "TTFT", "tok/step", "nodes"):
         made.add_column(heading, justify="right", no_wrap=True)
     for place, load in enumerate(loads):
