@@ -73,7 +73,7 @@ def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Tab
     """A line per load and system."""
     made = Table(title=f"Attainment as {metric} defines it; goodput: tokens/s of requests that attained")
     made.add_column("load", no_wrap=True)
-    made.add_column("system", overflow="fold", max_width=16)
+    made.add_column("system", overflow="fold", min_width=12)
     for heading in ("attained", "goodput", "tok/s", "TPOT", "TTFT", "tok/step", "nodes"):
         made.add_column(heading, justify="right", no_wrap=True)
     for place, load in enumerate(loads):
