@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.select import SLOOrder
-from hf_slospec.algo.tree import ROOT, TokenTree
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.policies import EXPANSION, new_policy
+from hf_slospec.policies import new_policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SURE, Experience
-from hf_slospec.policies.fixed import expanded
 from tests.toy_models import (
     STOP,
     VOCAB,
@@ -35,7 +34,7 @@ from tests.toy_models import (
     one_hot,
     sampled,
 )
-from tests.toys import SEEDS, NextProbs, markov_model, path_to, random_tree
+from tests.toys import SEEDS, NextProbs, markov_model
 
 POLICIES = ("auto", "adaserve", "smartspec", "smartspec-requests", "turbospec", "fixed", "static", "none")
 
@@ -458,21 +457,3 @@ def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
     run(engine_of([request], ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig(max_depth=6)), Clock()))
     assert request.metrics().acceptance_length > 6.0
     assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
-
-
-@given(seed=SEEDS, size=st.integers(1, 40))
-@settings(deadline=None)
-def test_static_trees_keep_the_best_children_of_every_node(seed: int, size: int) -> None:
-    tree = random_tree(np.random.default_rng(seed), size)
-    kept = {ROOT}
-    for node in range(size):
-        if node in kept and tree.depths[node] < len(EXPANSION):
-            children = [v for v in range(size) if tree.parents[v] == node]
-            children.sort(key=lambda v: -tree.path_probs[v])
-            kept.update(children[: EXPANSION[tree.depths[node]]])
-    static, expected = expanded(tree), tree.subtree(np.array(list(kept)))
-    static.check()
-    assert static.num_nodes <= 18
-    assert [path_to(static, v) for v in range(static.num_nodes)] == [
-        path_to(expected, v) for v in range(expected.num_nodes)
-    ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, places_in_groups
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, places_by_key
 
 MAX_CHILDREN = 4  # of a node (k), as printed
 
@@ -53,17 +53,11 @@ def _layers(
     nodes = np.flatnonzero((forest.depths == depth) & is_kept[forest.parents] & (forest.path_probs > 0.0))
     nodes = nodes[np.argsort(-forest.path_probs[nodes], kind="stable")]
     for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
-        nodes = nodes[_places(key[nodes]) < limit]
+        nodes = nodes[places_by_key(key[nodes]) < limit]
     nodes = nodes[np.argsort(forest.tree_of[nodes], kind="stable")]
     first = np.flatnonzero(np.diff(forest.tree_of[nodes], prepend=-1))
     for own in np.split(nodes, first[1:]) if len(nodes) else ():
         yield int(forest.tree_of[own[0]]), own.tolist()
-
-
-def _places(keys: IntArray) -> IntArray:
-    """How many before it have the same key, of every element."""
-    order = np.argsort(keys, kind="stable")
-    return places_in_groups(order, np.diff(keys[order], prepend=-1) != 0)
 
 
 class _Growth:
@@ -159,7 +153,7 @@ def important_nodes(
     seconds = np.array([1.0 if target is None else target for target in targets_s])
     has_target = np.array([target is not None for target in targets_s])
     needed = np.where(has_target, np.asarray(required) + slack_s / seconds, 0.0)
-    places = _places(tree_of)
+    places = places_by_key(tree_of)
     if capped:
         needed = np.minimum(needed, [tree.max_depth + 1.0 for tree in trees])
     missing = needed[tree_of] - _expected_before(path_probs, places)

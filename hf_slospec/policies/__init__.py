@@ -1,11 +1,12 @@
 """Policies: who gets how much of each step. One file each."""
 
 from hf_slospec.algo.latency import StepCosts
+from hf_slospec.algo.static_trees import SPECINFER
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy, Experience
-from hf_slospec.policies.fixed import EXPANSION, FixedPolicy, StaticTreePolicy
+from hf_slospec.policies.fixed import FixedPolicy, StaticTreePolicy
 from hf_slospec.policies.smartspec import SmartSpecPolicy
 from hf_slospec.policies.turbospec import TurboSpecPolicy
 
@@ -30,5 +31,5 @@ def max_tree_nodes(config: SLOSpecConfig) -> int:
     if config.policy == "none":
         return 0
     if config.policy == "static":
-        return len(EXPANSION) * max(EXPANSION)
+        return SPECINFER.max_depth * SPECINFER.max_width
     return config.max_depth * config.max_width
