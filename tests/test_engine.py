@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.select import SLOOrder
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Plan, Policy, Selection
@@ -36,7 +37,7 @@ from tests.toy_models import (
 )
 from tests.toys import SEEDS, NextProbs, markov_model
 
-POLICIES = ("auto", "adaserve", "smartspec", "smartspec-requests", "turbospec", "fixed", "static", "none")
+POLICIES = get_args(PolicyName)
 
 
 def policy_of(config: SLOSpecConfig, experience: Experience | None = None) -> Policy:

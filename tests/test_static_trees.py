@@ -116,7 +116,7 @@ def test_expected_tokens_match_monte_carlo() -> None:
 @pytest.mark.parametrize(("node_s", "level_s"), [(0.0, 0.0), (0.02, 0.05), (0.1, 0.0), (0.0, 0.5), (3.0, 3.0)])
 def test_the_chosen_size_has_the_best_ratio(node_s: float, level_s: float) -> None:
     table = Sequoia(np.array([0.7, 0.2]), 24, 7)
-    nodes, levels = table.best_size(lambda m, depth: 1.0 + node_s * m + level_s * (depth - 1))
+    nodes, levels = table.best_size(lambda m, depth: 1.0 + node_s * m + level_s * (depth - 1), 7)
     ratios = {
         (m, level): table.expected[m, level] / (1.0 + node_s * m + level_s * (level - 1))
         for m in range(1, 25)

@@ -119,10 +119,10 @@ class Sequoia:
         splits: FloatArray = self._values[:, levels, count - 1] + gain[self._rest]
         return splits
 
-    def best_size(self, seconds: TreeTime) -> tuple[int, int]:
+    def best_size(self, seconds: TreeTime, max_levels: int) -> tuple[int, int]:
         """Nodes and levels, both with the root, of most expected tokens per second."""
-        sizes, levels = (np.arange(1, end) for end in self.expected.shape)
-        rates = self.expected[1:, 1:] / seconds(sizes[:, None], levels)
+        sizes, levels = np.arange(1, len(self.expected)), np.arange(1, max_levels + 1)
+        rates = self.expected[1:, 1 : max_levels + 1] / seconds(sizes[:, None], levels)
         size, level = np.unravel_index(np.argmax(rates), rates.shape)
         return int(size) + 1, int(level) + 1
 

@@ -24,6 +24,8 @@ class Plan:
     min_gain: float = (
         0.0  # stop drafting once the best paths exceed min_path_prob by less than this, all requests summed
     )
+    min_confidence: float = 0.0  # stop drafting once no path has all its tokens more probable than this
+    drafting: Sequence[Request] | None = None  # who is drafted for; None: all
 
 
 @dataclass(frozen=True)
