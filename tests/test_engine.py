@@ -104,7 +104,7 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
 
 @given(
     seed=SEEDS,
-    num_requests=st.integers(1, 6),
+    num_requests=st.integers(1, 6) | st.integers(7, 20),
     is_sampled=st.booleans(),
     likeness=st.sampled_from([0.0, 0.7, 1.0]),
     policy_name=st.sampled_from(POLICIES),
@@ -215,6 +215,23 @@ def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
     run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(3, 1)), Clock()))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
+
+
+def test_who_is_not_drafted_for_decodes_plainly() -> None:
+    target = markov_model(np.random.default_rng(3), VOCAB)
+    requests = [Request(index, [index, 1], 9) for index in range(3)]
+    expected = [decode_plainly(greedy(target), request) for request in requests]
+    toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
+    run(engine_of(requests, toy, drafter, WholeTrees(Plan(2, 1, drafting=[requests[2], requests[0]])), Clock()))
+    assert [request.tokens for request in requests] == expected
+    assert [request.num_drafted > 0 for request in requests] == [True, False, True]
+    assert all(tree.num_nodes == 1 for step in toy.steps for request, tree, _ in step if request is requests[1])
+
+    nobody = ToyDrafter(target)
+    alone = Request(0, [0, 1], 5)
+    run(engine_of([alone], ToyTarget(greedy(target)), nobody, WholeTrees(Plan(2, 1, drafting=[])), Clock()))
+    assert nobody.plans == []
+    assert alone.num_steps == 4
 
 
 def test_finished_requests_leave_and_the_others_go_on() -> None:

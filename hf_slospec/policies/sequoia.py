@@ -19,32 +19,41 @@ from hf_slospec.policies.fixed import StaticTreePolicy
 
 MAX_NODES = 64  # of a tree
 RESOLVE = 32  # steps between solutions for new acceptance rates
-PRIOR_FIRST, PRIOR_RATIO = 0.6, 0.3  # believed of the first child, and of each further one against the one before
-PRIOR_WEIGHT = 20.0  # children tried, per rank, that the prior counts as
+PRIOR = 0.6, 0.45  # believed of the first child, and of each further one where those before it were refused
+PRIOR_WEIGHT = 20.0  # children tried, per rank, that this counts as
+MEMORY = 400.0  # children tried, per rank, after which the oldest fade
 
 
 class AcceptanceByRank:
-    """How often the child of each rank was accepted once its parent was; steps long ago fade."""
+    """How often the child of each rank was accepted once its parent was; steps long ago fade.
 
-    KEEP = 0.995  # per step, of what was counted
+    Counted among those whose earlier siblings were refused, so that all ranks together never exceed 1.
+    """
 
     def __init__(self, max_rank: int):
-        prior = PRIOR_FIRST * PRIOR_RATIO ** np.arange(max_rank)
-        self._prior, self._tried, self._hits = prior, np.zeros(max_rank), np.zeros(max_rank)
+        self._tried = np.full(max_rank, PRIOR_WEIGHT)
+        self._hits = PRIOR_WEIGHT * np.array([PRIOR[min(rank, 1)] for rank in range(max_rank)])
 
     @property
     def rates(self) -> FloatArray:
         """[max_rank], in (0, 1)"""
-        rates: FloatArray = (self._hits + PRIOR_WEIGHT * self._prior) / (self._tried + PRIOR_WEIGHT)
+        accepted = self._hits / self._tried
+        refused_before = np.cumprod(np.concatenate(([1.0], 1.0 - accepted[:-1])))
+        rates: FloatArray = accepted * refused_before
         return rates
 
     def observe(self, forest: Forest, accepted: IntArray) -> None:
         """Take in verified trees, and which of their nodes were committed.  [num_accepted], of the forest"""
         was_tried, was_hit = tried_and_hit(forest, accepted)
-        ranks = Conditionals.of(forest).ranks
+        ranks, max_rank = Conditionals.of(forest).ranks, len(self._tried)
+        hit_below = np.full(len(ranks), max_rank)  # rank of the child that was accepted
+        hit_below[forest.parents[accepted]] = ranks[accepted]
+        was_tried &= ranks <= hit_below[forest.parents]
         for counts, nodes in ((self._tried, was_tried), (self._hits, was_hit)):
-            counts *= self.KEEP
-            counts += np.bincount(ranks[nodes], minlength=len(counts))[: len(counts)]
+            counts += np.bincount(ranks[nodes], minlength=max_rank)
+        fade = np.minimum(1.0, MEMORY / self._tried)
+        self._tried *= fade
+        self._hits *= fade
 
 
 class SequoiaPolicy(StaticTreePolicy):

@@ -114,13 +114,11 @@ class SmartSpecPolicy:
         return lengths
 
     def _shares(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
-        rates = (
-            np.array(
-                [self.own[request].rate if request in self.own else MovingAcceptance.START for request in requests]
-            )
-            * is_drafted
-        )
-        return np.rint(length * np.count_nonzero(is_drafted) * rates / rates.sum()).astype(np.int64)
+        start = MovingAcceptance.START
+        rates = np.array([self.own[request].rate if request in self.own else start for request in requests])
+        share = rates * is_drafted / rates[is_drafted].sum()
+        lengths: IntArray = np.rint(length * np.count_nonzero(is_drafted) * share).astype(np.int64)
+        return lengths
 
     def _planned(self, requests: Sequence[Request], lengths: IntArray, min_confidence: float = 0.0) -> Plan:
         """Chains of these lengths."""

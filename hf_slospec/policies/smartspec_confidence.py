@@ -26,7 +26,8 @@ class ConfidencePolicy(SmartSpecPolicy):
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         # The drafter goes on while anybody is sure, so chains are cut here.
-        proposed = np.array([confident_length(tree, self.config.min_confidence) for tree in candidates])
+        sure = [confident_length(tree, self.config.min_confidence) for tree in candidates]
+        proposed = np.minimum(sure, self._lengths)
         num_drafting, num_levels = len(plan.drafting or ()), max(tree.max_depth for tree in candidates)
         drafted_s = float(self.costs.draft_s(num_drafting, num_levels, 1, self._num_keys))
         return self._verified(candidates, np.minimum(proposed, self._best_length(proposed, drafted_s)))
