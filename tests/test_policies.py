@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hf_slospec.algo.goodput import MovingAcceptance, heads_nodes
@@ -26,7 +30,7 @@ from hf_slospec.policies.smartspec_tree import HeadsPolicy
 from hf_slospec.policies.thesis import ThesisPolicy, ThesisSLOPolicy
 from hf_slospec.policies.turbospec import PAUSE, PROPOSED, RESET, TRIES, TurboSpecPolicy
 from tests.test_select import chain, fan
-from tests.toys import grow
+from tests.toys import SEEDS, UNEVEN, grow, path_to, random_tree
 
 NO_TIME = PhaseTimes()
 EIGHT = SLOSpecConfig(max_depth=8)
@@ -71,6 +75,40 @@ def test_plans_stay_within_what_storage_was_made_for(policy_name: PolicyName) ->
         plan = policy.plan(requests_of(number), 0.0)
         assert plan.depth * plan.width <= max_tree_nodes(config)
         assert plan.depth <= 9
+
+
+@given(
+    seed=SEEDS,
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    budget=st.integers(1, 30),
+    policy_name=st.sampled_from(["adaserve", "thesis", "thesis-slo", "thesis-slo-capped"]),
+)
+@settings(deadline=None)
+def test_budgets_are_kept_and_expected_tokens_are_sums_of_path_probabilities(
+    seed: int, sizes: list[int], budget: int, policy_name: PolicyName
+) -> None:
+    """Property 4."""
+    rng = np.random.default_rng(seed)
+    config = SLOSpecConfig(policy=policy_name, token_budget=budget)
+    policy = new_policy(config, costs(0.02), Experience(config))
+    requests = [late(index, rng.choice([None, 0.1, 5.0])) for index in range(len(sizes))]
+    candidates = [random_tree(rng, size, UNEVEN) for size in sizes]
+    selection = policy.select(requests, candidates, policy.plan(requests, 1.0))
+    assert sum(tree.num_nodes for tree in selection.trees) <= max(budget, len(requests))
+    for tree, candidate, expected in zip(selection.trees, candidates, selection.expected, strict=True):
+        tree.check()
+        paths = {tuple(path_to(candidate, v)): candidate.path_probs[v] for v in range(candidate.num_nodes)}
+        assert {tuple(path_to(tree, v)) for v in range(tree.num_nodes)} <= paths.keys()
+        assert expected == pytest.approx(tree.path_probs.sum())
+
+
+def test_properties_in_the_documentation_are_tested() -> None:
+    tests = Path(__file__).parent
+    named = re.findall(r"`(test_\w+)\.py`|`(test_\w+)`", (tests.parent / "docs" / "policies.md").read_text())
+    sources = "".join(path.read_text() for path in tests.glob("test_*.py"))
+    assert len(named) > 12
+    for file, test in named:
+        assert (tests / f"{file}.py").exists() if file else f"def {test}(" in sources, file or test
 
 
 # ---------------------------------------------------------------- the thesis

@@ -63,9 +63,10 @@ class SLOsServePolicy(SmartSpecPolicy):
                 slack.tolist(),
             )
             if found is not None:
-                lengths = found.lengths
-                lengths[np.isinf(tiers)] = self._length_beside(found, counts, np.isinf(tiers))
-                return lengths[tier_of]
+                is_free = np.isinf(tiers)
+                beside = self._length_beside(found, counts, is_free)
+                lengths: IntArray = np.where(is_free, beside, found.lengths)[tier_of]
+                return lengths
         return None
 
     def _slacks(self, requests: Sequence[Request], begun_s: float, max_len: int) -> FloatArray:
