@@ -372,5 +372,7 @@ def test_slos_serve_decodes_what_cannot_be_kept_by_goodput() -> None:
     policy = SLOsServePolicy(EIGHT, costs(0.02))
     hopeless = Request(0, [1, 2], 50, (Stage(1e-6),))
     assert lengths(policy, [hopeless]) == [policy._best_length(policy._useful([hopeless]))]
+    both = [hopeless, *requests_of(1)]
+    assert lengths(policy, both) == [policy._best_length(policy._useful(both))] * 2
     # Beside one that can be kept, it is served as that one is.
     assert len({*lengths(policy, [hopeless, Request(1, [1, 2], 50, (Stage(0.8),))])}) == 1

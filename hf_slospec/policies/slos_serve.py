@@ -94,7 +94,7 @@ class SLOsServePolicy(SmartSpecPolicy):
 
 
 def _attempts(tiers: FloatArray, slacks: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """Targets and slacks by tier, ever easier to keep."""
+    """Targets and slacks by tier, ever easier to keep; those without target stay apart."""
     yield tiers, slacks
-    for tier in range(len(tiers)):
-        yield np.maximum(tiers, tiers[tier]), np.zeros(len(tiers))
+    for target_s in tiers[np.isfinite(tiers)]:
+        yield np.maximum(tiers, target_s), np.zeros(len(tiers))
