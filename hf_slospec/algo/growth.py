@@ -66,7 +66,7 @@ class _Growth:
     def __init__(self, forest: Forest, budget: int, max_nodes: int):
         self.forest, self.budget, self.max_nodes = forest, budget, max_nodes
         self.is_kept: BoolArray = forest.depths == 0
-        self.parents, self.path_probs = forest.parents.tolist(), forest.path_probs.tolist()
+        self.path_probs = forest.path_probs.tolist()
         self.sizes, self.total = [1] * len(forest.trees), len(forest.trees)
         self.own: list[list[tuple[float, int, int]]] = [[] for _ in forest.trees]  # (path probability, -depth, -node)
         self.everyone: list[tuple[float, int, int]] = []
@@ -75,11 +75,9 @@ class _Growth:
         """-> how many were added"""
         num_added = 0
         for node in nodes:
-            # [FIX] the layer was looked up before anything was pruned for it
-            if not self.is_kept[self.parents[node]]:
-                continue
             is_whole, is_spent = self.sizes[tree] >= self.max_nodes, self.total >= self.budget
-            # [FIX] a tie must not be added, else the limits are exceeded
+            # [FIX] a tie must not be added, else the limits are exceeded. So no child of a node that was pruned after
+            # the layer was looked up can be: what is left is at least as good as that node, and that as its children.
             if is_spent and self.path_probs[node] <= self._worst(self.everyone):
                 break
             if is_whole and self.path_probs[node] <= self._worst(self.own[tree]):
