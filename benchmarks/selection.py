@@ -1,8 +1,9 @@
 """Cost of planning and selecting one step, by number of requests; no model runs.
 
-    python benchmarks/selection.py [--json benchmarks/results/selection.json]
+    python benchmarks/selection.py [--policies NAME ...] [--json benchmarks/results/selection.json]
 
-Every request brings a candidate tree of 24 nodes (beams of 3, 8 deep), so 64 requests make about 1,500 candidates.
+Every request brings a candidate tree of 24 nodes (beams of 3, 8 deep), so 64 requests make about 1,500 candidates. To
+policies of chains it brings a chain of 8.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import json
 import time
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 import numpy as np
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.bench import provenance
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.engine.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.policies.adaserve import AdaServePolicy
-from hf_slospec.policies.auto import AutoPolicy
+from hf_slospec.policies import new_policy
+from hf_slospec.policies.auto import Experience
 
 DEPTH, WIDTH, REPEATS = 8, 3, 60
 COUNTS = (1, 8, 64, 256, 1024)
+CHAINS = ("smartspec", "smartspec-requests", "smartspec-confidence", "turbospec", "slos-serve")
 VERIFY = ForwardCost(LatencyCurve((1, 64, 512, 2048), (0.02, 0.024, 0.06, 0.2)), 1e-5, 1e-8)
 DRAFT = ForwardCost(LatencyCurve((1, 64, 512, 3072), (0.001, 0.0012, 0.002, 0.01)))
 
@@ -45,14 +49,14 @@ def candidate_tree(rng: np.random.Generator) -> TokenTree:
     return TokenTree(rng.integers(0, 1000, len(parents)), np.array(parents), np.array(depths), np.array(probs))
 
 
-def times_ms(policy: AutoPolicy | AdaServePolicy, num_requests: int) -> dict[str, float]:
+def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, float]:
     """Median milliseconds of each of a policy's calls."""
     rng = np.random.default_rng(0)
     requests = [Request(i, [1] * 300, 500, (Stage(0.02 if i % 2 else None),)) for i in range(num_requests)]
     for request in requests:
         request.emit(1)
         request.account(0, 0, 1.0, PhaseTimes(), 0.0)
-    trees = [candidate_tree(rng) for _ in requests]
+    trees = [TokenTree.chain(1, [2] * DEPTH, 0.7) if is_chain else candidate_tree(rng) for _ in requests]
     spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
     for repeat in range(REPEATS):
         laps = [time.perf_counter()]
@@ -71,15 +75,19 @@ def times_ms(policy: AutoPolicy | AdaServePolicy, num_requests: int) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", nargs="+", choices=get_args(PolicyName), default=["auto", "adaserve"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = {}
     for count in COUNTS:
         config = SLOSpecConfig(token_budget=max(4 * count, 64), draft_budget=WIDTH * count, max_depth=DEPTH)
-        for name, policy_class in (("auto", AutoPolicy), ("adaserve", AdaServePolicy)):
-            spent = times_ms(policy_class(config, StepCosts(VERIFY, DRAFT)), count)
+        for name in arguments.policies:
+            policy = new_policy(
+                config.model_copy(update={"policy": name}), StepCosts(VERIFY, DRAFT), Experience(config)
+            )
+            spent = times_ms(policy, count, name in CHAINS)
             results[f"{name}, {count} requests"] = spent
-            print(f"{name:>9} {count:>5} requests  " + "  ".join(f"{k} {v:7.3f} ms" for k, v in spent.items()))
+            print(f"{name:>20} {count:>5} requests  " + "  ".join(f"{k} {v:7.3f} ms" for k, v in spent.items()))
     if arguments.json:
         record = {"provenance": provenance(), "candidates_per_request": DEPTH * WIDTH, "median_ms": results}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -10,9 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_slospec.algo.goodput import confident_length
 from hf_slospec.algo.select import optimal_nodes
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
-from hf_slospec.models.assistant import extend_beam
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.models.assistant import AssistantDrafter, extend_beam
+from hf_slospec.models.packed import PackedModel
+from tests.tiny_models import tiny_model
 from tests.toys import SEEDS, path_to
 
 NEVER = -torch.inf
@@ -72,6 +77,26 @@ def test_extend_beam_never_raises_a_path_probability() -> None:
     assert tokens.tolist() == [[1, 0]]
     assert parents.tolist() == [[0, 1]]
     assert (extended <= paths).all()
+
+
+def test_drafting_stops_once_every_request_is_unsure() -> None:
+    draft = tiny_model("llama")
+    requests = [Request(index, [1, 5 + index, 9], 40) for index in range(4)]
+
+    def trees(min_confidence: float, width: int = 1) -> list[TokenTree]:
+        drafter = AssistantDrafter(PackedModel(draft, "sdpa"), 8 * width, 101)
+        return drafter.draft(requests, Plan(8, width, min_confidence=min_confidence))
+
+    whole = trees(0.0)
+    confidences = np.sort(np.concatenate([tree.path_probs[1:] / tree.path_probs[:-1] for tree in whole]))
+    depths = set()
+    for threshold in ((confidences[:-1] + confidences[1:]) / 2).tolist():
+        depth = max(confident_length(tree, threshold) for tree in whole)
+        depths.add(depth)
+        for cut, tree in zip(trees(threshold), whole, strict=True):
+            assert cut.tokens.tolist() == tree.up_to(depth).tokens.tolist()
+    assert {1, 8} <= depths and len(depths) > 2
+    assert trees(0.999, width=3)[0].max_depth < 8  # beams stop, too: no path is sure all along
 
 
 def search(table: torch.Tensor, depth: int, width_at: Callable[[int], int]) -> TokenTree:

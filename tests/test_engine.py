@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.select import SLOOrder
-from hf_slospec.algo.tree import ROOT, TokenTree
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.policies import EXPANSION, new_policy
+from hf_slospec.policies import new_policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SURE, Experience
-from hf_slospec.policies.fixed import expanded
 from tests.toy_models import (
     STOP,
     VOCAB,
@@ -35,9 +35,9 @@ from tests.toy_models import (
     one_hot,
     sampled,
 )
-from tests.toys import SEEDS, NextProbs, markov_model, path_to, random_tree
+from tests.toys import SEEDS, NextProbs, markov_model
 
-POLICIES = ("auto", "adaserve", "smartspec", "smartspec-requests", "turbospec", "fixed", "static", "none")
+POLICIES = get_args(PolicyName)
 
 
 def policy_of(config: SLOSpecConfig, experience: Experience | None = None) -> Policy:
@@ -104,7 +104,7 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
 
 @given(
     seed=SEEDS,
-    num_requests=st.integers(1, 6),
+    num_requests=st.integers(1, 6) | st.integers(7, 20),
     is_sampled=st.booleans(),
     likeness=st.sampled_from([0.0, 0.7, 1.0]),
     policy_name=st.sampled_from(POLICIES),
@@ -215,6 +215,23 @@ def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
     run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(3, 1)), Clock()))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
+
+
+def test_who_is_not_drafted_for_decodes_plainly() -> None:
+    target = markov_model(np.random.default_rng(3), VOCAB)
+    requests = [Request(index, [index, 1], 9) for index in range(3)]
+    expected = [decode_plainly(greedy(target), request) for request in requests]
+    toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
+    run(engine_of(requests, toy, drafter, WholeTrees(Plan(2, 1, drafting=[requests[2], requests[0]])), Clock()))
+    assert [request.tokens for request in requests] == expected
+    assert [request.num_drafted > 0 for request in requests] == [True, False, True]
+    assert all(tree.num_nodes == 1 for step in toy.steps for request, tree, _ in step if request is requests[1])
+
+    nobody = ToyDrafter(target)
+    alone = Request(0, [0, 1], 5)
+    run(engine_of([alone], ToyTarget(greedy(target)), nobody, WholeTrees(Plan(2, 1, drafting=[])), Clock()))
+    assert nobody.plans == []
+    assert alone.num_steps == 4
 
 
 def test_finished_requests_leave_and_the_others_go_on() -> None:
@@ -458,21 +475,3 @@ def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
     run(engine_of([request], ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig(max_depth=6)), Clock()))
     assert request.metrics().acceptance_length > 6.0
     assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
-
-
-@given(seed=SEEDS, size=st.integers(1, 40))
-@settings(deadline=None)
-def test_static_trees_keep_the_best_children_of_every_node(seed: int, size: int) -> None:
-    tree = random_tree(np.random.default_rng(seed), size)
-    kept = {ROOT}
-    for node in range(size):
-        if node in kept and tree.depths[node] < len(EXPANSION):
-            children = [v for v in range(size) if tree.parents[v] == node]
-            children.sort(key=lambda v: -tree.path_probs[v])
-            kept.update(children[: EXPANSION[tree.depths[node]]])
-    static, expected = expanded(tree), tree.subtree(np.array(list(kept)))
-    static.check()
-    assert static.num_nodes <= 18
-    assert [path_to(static, v) for v in range(static.num_nodes)] == [
-        path_to(expected, v) for v in range(expected.num_nodes)
-    ]

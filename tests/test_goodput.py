@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.goodput import MovingAcceptance, best_length, chain_tokens, heads_nodes, heads_tokens
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
-from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.engine.request import Request
-from hf_slospec.policies.smartspec import SmartSpecPolicy
-from hf_slospec.policies.turbospec import RESET, TurboSpecPolicy
+from hf_slospec.algo.goodput import (
+    MovingAcceptance,
+    best_length,
+    chain_tokens,
+    confident_length,
+    heads_nodes,
+    heads_shapes,
+    heads_tokens,
+)
+from hf_slospec.algo.static_trees import StaticTree
+from hf_slospec.algo.tree import TokenTree
+from tests.toys import grow
 
 DRAWS = 200_000
 
@@ -69,39 +78,59 @@ def test_the_moving_average_counts_what_was_tried() -> None:
     assert acceptance.rate == before
 
 
-def costs(token_s: float) -> StepCosts:
-    return StepCosts(
-        ForwardCost(LatencyCurve((1, 1000), (1.0, 1.0 + 999.0 * token_s))), ForwardCost(LatencyCurve((1,), (0.05,)))
-    )
+@given(
+    acceptance=st.floats(0.0, 0.99),
+    higher=st.floats(0.0, 0.99),
+    context_s=st.floats(0.0, 0.1),
+    node_s=st.floats(0.0, 0.1),
+    level_s=st.floats(0.0, 0.2),
+)
+def test_the_best_length_falls_with_requests_and_rises_with_acceptance(
+    acceptance: float, higher: float, context_s: float, node_s: float, level_s: float
+) -> None:
+    """Property 8. The step time is the paper's: affine in context and in nodes (equation 7)."""
+
+    def length_of(num_requests: int, rate: float) -> int:
+        def seconds(lengths: np.ndarray) -> np.ndarray:
+            return 1.0 + num_requests * (context_s + node_s * (lengths + 1)) + level_s * lengths
+
+        return best_length(lambda lengths: num_requests * chain_tokens(rate, lengths), seconds, 8, 1.0)
+
+    low, high = sorted((acceptance, higher))
+    by_rate = [length_of(4, rate) for rate in (low, high)]
+    assert by_rate == sorted(by_rate)
+    # Levels are shared by the requests, so it is where they cost nothing that more requests can only shorten.
+    level_s = 0.0
+    by_requests = [length_of(num_requests, high) for num_requests in (1, 3, 10, 100)]
+    assert by_requests == sorted(by_requests, reverse=True)
 
 
-def requests_of(number: int) -> list[Request]:
-    return [Request(index, [1, 2, 3], 100) for index in range(number)]
+def test_plain_decoding_wins_where_nodes_cost_most() -> None:
+    """Property 8, its limit: with n requests the fixed cost of a step counts for nothing, and a < 1 of a node's."""
+    for rate in (0.0, 0.5, 0.9, 0.99):
+        assert best_length(lambda k, a=rate: chain_tokens(a, k), lambda k: 1e-4 + 1.0 * (k + 1), 8, 1.0) == 0
 
 
-def test_speculation_shortens_with_the_batch_and_ends() -> None:
-    policy = SmartSpecPolicy(SLOSpecConfig(max_depth=8), costs(0.02))
-    depths = [policy.plan(requests_of(number), 0.0).depth for number in (1, 4, 16, 64, 256)]
-    assert depths == sorted(depths, reverse=True)
-    assert depths[0] >= 4
-    assert depths[-1] == 0
+@pytest.mark.parametrize(("max_depth", "max_width"), [(0, 3), (1, 3), (3, 1), (3, 4), (2, 8)])
+def test_shapes_of_heads_are_all_there_are(max_depth: int, max_width: int) -> None:
+    shapes = heads_shapes(max_depth, max_width)
+    expected = {
+        (*widths, *[0] * (max_depth - depth))
+        for depth in range(max_depth + 1)
+        for widths in itertools.product(range(1, max_width + 1), repeat=depth)
+        if math.prod(widths) <= max_width
+    }
+    assert {tuple(row) for row in shapes.tolist()} == expected
+    assert len(shapes) == len(expected)
+    assert not shapes[0].any()
+    rates = np.linspace(0.9, 0.3, max_depth)
+    for row in shapes.tolist():
+        widths = [width for width in row if width]
+        assert heads_tokens(rates, row) == pytest.approx(heads_tokens(rates[: len(widths)], widths))
+        assert heads_nodes(row) == heads_nodes(widths) == StaticTree.of_expansion(widths).num_nodes
 
 
-def test_requests_that_accept_more_draft_more() -> None:
-    policy = SmartSpecPolicy(SLOSpecConfig(max_depth=8), costs(0.02), by_request=True)
-    hot, cold = requests_of(2)
-    for _ in range(60):
-        policy.own.setdefault(hot, MovingAcceptance()).observe(4, 4)
-        policy.own.setdefault(cold, MovingAcceptance()).observe(4, 1)
-    policy.plan([hot, cold], 0.0)
-    assert policy._lengths[0] > policy._lengths[1]
-
-
-def test_a_batch_size_that_did_not_pay_is_left_alone_for_a_while() -> None:
-    policy = TurboSpecPolicy(SLOSpecConfig(max_depth=8), costs(0.02))
-    assert policy.plan(requests_of(256), 0.0).depth == 0
-    assert policy.plan(requests_of(1), 0.0).depth > 0
-    policy.costs = costs(0.0)  # now it would pay
-    depths = [policy.plan(requests_of(256), 0.0).depth for _ in range(RESET + 1)]
-    assert depths[: RESET - 1] == [0] * (RESET - 1)
-    assert max(depths[RESET - 1 :]) > 0
+def test_confidence_ends_a_chain_behind_its_first_unsure_token() -> None:
+    tree = grow([0, 1, 2, 3], [0.9, 0.6, 0.5, 0.9], [1, 2, 3, 4])
+    assert [confident_length(tree, t) for t in (0.0, 0.5, 0.55, 0.6, 0.95)] == [4, 3, 3, 2, 1]
+    assert confident_length(TokenTree.root_only(1), 0.5) == 0

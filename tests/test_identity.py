@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.policies.fixed import FixedPolicy
 from tests.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
@@ -94,3 +100,20 @@ def test_processors_that_look_at_the_sequence() -> None:
             model, generator.generate, ragged_prompts(3), **options, max_new_tokens=30, min_new_tokens=10,
             repetition_penalty=1.3, no_repeat_ngram_size=3,
         )  # fmt: skip
+
+
+def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were passed over are fed to the draft what they emitted meanwhile."""
+    rng = np.random.default_rng(0)
+
+    class ForSome(FixedPolicy):
+        def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+            some = rng.permutation(len(requests))[: rng.integers(len(requests) + 1)]
+            return replace(super().plan(requests, begun_s), drafting=[requests[index] for index in some])
+
+    monkeypatch.setattr("hf_slospec.speculator.new_policy", lambda *_: ForSome(4, 2))
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
+    for options in (GREEDY, SAMPLED):
+        out = assert_same_as_stock(model, generator.generate, ragged_prompts(5), **options, max_new_tokens=50)
+        assert sum(metrics.accepted for metrics in out.slo) > 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_slospec.algo.select import StepTime
+from hf_slospec.algo.spec_lengths import best_lengths
 from hf_slospec.algo.tree import FloatArray, IntArray
 
 Counts = tuple[int, ...]  # decoding requests by tier
@@ -30,47 +31,15 @@ def prefill_rate(
     max_tokens: int,
     draft_level_s: float = 0.0,
 ) -> float:
-    """Most prompt tokens per second that decoding requests leave, each keeping its target (SLOs-Serve, appendix D).
+    """Most prompt tokens per second that decoding requests leave, each keeping its target; see :func:`best_lengths`.
 
-    Every step holds one chain of each decoding request, of the same length within a tier, and fills up with prompt
-    tokens. A chain of s tokens (1: plain decoding) commits Acc(s) = 1 + a + ... + a^(s-1) in expectation, so a step
-    may last up to target * Acc(s). The tier where that is least limits the step. Given that limit, the shortest chains
-    are best for all others, so trying every tier and length as the limit finds the best lengths.
-
-    A fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps, targets
-    are met on average only, and a tier that could sit out some steps is charged for all of them. [FIX] a step may be
-    shorter than its limit: where ``max_tokens`` or the curve stops it from filling the limit, waiting gains nothing.
-
-    Args:
-        step_s: seconds of a step without drafting, by its tokens.
-        targets_s: [tiers] seconds per output token; inf: no target, one token per step.
-        counts: [tiers] decoding requests.
-        acceptance: a in [0, 1], the probability that a token of a chain is accepted after its parent.
-        max_len: longest chain, at least 1.
-        max_tokens: tokens of a step at most.
-        draft_level_s: seconds that each token of the longest chain after the first adds to a step.
+    A fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps.
 
     Returns:
         Tokens per second, at least 0; -inf if the targets cannot be kept even without any prompt.
     """
-    tokens = np.arange(1, max_tokens + 1)
-    seconds = np.maximum.accumulate(step_s(tokens))
-    num_decoding = np.array([count for count in counts if count > 0], dtype=np.int64)
-    targets = np.array([target for target, count in zip(targets_s, counts, strict=True) if count > 0])
-    accepted = np.cumsum(np.power(float(acceptance), np.arange(max_len)))  # Acc(1), Acc(2), ...
-    paces = targets[:, None] * accepted  # [tiers, max_len] seconds a step may last
-    limits = np.unique(paces[np.isfinite(targets)]) if np.isfinite(targets).any() else np.array([np.inf])
-    best = -np.inf
-    for limit in limits:
-        lengths = 1 + np.count_nonzero(paces < limit, axis=1)
-        longest = int(lengths.max(initial=1))
-        if longest > max_len:  # Acc saturates at 1 / (1 - a)
-            continue
-        load, draft_s = int(num_decoding @ lengths), (longest - 1) * draft_level_s
-        fitting = slice(max(load, 1) - 1, int(np.searchsorted(seconds, limit - draft_s, side="right")))
-        rates = (tokens[fitting] - load) / (seconds[fitting] + draft_s)
-        best = max(best, float(rates.max(initial=-np.inf)))
-    return best
+    best = best_lengths(step_s, targets_s, counts, acceptance, max_len, max_tokens, draft_level_s)
+    return -np.inf if best is None else best.rate
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.tree import FloatArray, IntArray
+from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 
 
 def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
@@ -23,19 +25,51 @@ def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
     return tokens
 
 
-def heads_tokens(acceptances: Sequence[float], widths: Sequence[int]) -> float:
+def heads_tokens(acceptances: FloatArray | Sequence[float], widths: IntArray | Sequence[int]) -> FloatArray:
     """Expected tokens of a full tree of heads, the j-th proposing ``widths[j]`` candidates (Medusa; equation 10).
 
     [FIX] the printed sum lacks the term of no accepted head, and its factor (1 - a) lacks the exponent k: a head
     fails when all of its k candidates do, each accepted with ``acceptances[j]``.
+
+    Args:
+        acceptances: [heads].
+        widths: [..., heads]; a tree ends before the first 0.
     """
     accepted = 1.0 - (1.0 - np.asarray(acceptances)) ** np.asarray(widths)
-    return float(1.0 + np.cumprod(accepted).sum())
+    tokens: FloatArray = 1.0 + np.cumprod(accepted, axis=-1).sum(axis=-1)
+    return tokens
 
 
-def heads_nodes(widths: Sequence[int]) -> int:
-    """Nodes of that tree, the root counted."""
-    return 1 + int(np.cumprod(widths).sum())
+def heads_nodes(widths: IntArray | Sequence[int]) -> IntArray:
+    """Nodes of that tree, the root counted; ``widths`` as there."""
+    nodes: IntArray = 1 + np.cumprod(np.asarray(widths, dtype=np.int64), axis=-1).sum(axis=-1)
+    return nodes
+
+
+@functools.cache
+def heads_shapes(max_depth: int, max_width: int) -> IntArray:
+    """Widths of every tree of heads that has at most ``max_width`` nodes in a layer.  -> [shapes, max_depth] int64
+
+    The first is no tree at all; shapes of fewer heads end in zeros.
+    """
+    shapes: list[tuple[int, ...]] = [()]
+    for shape in shapes:  # grows while it is read
+        if len(shape) < max_depth:
+            shapes += [(*shape, width) for width in range(1, max_width // math.prod(shape) + 1)]
+    table = np.zeros((len(shapes), max_depth), dtype=np.int64)
+    for row, shape in zip(table, shapes, strict=True):
+        row[: len(shape)] = shape
+    return table
+
+
+def confident_length(tree: TokenTree, min_confidence: float) -> int:
+    """Depth to which Algorithm 3 drafts: a token that is no more probable than this is the last one proposed.
+
+    Confidence is the probability of a token after its parent, not that of its path.
+    """
+    parents = tree.parents[1:]
+    is_unsure = tree.path_probs[1:] <= min_confidence * tree.path_probs[parents]
+    return int(tree.depths[1:][is_unsure].min(initial=tree.max_depth))
 
 
 def best_length(

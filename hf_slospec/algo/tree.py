@@ -182,6 +182,16 @@ def places_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
     return places
 
 
+def places_by_key(keys: IntArray) -> IntArray:
+    """How many elements before it have the same key, of every element.  -> as given
+
+    Args:
+        keys: [n] int64, none negative.
+    """
+    order = np.argsort(keys, kind="stable")
+    return places_in_groups(order, np.diff(keys[order], prepend=-1) != 0)
+
+
 def _split(values: FloatArray | IntArray, sizes: IntArray) -> list[Any]:
     ends = np.cumsum(sizes).tolist()
     return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

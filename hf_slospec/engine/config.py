@@ -8,7 +8,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 AdmissionName = Literal["slo", "edf", "fcfs", "priority"]
 PrefillName = Literal["beside", "first", "chunked"]
-PolicyName = Literal["auto", "adaserve", "smartspec", "smartspec-requests", "turbospec", "fixed", "static", "none"]
+PolicyName = Literal[
+    "auto",
+    "adaserve",
+    "thesis",
+    "thesis-slo",
+    "thesis-slo-capped",
+    "smartspec",
+    "smartspec-requests",
+    "smartspec-confidence",
+    "smartspec-tree",
+    "turbospec",
+    "slos-serve",
+    "sequoia",
+    "static",
+    "fixed",
+    "none",
+]
 
 
 class SLOSpecConfig(BaseModel):
@@ -18,11 +34,15 @@ class SLOSpecConfig(BaseModel):
 
     policy: PolicyName = Field(
         "auto",
-        description="Who decides depth, width and nodes of each step. adaserve: the paper's Algorithm 2 and equations "
-        "8/9, the whole token budget on every step. auto: what yields most expected tokens per second, those of late "
-        "requests counting more. smartspec, turbospec: chains as long as their goodput says, one length for all "
-        "(smartspec-requests: one per request). fixed: beams of max_depth and max_width on every step (max_depth=0: "
-        "plain decoding, max_width=1: chains). static: SpecInfer's static tree of 18 nodes. none: plain decoding.",
+        description="Who decides depth, width and nodes of each step. auto: what yields most expected tokens per "
+        "second, those of late requests counting more. adaserve: the paper's Algorithm 2 and equations 8/9, the whole "
+        "token budget on every step. thesis: trees grown and pruned to the token budget; thesis-slo: the latest "
+        "requests' nodes first (thesis-slo-capped: with AdaServe's limits). smartspec, turbospec: chains as long as "
+        "their goodput says, one length for all (smartspec-requests: one per request; smartspec-confidence: until the "
+        "draft is unsure; smartspec-tree: trees). slos-serve: chains as long as each tier of targets needs. sequoia: "
+        "the best static tree for what was accepted. static: SpecInfer's static tree of 18 nodes. fixed: beams of "
+        "max_depth and max_width on every step (max_depth=0: plain decoding, max_width=1: chains). none: plain "
+        "decoding.",
     )
     max_depth: int = Field(12, ge=0, description="Deepest token tree (D_max). 0 turns speculation off.")
     max_width: int = Field(3, ge=1, le=64, description="Widest beam of a request while drafting (W_max).")
@@ -42,6 +62,20 @@ class SLOSpecConfig(BaseModel):
     )
     max_slo_share: float = Field(
         1.2, gt=0, description="n_max as a multiple of an even share of the budget: the SLO phase's limit per request."
+    )
+    max_tree_nodes: int | None = Field(
+        None, ge=1, description="thesis: nodes of one request's tree at most, its root included (S). None: no limit."
+    )
+    slack: float = Field(0.0, ge=0, description="thesis-slo: seconds per step to be ahead of targets by (epsilon).")
+    min_confidence: float = Field(
+        0.5, ge=0, lt=1, description="smartspec-confidence: a token no more probable than this is the last one drafted."
+    )
+    prefill_disabling: float = Field(
+        0.7,
+        ge=0,
+        le=1,
+        description="smartspec: requests that come while more than this share of the last 100 steps drafted nothing "
+        "are never drafted for, which saves the draft their prompts. 1: all are drafted for.",
     )
     attention: Literal["auto", "sdpa", "4d_mask"] = Field(
         "auto", description="Tree attention: sdpa, or the plain 4d_mask reference. auto is sdpa."

@@ -37,7 +37,7 @@ class Engine:
         self.forget(turn.preempted)
         plan = self.policy.plan(turn.decoding, watch.begun_s, turn.num_fed) if turn.decoding else Plan(0, 1)
         select_s = watch.lap()
-        candidates = self.drafter.draft(turn.decoding, plan) if plan.depth else roots(turn.decoding)
+        candidates = self._candidates(turn.decoding, plan)
         draft_s = watch.lap()
         selection = self.policy.select(turn.decoding, candidates, plan) if turn.decoding else Selection.of_roots([])
         selection = selection.with_roots(roots(turn.beginning))
@@ -58,6 +58,14 @@ class Engine:
         self.retire([request for request in requests if request.is_finished])
         self._check(())
         return event
+
+    def _candidates(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
+        """What is drafted; of those who are not drafted for, roots."""
+        drafting = requests if plan.drafting is None else plan.drafting
+        if not plan.depth or not drafting:
+            return roots(requests)
+        drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True))
+        return [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
     def _commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], turn: Turn) -> None:
         sound = [(request, nodes) for request, nodes in zip(requests, accepted, strict=True) if request.error is None]

@@ -22,6 +22,8 @@ class Plan:
     width: int  # beam width per request
     min_path_prob: float = 0.0  # below this a node is not worth its share of the verify step
     min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in all
+    min_confidence: float = 0.0  # stop drafting once no path has all its tokens more probable than this
+    drafting: Sequence[Request] | None = None  # who is drafted for; None: all
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, log
 
 import numpy as np
 import torch
@@ -38,6 +38,19 @@ def extend_beam(
     paths, order = paths.sort(dim=-1, descending=True, stable=True)
     order = order[:, :width]
     return children.indices.flatten(1).gather(1, order), order // num_children, paths[:, :width]
+
+
+def _least_confident(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Log probability of the least probable token, given its parent, on the path to each node of the last layer.
+
+    -> [num_requests, beam] f32
+    """
+    _, _, path_logprobs = layers[0]
+    least = path_logprobs
+    for _, parents, deeper in layers[1:]:
+        least = torch.minimum(least.gather(1, parents), deeper - path_logprobs.gather(1, parents))
+        path_logprobs = deeper
+    return least
 
 
 class AssistantDrafter:
@@ -97,6 +110,8 @@ class AssistantDrafter:
                 gain = (path_logprobs.exp() - plan.min_path_prob).clamp(min=0.0).sum()
                 if float(gain) < plan.min_gain:
                     break  # no deeper node can be worth its level
+            if plan.min_confidence and not (_least_confident(layers) > log(plan.min_confidence)).any():
+                break
             own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])
             positions = torch.cat((positions, own_positions), dim=1)
             logits = self._forward_layer(requests, tokens, positions, ancestors)

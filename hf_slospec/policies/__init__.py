@@ -1,28 +1,45 @@
 """Policies: who gets how much of each step. One file each."""
 
+from collections.abc import Callable
+
 from hf_slospec.algo.latency import StepCosts
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.algo.static_trees import SPECINFER
+from hf_slospec.engine.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy, Experience
-from hf_slospec.policies.fixed import EXPANSION, FixedPolicy, StaticTreePolicy
+from hf_slospec.policies.fixed import FixedPolicy, StaticTreePolicy
+from hf_slospec.policies.sequoia import SequoiaPolicy
+from hf_slospec.policies.slos_serve import SLOsServePolicy
 from hf_slospec.policies.smartspec import SmartSpecPolicy
+from hf_slospec.policies.smartspec_confidence import ConfidencePolicy
+from hf_slospec.policies.smartspec_tree import HeadsPolicy
+from hf_slospec.policies.thesis import ThesisPolicy, ThesisSLOPolicy
 from hf_slospec.policies.turbospec import TurboSpecPolicy
+
+NEW: dict[PolicyName, Callable[[SLOSpecConfig, StepCosts], Policy]] = {
+    "adaserve": AdaServePolicy,
+    "thesis": ThesisPolicy,
+    "thesis-slo": ThesisSLOPolicy,
+    "thesis-slo-capped": lambda config, costs: ThesisSLOPolicy(config, costs, capped=True),
+    "smartspec": SmartSpecPolicy,
+    "smartspec-requests": lambda config, costs: SmartSpecPolicy(config, costs, by_request=True),
+    "smartspec-confidence": ConfidencePolicy,
+    "smartspec-tree": HeadsPolicy,
+    "turbospec": TurboSpecPolicy,
+    "slos-serve": SLOsServePolicy,
+    "sequoia": SequoiaPolicy,
+    "static": lambda config, costs: StaticTreePolicy(config.max_depth),
+    "fixed": lambda config, costs: FixedPolicy(config.max_depth, config.max_width),
+    "none": lambda config, costs: FixedPolicy(0, 1),
+}
 
 
 def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) -> Policy:
     """The policy a config names."""
     if config.policy == "auto":
         return AutoPolicy(config, costs, experience)
-    if config.policy == "adaserve":
-        return AdaServePolicy(config, costs)
-    if config.policy in ("smartspec", "smartspec-requests"):
-        return SmartSpecPolicy(config, costs, by_request=config.policy == "smartspec-requests")
-    if config.policy == "turbospec":
-        return TurboSpecPolicy(config, costs)
-    if config.policy == "static":
-        return StaticTreePolicy(config.max_depth)
-    return FixedPolicy(0 if config.policy == "none" else config.max_depth, config.max_width)
+    return NEW[config.policy](config, costs)
 
 
 def max_tree_nodes(config: SLOSpecConfig) -> int:
@@ -30,5 +47,5 @@ def max_tree_nodes(config: SLOSpecConfig) -> int:
     if config.policy == "none":
         return 0
     if config.policy == "static":
-        return len(EXPANSION) * max(EXPANSION)
+        return SPECINFER.max_depth * SPECINFER.max_width
     return config.max_depth * config.max_width

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.static_trees import SPECINFER, StaticTree
+from hf_slospec.algo.tree import Forest, TokenTree
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
@@ -33,26 +32,14 @@ class FixedPolicy:
         """Nothing is learned."""
 
 
-EXPANSION = (1, 1, 3, 1, 1, 1, 1)  # children of each node by depth: 18 nodes with the root
-
-
 class StaticTreePolicy(FixedPolicy):
-    """SpecInfer's static tree (arXiv 2305.09781): the best children of every node by a fixed expansion vector."""
+    """One shape for all requests and steps: SpecInfer's tree, or any other."""
 
-    def __init__(self, max_depth: int):
-        super().__init__(min(len(EXPANSION), max_depth), max(EXPANSION))
+    def __init__(self, max_depth: int, static: StaticTree = SPECINFER):
+        super().__init__(min(static.max_depth, max_depth), static.max_width)
+        self.static = static
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        trees = [expanded(tree) for tree in useful(requests, candidates)]
+        forest = Forest.of(useful(requests, candidates))
+        trees = forest.subtrees(self.static.within(forest))
         return Selection(trees, [float(tree.path_probs.sum()) for tree in trees])
-
-
-def expanded(tree: TokenTree) -> TokenTree:
-    """The part of a candidate tree that the expansion vector asks for, as far as its beam has it."""
-    kept = [0]
-    for node in kept:
-        children = np.flatnonzero(tree.parents == node)
-        if tree.depths[node] < len(EXPANSION) and len(children):
-            best = children[np.argsort(-tree.path_probs[children], kind="stable")]
-            kept.extend(best[: EXPANSION[tree.depths[node]]].tolist())
-    return tree.subtree(np.array(kept))

@@ -62,6 +62,7 @@ class _Layer:
     """A level of all requests' beams, [num_requests, beam] each."""
 
     path_probs: FloatArray
+    least: FloatArray  # conditional probability of the least probable token on the path
     is_true: BoolArray  # what the target would write, up to here
     tokens: IntArray
     parents: IntArray  # index in the layer before
@@ -89,6 +90,8 @@ class SimulatedDrafter:
             paths = layers[-1].path_probs
             if plan.min_gain and np.maximum(paths - plan.min_path_prob, 0.0).sum() < plan.min_gain:
                 break  # as real drafters do
+            if plan.min_confidence and not (layers[-1].least > plan.min_confidence).any():
+                break
             seconds += float(self.hardware.draft(layers[-1].tokens.size, num_requests, num_keys))
             layers.append(self._grown(requests, layers[-1], depth, plan.width))
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
@@ -114,10 +117,12 @@ class SimulatedDrafter:
         probs = library.child_probs[rows, :num_children].reshape(len(requests), beam, num_children)
         ranks = library.ranks[rows].reshape(len(requests), beam, 1)
         paths = (last.path_probs[..., None] * probs).reshape(len(requests), -1)
+        least = np.minimum(last.least[..., None], probs).reshape(len(requests), -1)
         is_true = (last.is_true[..., None] & (ranks == np.arange(num_children))).reshape(len(requests), -1)
         order = np.argsort(-paths, axis=1, kind="stable")[:, :width]
         return _Layer(
             np.take_along_axis(paths, order, axis=1),
+            np.take_along_axis(least, order, axis=1),
             np.take_along_axis(is_true, order, axis=1),
             order % num_children,
             order // num_children,

@@ -1,0 +1,140 @@
+"""Trees of a fixed shape: SpecInfer's, and Sequoia's, which is the best for an acceptance rate by rank of child."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, places_by_key
+
+TreeTime = Callable[[IntArray, IntArray], FloatArray]  # nodes [m, 1], levels with the root [l] -> seconds [m, l]
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A shape: which children of which nodes are taken, whatever tokens they carry. Parents stand before children."""
+
+    parents: tuple[int, ...]  # -1 at the root
+    ranks: tuple[int, ...]  # place among its parent's children, 0 = the draft's favourite; 0 at the root
+
+    @classmethod
+    def of_expansion(cls, expansion: Sequence[int]) -> StaticTree:
+        """Every node of depth d has ``expansion[d]`` children."""
+        parents, ranks, layer = [-1], [0], range(1)
+        for count in expansion:
+            parents += [node for node in layer for _ in range(count)]
+            ranks += [rank for _ in layer for rank in range(count)]
+            layer = range(layer.stop, len(parents))
+        return cls(tuple(parents), tuple(ranks))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """[num_nodes] int64"""
+        depths = np.zeros(self.num_nodes, dtype=np.int64)
+        for node in range(1, self.num_nodes):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.depths.max())
+
+    @property
+    def max_width(self) -> int:
+        """Nodes of its widest layer."""
+        return int(np.bincount(self.depths).max())
+
+    def expected_tokens(self, acceptance: FloatArray) -> float:
+        """Tokens a step commits, if the child of rank r is accepted with ``acceptance[r]`` once its parent is."""
+        path_probs = [1.0]
+        for parent, rank in itertools.islice(zip(self.parents, self.ranks, strict=True), 1, None):
+            path_probs.append(path_probs[parent] * float(acceptance[rank]))
+        return float(sum(path_probs))
+
+    def within(self, forest: Forest) -> BoolArray:
+        """The nodes of candidate trees that have a place in this shape, as far as those trees go.  -> [num_nodes] bool
+
+        Siblings are ranked by path probability, equal ones by node.
+        """
+        inner = np.flatnonzero(forest.depths > 0)
+        inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
+        num_ranks = max(self.ranks) + 1
+        ranks = places_by_key(forest.parents[inner])
+        keys = np.where(ranks < num_ranks, forest.parents[inner] * num_ranks + ranks, -1)
+        order = np.argsort(keys)
+        keys, inner = keys[order], inner[order]
+        at = np.full((self.num_nodes, len(forest.trees)), -1)  # each place of the shape in each tree; -1: not there
+        at[0] = forest.starts
+        for depth in range(1, self.max_depth + 1 if len(inner) else 0):
+            places = np.flatnonzero(self.depths == depth)
+            above, rank = at[np.array(self.parents)[places]], np.array(self.ranks)[places, None]
+            wanted = np.where(above >= 0, above * num_ranks + rank, -2)
+            found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            at[places] = np.where(keys[found] == wanted, inner[found], -1)
+        is_taken = np.zeros(len(forest.depths), dtype=np.bool_)
+        is_taken[at[at >= 0]] = True
+        return is_taken
+
+
+# SpecInfer (arXiv 2305.09781): 18 nodes, three chains from depth 2 on.
+SPECINFER = StaticTree.of_expansion((1, 1, 3, 1, 1, 1, 1))
+
+
+class Sequoia:
+    """The best tree of every size and number of levels, by dynamic programming (Sequoia, arXiv 2402.12374).
+
+    ``expected[m, l]`` are the tokens that the best tree of exactly m nodes on at most l levels commits, both counted
+    with the root; -inf if there is none.
+    """
+
+    def __init__(self, acceptance: FloatArray, max_nodes: int, max_levels: int):
+        """``acceptance[r]``: probability that the child of rank r is accepted once its parent is."""
+        self.acceptance = acceptance
+        # [nodes, levels, children of the root]; no tree has 0 nodes or levels
+        self._values = np.full((max_nodes + 1, max_levels + 1, len(acceptance) + 1), -np.inf)
+        self._values[1, 1:, 0] = 1.0
+        self.expected = np.full((max_nodes + 1, max_levels + 1), -np.inf)
+        sizes = np.arange(max_nodes + 1)
+        self._rest = np.maximum(sizes[:, None] - sizes, 0)  # [m, y] nodes below the last child, if y are elsewhere
+        for levels in range(1, max_levels + 1):
+            for count in range(1, len(acceptance) + 1):
+                self._values[:, levels, count] = self._splits(levels, count).max(axis=1)
+            self.expected[:, levels] = self._values[:, levels].max(axis=1)
+
+    def _splits(self, levels: int, count: int) -> FloatArray:
+        """Trees whose root has ``count`` children, by their size and by their nodes outside of the last child.
+
+        -> [m, y] expected tokens
+        """
+        below = self.expected[:, levels - 1]
+        gain = np.where(below > 0.0, self.acceptance[count - 1] * np.maximum(below, 0.0), -np.inf)
+        splits: FloatArray = self._values[:, levels, count - 1] + gain[self._rest]
+        return splits
+
+    def best_size(self, seconds: TreeTime, max_levels: int) -> tuple[int, int]:
+        """Nodes and levels, both with the root, of most expected tokens per second."""
+        sizes, levels = np.arange(1, len(self.expected)), np.arange(1, max_levels + 1)
+        rates = self.expected[1:, 1 : max_levels + 1] / seconds(sizes[:, None], levels)
+        size, level = np.unravel_index(np.argmax(rates), rates.shape)
+        return int(size) + 1, int(level) + 1
+
+    def tree(self, num_nodes: int, num_levels: int) -> StaticTree:
+        """The best tree of this size, which must exist."""
+        parents, ranks, sizes, levels = [-1], [0], [num_nodes], [num_levels]
+        for node, (size, level) in enumerate(zip(sizes, levels, strict=True)):  # they grow while they are read
+            for count in range(int(np.argmax(self._values[size, level])), 0, -1):
+                others = int(np.argmax(self._splits(level, count)[size]))
+                parents.append(node)
+                ranks.append(count - 1)
+                sizes.append(size - others)
+                levels.append(level - 1)
+                size = others
+        return StaticTree(tuple(parents), tuple(ranks))
