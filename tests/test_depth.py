@@ -14,7 +14,8 @@ from hf_slospec.algo.depth import DepthControl, beam_ranks
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray
 from tests.toys import SEEDS, UNEVEN, grow, random_tree
 
-LOOK, EVERY, FIRST = DepthControl.LOOK, DepthControl.EXPLORE_EVERY, DepthControl.FIRST_LOOKS
+LOOK, BEYOND = DepthControl.LOOK, DepthControl.BEYOND
+EVERY, FIRST = DepthControl.EXPLORE_EVERY, DepthControl.FIRST_LOOKS
 
 
 def cheap_levels(depths: IntArray, width: int, nodes: FloatArray) -> FloatArray:
@@ -107,9 +108,9 @@ def test_steps_go_a_little_deeper_than_the_best_depth() -> None:
     picks = chains(control, [0.6] * 100, max_depth=8)
     depth, _, best, plain = control.best_shape(8, 1, cheap_levels)
     rates = [sum(0.6**d for d in range(n + 1)) / float(cheap_levels(n, 1, n + 1)) for n in range(9)]
-    assert 0 < depth == int(np.argmax(rates)) < 8 - LOOK
+    assert 0 < depth == int(np.argmax(rates)) < 8 - BEYOND
     assert picks[:FIRST] == [8] * FIRST
-    assert [pick for pick in picks[FIRST:] if pick != 8] == [depth + LOOK] * picks[FIRST:].count(depth + LOOK)
+    assert [pick for pick in picks[FIRST:] if pick != 8] == [depth + BEYOND] * picks[FIRST:].count(depth + BEYOND)
     assert [step + 1 for step in range(FIRST, 100) if picks[step] == 8] == list(range(EVERY, 101, EVERY))
     assert control.goodput == best > plain
 

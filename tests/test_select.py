@@ -19,7 +19,7 @@ from hf_slospec.algo.select import (
     required_tokens,
     select_nodes,
 )
-from hf_slospec.algo.tree import ROOT, Forest, IntArray, TokenTree
+from hf_slospec.algo.tree import ROOT, BoolArray, FloatArray, Forest, IntArray, TokenTree
 from tests.toys import SEEDS, TIED, UNEVEN, grow, is_parent_closed, random_tree
 
 Node = tuple[int, int]  # request, node
@@ -283,3 +283,23 @@ def test_rounding_does_not_make_a_reachable_target_infeasible() -> None:
     path_probs = np.array([1.0, 0.31, 0.3, 0.24, 0.15])
     tree = TokenTree(np.arange(5), np.array([-1, 0, 0, 0, 0]), np.array([0, 1, 1, 1, 1]), path_probs)
     assert optimal_nodes([tree], [1.61], 99) is not None
+
+
+@given(seed=SEEDS, sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4), fed_s=st.floats(0.01, 2.0))
+@settings(deadline=None)
+def test_prompts_of_the_same_step_do_not_make_nodes_look_cheap(seed: int, sizes: list[int], fed_s: float) -> None:
+    rng = np.random.default_rng(seed)
+    forest = Forest.of([random_tree(rng, size, UNEVEN) for size in sizes])
+    values = forest.path_probs
+
+    def alone_s(num_nodes: IntArray) -> FloatArray:
+        return 1.0 + 0.1 * num_nodes
+
+    def ratio(chosen: BoolArray) -> float:
+        return float(values[chosen].sum() / alone_s(np.count_nonzero(chosen)))
+
+    chosen = best_ratio_nodes(forest, values, 100, alone_s)
+    beside = best_ratio_nodes(forest, values, 100, alone_s, lambda num_nodes: alone_s(num_nodes) + fed_s)
+    assert ratio(beside) == pytest.approx(ratio(chosen))  # the time of prompts, whatever is chosen, changes nothing
+    dearer = best_ratio_nodes(forest, values, 100, alone_s, lambda num_nodes: 1.0 + (0.1 + fed_s) * num_nodes)
+    assert np.count_nonzero(dearer) <= np.count_nonzero(chosen)  # the load of a full forward does

@@ -35,17 +35,19 @@ class Standing:
         np.divide(self.num_left * step_s, left_s, out=rates, where=left_s > 0.0)
         return rates
 
-    def cushion(self, tokens_per_step: float, spread: float) -> FloatArray:
-        """Tokens to be ahead by, because steps differ in luck: a share of what the remaining steps may deviate.
+    def cushion(self, step_s: float, tokens_per_step: float, spread: float) -> FloatArray:
+        """Tokens to be ahead by, because steps differ in luck: what the remaining steps may deviate.
 
-        ``spread`` is the standard deviation of the tokens that one step commits. It matters most far from the end,
-        where being ahead is also cheapest to come by.
+        ``spread`` is the standard deviation of the ``tokens_per_step`` that one step commits. It matters most far from
+        the end, where being ahead is also cheapest to come by, and the less the slower a request may be.
         """
-        return CUSHION * spread * np.sqrt(self.num_left / max(tokens_per_step, 1.0))
+        deviation = spread * np.sqrt(self.num_left / max(tokens_per_step, 1.0))
+        share = np.minimum(self.needed_rate(step_s) / max(tokens_per_step, 1.0), 1.0)
+        return CUSHION * share * deviation
 
 
 def urgency(late: FloatArray, cushion: FloatArray, is_hopeless: BoolArray, strength: float) -> FloatArray:
-    """Weights of requests: 1 for those ahead of their targets by the cushion, more the later they are.
+    """Weights of requests: 1 for those ahead of their targets by their cushion, more the later they are.
 
     A weight of 1 for everyone maximises tokens per second. Weights below 1, which would let requests that are far
     ahead sit out, save little where a step has a large fixed cost, and lose throughput.

@@ -130,7 +130,7 @@ class AutoPolicy:
         is_hopeless = (needed > HOPELESS * learned.most_tokens) & (learned.depths.num_observed > SURE)
         for index in np.flatnonzero(is_hopeless).tolist():
             self._warn_once(requests[index], float(needed[index]))
-        cushion = standing.cushion(learned.tokens, learned.variance**0.5)
+        cushion = standing.cushion(learned.step_s, learned.tokens, learned.variance**0.5)
         return base * urgency(standing.late(learned.step_s), cushion, is_hopeless, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
