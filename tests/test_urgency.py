@@ -39,7 +39,7 @@ def test_needed_rate_meets_the_deadline_of_the_last_token() -> None:
 
 def test_cushion_is_what_the_rest_may_deviate_and_less_for_the_slow() -> None:
     own = standing((1.0, 0.0, 0, 50), (1.0, 0.0, 0, 2), (1.0, 0.0, 0, 0), (4.0, 0.0, 0, 50), (np.inf, 0.0, 0, 50))
-    # 25 steps, one step and none of 2 tokens each, whose standard deviations are 5, 1 and 0 times that of a step. At 2 s
+    # 25 steps, one step and none of 2 tokens each, which deviate by 5, 1 and 0 times that of a step. At 2 s
     # a step those with 1 s per token need all of them, the one with 4 s a quarter, the one without target nothing.
     expected = [CUSHION * 0.8 * 5, CUSHION * 0.8, 0.0, CUSHION * 0.8 * 5 / 4, 0.0]
     assert own.cushion(2.0, 2.0, 0.8) == pytest.approx(expected)
