@@ -103,10 +103,8 @@ class SimulatedDrafter:
     def _grown(self, requests: Sequence[Request], last: _Layer | None, depth: int, width: int) -> _Layer:
         """The best children of a layer; of the roots without one."""
         if last is None:
-            shape = (len(requests), 1)
-            last = _Layer(
-                np.ones(shape), np.ones(shape, np.bool_), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-            )
+            column = np.ones((len(requests), 1))
+            last = _Layer(column, column, column > 0.0, column.astype(np.int64), column.astype(np.int64))
         library, beam = self.library, last.tokens.shape[1]
         indices = np.array([request.index for request in requests])
         on_path = np.array([request.num_emitted + depth for request in requests])
