@@ -58,10 +58,10 @@ def on_off(
         end_s = now_s + rng.exponential(on_s if is_busy else off_s)
         own_rate = busy_rate * (1.0 if is_busy else low)
         at_s = now_s
-        while own_rate > 0.0 and (at_s := at_s + rng.exponential(1.0 / own_rate)) < end_s:
+        while len(times) < number and own_rate > 0.0 and (at_s := at_s + rng.exponential(1.0 / own_rate)) < end_s:
             times.append(at_s)
         now_s, is_busy = end_s, not is_busy
-    return np.array(times[:number])
+    return np.array(times)
 
 
 MOST_S = 1e10  # of a clock: much later it could not tell steps apart
