@@ -127,6 +127,10 @@ class Simulation:
                 self._arrive(self._visits[index], arrival_s)
                 continue
             replica = min(busy, key=lambda replica: replica.clock.now_s)
+            if self.max_hops:
+                self._hand_on(replica)
+                if not replica.is_busy:
+                    continue
             event = replica.step()
             self._check(event)
             _book(totals, event)
@@ -138,8 +142,6 @@ class Simulation:
             num_left -= num_ended
             for _ in range(num_ended):
                 on_end()
-            if self.max_hops:
-                self._hand_on(replica)
         outcomes = tuple(
             Outcome.of(v.request, v.job, v.replica, _or(v.decode_begun_s, v.request.last_token_s), v.hops)
             for v in self._visits
@@ -163,7 +165,8 @@ class Simulation:
         self.replicas[replica].add(visit.request, now_s)
 
     def _hand_on(self, replica: Replica) -> None:
-        """Requests that a replica has looked at and promised nothing go on to the next, up to ``max_hops`` times."""
+        """Requests that a replica promises nothing go on to the next before they begin, up to ``max_hops`` times."""
+        replica.scheduler.promise(replica.clock.now_s)
         for request in (*replica.scheduler.waiting, *replica.scheduler.running):
             visit, is_declined = self._visits[request.index], request.has_targets and not request.is_promised
             if is_declined and not request.num_emitted and visit.hops < self.max_hops:
