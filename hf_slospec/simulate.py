@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.table import Table
 from tqdm import tqdm
 
@@ -81,7 +82,8 @@ def compare(
 
 def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Table:
     """A line per load and system."""
-    made = Table(title=f"Attainment as {metric} defines it; goodput: tokens/s of requests that attained")
+    title = f"Attainment as {metric} defines it; goodput: tokens/s of requests that attained"
+    made = Table(title=title, box=box.SIMPLE_HEAD, padding=0)  # within 80 columns
     made.add_column("load", no_wrap=True)
     made.add_column("system", overflow="fold", min_width=12)
     for heading in ("attained", "goodput", "tok/s", "TPOT", "TTFT", "tok/step", "nodes"):

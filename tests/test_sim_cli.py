@@ -120,3 +120,14 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(simulate.Simulation, "run", interrupted)
     result = run(*SMALL, "--json", tmp_path / "r.json")
     assert result.exit_code not in (0, 2) and not (tmp_path / "r.json").exists()
+
+
+def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,4\n")
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(
+        app, ["simulate", "--trace", str(trace), "--system", "vllm-spec4", "--rate", "12.25"]
+    )
+    assert all(word in result.output for word in ("12.25/s", "vllm-spec4", "attained", "tok/step", "nodes")), (
+        result.output
+    )
