@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -25,7 +26,8 @@ from hf_slospec.sim.hardware import HARDWARE, hardware_of
 from hf_slospec.sim.outcomes import METRICS, write_requests
 from hf_slospec.sim.systems import SYSTEMS, config_of
 from hf_slospec.sim.texts import Recording, TextModel
-from hf_slospec.sim.workload import ARRIVALS, MIXES, jobs_of, mix_of, read_trace
+from hf_slospec.sim.traces import read_trace
+from hf_slospec.sim.workload import ARRIVALS, MIXES, jobs_of, mix_of
 from hf_slospec.sim.workload import arrivals as arrival_times
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
 from hf_slospec.trace import write_chrome_trace
@@ -137,6 +139,7 @@ def profile(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     system: Annotated[
         list[str],
         typer.Option(help=f"{', '.join(SYSTEMS)}; with settings: 'auto {{...}}'. Give several times."),
@@ -152,15 +155,15 @@ def simulate(
     arrivals: Annotated[str, typer.Option(help=f"{', '.join(ARRIVALS)}.")] = "poisson",
     variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 3.0,
     rate: Annotated[list[float], typer.Option(help="Requests per second; give several times.")] = [],  # noqa: B006
-    number: Annotated[int, typer.Option(help="Requests at each rate.")] = 400,
+    number: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 400,
     recording: Annotated[
         Path | None, typer.Option(help="Texts of real runs, as `bench --record` writes them; else they are made up.")
     ] = None,
     acceptance: Annotated[float, typer.Option(help="Made-up texts: how often the first choice is right.")] = 0.8,
     spread: Annotated[float, typer.Option(help="Made-up texts: the larger, the more alike requests are.")] = 12.0,
-    replicas: Annotated[int, typer.Option(help="Engines that share the load; who declines hands on.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines that share the load; who declines hands on.")] = 1,
     metric: Annotated[str, typer.Option(help=f"Attained as defined by {', '.join(METRICS)}.")] = "tpot",
-    seed: Annotated[int, typer.Option(help="Everything follows from it.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Everything follows from it.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG.")] = None,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every request to this file.")] = None,
     json_path: ResultPath = None,
@@ -169,9 +172,12 @@ def simulate(
     logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is in the results
     if metric not in METRICS:
         raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}")
+    _refuse_unused(context, trace, recording, arrivals)
+    _prepare(plot, csv_path, json_path)
     try:
         device = hardware_of(hardware)
-        texts = Recording.read(recording) if recording else TextModel(acceptance, spread)
+        num_children = simulation.widest(system)
+        texts = Recording.read(recording) if recording else TextModel(acceptance, spread, num_children=num_children)
         traced = None if trace is None else read_trace(trace, base_tpot)
         loads = []
         for own_rate in rate or [None if traced else 2.0]:
@@ -195,11 +201,44 @@ def simulate(
     if json_path is not None:
         facts = benchmark.provenance(
             systems={name: config_of(name).model_dump() for name in system}, hardware=hardware, metric=metric,
+            rates=rate, base_tpot=base_tpot,
             load=str(trace) if trace else {"mix": mix, "arrivals": arrivals, "variation": variation, "number": number},
             texts=str(recording) if recording else {"acceptance": acceptance, "spread": spread},
             replicas=replicas, seed=seed,
         )  # fmt: skip
         _write(json_path, facts, simulation.records(runs, loads, metric))
+
+
+def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str) -> None:
+    """Options that what else was given leaves without any effect."""
+    without_effect = [
+        (trace is not None, "--trace", ("mix", "arrivals", "variation", "number")),
+        (trace is None, "no --trace", ("base_tpot",)),
+        (recording is not None, "--recording", ("acceptance", "spread")),
+        (arrivals != "gamma", f"--arrivals {arrivals}", ("variation",)),
+    ]
+    for is_so, reason, names in without_effect:
+        for name in names:
+            source = context.get_parameter_source(name)
+            if is_so and source is not None and source.name == "COMMANDLINE":
+                raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {reason}")
+
+
+def _prepare(plot: Path | None, *others: Path | None) -> None:
+    """Refuse places that nothing can be written to, before any work."""
+    if plot is not None:
+        if plot.suffix.lower() != ".png":
+            raise typer.BadParameter(f"--plot writes a PNG, and {plot} does not end in .png")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("--plot needs matplotlib: pip install 'hf_slospec[plot]'")
+    for path in (plot, *others):
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise typer.BadParameter(f"{path}: cannot be written ({error.strerror})") from error
+            if path.is_dir():
+                raise typer.BadParameter(f"{path} is a folder")
 
 
 def _write(path: Path, facts: dict[str, Any], results: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.table import Table
 from tqdm import tqdm
 
@@ -41,13 +42,20 @@ class Load:
         return cls(label, tuple(cut), Library(texts))
 
 
+def widest(systems: Sequence[str]) -> int:
+    """Children of a place that any of the systems may ask texts for."""
+    return max(TextModel.num_children, *(config_of(system).max_width for system in systems))
+
+
 def at_rate(jobs: Sequence[Job], rate: float) -> list[Job]:
     """The same requests, faster or slower so that ``rate`` come per second on average."""
     if not (np.isfinite(rate) and rate > 0.0):
         raise InvalidInputError(f"rate must be a positive number of requests per second, got {rate}")
-    span_s = jobs[-1].arrival_s - jobs[0].arrival_s
-    factor = 1.0 if span_s <= 0.0 else len(jobs) / rate / span_s
-    return [replace(job, arrival_s=job.arrival_s * factor) for job in jobs]
+    first_s, span_s = jobs[0].arrival_s, jobs[-1].arrival_s - jobs[0].arrival_s
+    if len(jobs) > 1 and span_s <= 0.0:
+        raise InvalidInputError("all requests of the trace come at once, so they have no rate that could be changed")
+    factor = 1.0 if len(jobs) == 1 else (len(jobs) - 1) / rate / span_s
+    return [replace(job, arrival_s=first_s + (job.arrival_s - first_s) * factor) for job in jobs]
 
 
 def compare(
@@ -55,11 +63,14 @@ def compare(
 ) -> dict[str, list[Run]]:
     """Every system under every load, in the order of the loads."""
     configs = {system: config_of(system) for system in systems}
-    made = [
-        (system, load, Simulation(load.jobs, load.library, hardware, config, replicas=replicas, seed=seed))
-        for load in loads
-        for system, config in configs.items()
-    ]  # all are checked before any runs
+    made = []
+    for load in loads:  # all are checked before any runs
+        for system, config in configs.items():
+            try:
+                simulation = Simulation(load.jobs, load.library, hardware, config, replicas=replicas, seed=seed)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"system {system} at {load.label}: {error}") from error
+            made.append((system, load, simulation))
     runs: dict[str, list[Run]] = {system: [] for system in configs}
     number = sum(len(load.jobs) for _, load, _ in made)
     with tqdm(total=number, unit=" requests", disable=not sys.stderr.isatty()) as bar:
@@ -71,7 +82,8 @@ def compare(
 
 def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Table:
     """A line per load and system."""
-    made = Table(title=f"Attainment as {metric} defines it; goodput: tokens/s of requests that attained")
+    title = f"Attainment as {metric} defines it; goodput: tokens/s of requests that attained"
+    made = Table(title=title, box=box.SIMPLE_HEAD, padding=0)  # within 80 columns
     made.add_column("load", no_wrap=True)
     made.add_column("system", overflow="fold", min_width=12)
     for heading in ("attained", "goodput", "tok/s", "TPOT", "TTFT", "tok/step", "nodes"):
@@ -108,6 +120,7 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams["text.parse_math"] = False  # names are names
     figures = {system: [run.summary(METRICS[metric]) for run in own] for system, own in runs.items()}
     figure, panels = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
     titles = {
@@ -127,7 +140,8 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     kinds = sorted({job.kind for job in loads[-1].jobs})
     width = 0.8 / len(figures)
     for at, own in enumerate(figures.values()):
-        values = [100.0 * (own[-1]["kinds"][kind]["attainment"] or 0.0) for kind in kinds]
+        shares = [own[-1]["kinds"][kind]["attainment"] for kind in kinds]
+        values = [np.nan if share is None else 100.0 * share for share in shares]
         panels[1, 1].bar(np.arange(len(kinds)) + at * width - 0.4 + width / 2, values, width,
                          color=COLOURS[at % len(COLOURS)])  # fmt: skip
     panels[1, 1].set_xticks(np.arange(len(kinds)), kinds)

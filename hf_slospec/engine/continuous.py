@@ -91,7 +91,7 @@ class Continuous:
         self._share = min(1.0, self._share * 1.05)
 
     def turn(self, now_s: float) -> Turn:
-        self._promise(now_s)
+        self.promise(now_s)
         preempted = self._enter(now_s)
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
@@ -109,7 +109,7 @@ class Continuous:
 
     # ---- promises
 
-    def _promise(self, now_s: float) -> None:
+    def promise(self, now_s: float) -> None:
         """Promise targets to those undecided requests whose targets can be met; give up those whose cannot any more."""
         if not self._undecided:
             return

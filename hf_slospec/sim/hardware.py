@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.errors import InvalidFileError, InvalidInputError
-from hf_slospec.sim.files import parsed
+from hf_slospec.sim.files import read_json, validated
 
 MAX_TOKENS = 16384
 
@@ -67,24 +68,27 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 
+LEAST_MS = 0.01  # of the target's forwards: the clock must move
+Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+
+
 class ForwardFile(BaseModel):
     """Milliseconds of a forward by its tokens."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
 
-    tokens: list[int] = Field(min_length=1)
-    ms: list[FiniteFloat] = Field(min_length=1)
-    ms_per_further_request: FiniteFloat = Field(0.0, ge=0)
-    ms_per_1000_keys: FiniteFloat = Field(0.0, ge=0)
+    tokens: list[Count] = Field(min_length=1)
+    ms: list[Milliseconds] = Field(min_length=1)
+    ms_per_further_request: Milliseconds = 0.0
+    ms_per_1000_keys: Milliseconds = 0.0
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> ForwardFile:
         if len(self.tokens) != len(self.ms):
             raise ValueError(f"{len(self.tokens)} tokens and {len(self.ms)} ms do not belong together")
-        if self.tokens != sorted(set(self.tokens)) or self.tokens[0] < 1 or self.ms != sorted(self.ms):
-            raise ValueError("tokens must rise from 1 or more, and ms must not fall")
-        if self.ms[0] < 0:
-            raise ValueError("ms must not be negative")
+        if self.tokens != sorted(set(self.tokens)) or self.ms != sorted(self.ms):
+            raise ValueError("tokens must rise, and ms must not fall")
         return self
 
     def cost(self) -> ForwardCost:
@@ -94,24 +98,23 @@ class ForwardFile(BaseModel):
 
 
 class HardwareFile(BaseModel):
-    """A latency file. What ``profile --json`` writes is one too."""
+    """A latency file."""
 
     model_config = ConfigDict(extra="forbid")
 
     target: ForwardFile
     draft: ForwardFile
-    mixed_ms: FiniteFloat = Field(0.0, ge=0)
-    host_ms: FiniteFloat = Field(0.0, ge=0)
-    drafting_request_ms: FiniteFloat = Field(0.0, ge=0)
-    kv_tokens: int = Field(400_000, ge=1)
+    mixed_ms: Milliseconds = 0.0
+    host_ms: Milliseconds = 0.0
+    drafting_request_ms: Milliseconds = 0.0
+    kv_tokens: Count = 400_000
 
-    @model_validator(mode="before")
+    @field_validator("target")
     @classmethod
-    def _of_profile(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("results"), dict):
-            fits = data["results"]
-            return {name: fits[name].get("fit", {}) for name in ("target", "draft") if isinstance(fits.get(name), dict)}
-        return data
+    def _takes_time(cls, target: ForwardFile) -> ForwardFile:
+        if target.ms[0] < LEAST_MS:
+            raise ValueError(f"a forward of the target takes at least {LEAST_MS} ms, got {target.ms[0]}")
+        return target
 
     def hardware(self) -> Hardware:
         return Hardware(
@@ -124,8 +127,28 @@ class HardwareFile(BaseModel):
         )
 
 
+class Profiled(BaseModel):
+    """What ``profile`` tells of a model."""
+
+    fit: ForwardFile
+
+
+class ProfiledModels(BaseModel):
+    target: Profiled
+    draft: Profiled
+
+
+class ProfileFile(BaseModel):
+    """What ``profile --json`` writes."""
+
+    results: ProfiledModels
+
+    def hardware(self) -> Hardware:
+        return HardwareFile(target=self.results.target.fit, draft=self.results.draft.fit).hardware()
+
+
 def hardware_of(name: str) -> Hardware:
-    """One of :data:`HARDWARE`, or a latency file.
+    """One of :data:`HARDWARE`, or a latency file, or what ``profile --json`` writes.
 
     Raises:
         InvalidFileError: with line and column.
@@ -133,9 +156,12 @@ def hardware_of(name: str) -> Hardware:
     """
     if name in HARDWARE:
         return HARDWARE[name]
-    path = Path(name)
-    if not path.exists():
+    if not os.path.exists(name):
         raise InvalidInputError(f"there is no file {name!r}, and known hardware is: {', '.join(HARDWARE)}")
+    path = Path(name)
     if path.is_dir():
         raise InvalidFileError(f"{path}: is a folder, not a latency file")
-    return parsed(HardwareFile, path).hardware()
+    text, data = read_json(path)
+    if isinstance(data, dict) and "results" in data:
+        return validated(ProfileFile, path, text, data).hardware()
+    return validated(HardwareFile, path, text, data).hardware()

@@ -20,7 +20,9 @@ from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.sim.outcomes import Outcome, Run, Totals
 from hf_slospec.sim.texts import Library
-from hf_slospec.sim.workload import Job
+from hf_slospec.sim.workload import MOST_S, Job
+
+MOST_REPLICAS = 1000
 
 
 @dataclass
@@ -88,23 +90,28 @@ class Simulation:
         """
         if not jobs:
             raise InvalidInputError("the load holds no requests")
-        if replicas < 1:
-            raise InvalidInputError(f"replicas must be at least 1, got {replicas}")
+        if not 1 <= replicas <= MOST_REPLICAS:
+            raise InvalidInputError(f"replicas must lie within 1..{MOST_REPLICAS}, got {replicas}")
         if len(library.lengths) != len(jobs):
             raise InvalidInputError(f"there are {len(jobs)} requests and {len(library.lengths)} texts")
         if config.policy not in ("none", "auto") and config.max_width > library.num_children:
             raise InvalidInputError(
                 f"max_width is {config.max_width}, and the texts hold {library.num_children} children of each place"
             )
+        if not all(0.0 <= job.arrival_s <= MOST_S for job in jobs):
+            raise InvalidInputError(f"requests must come within 0..{MOST_S:g} seconds")
         self.replicas = [Replica(config, hardware, library, seed + place) for place in range(replicas)]
         self.max_hops = replicas - 1 if max_hops is None else min(max_hops, replicas - 1)
-        self._visits = [_Visit(_request(index, job), job) for index, job in enumerate(jobs)]
         limits = self.replicas[0].scheduler.limits
-        for visit in self._visits:
-            if (needed := limits.kv_needed(visit.request)) > limits.kv_tokens:
+        for index, job in enumerate(jobs):  # before requests of any size are made
+            needed = job.input_tokens + job.most_tokens + limits.max_nodes
+            if needed > limits.kv_tokens:
                 raise InvalidInputError(
-                    f"request {visit.request.index} needs {needed} tokens of K/V, and there are {limits.kv_tokens}"
+                    f"request {index} needs {needed} tokens of K/V ({job.input_tokens} for its prompt, "
+                    f"{job.most_tokens} for its output, {limits.max_nodes} for its token tree), "
+                    f"and there are {limits.kv_tokens}"
                 )
+        self._visits = [_Visit(_request(index, job), job) for index, job in enumerate(jobs)]
         self._next_replica = 0
 
     def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
@@ -120,7 +127,12 @@ class Simulation:
                 self._arrive(self._visits[index], arrival_s)
                 continue
             replica = min(busy, key=lambda replica: replica.clock.now_s)
+            if self.max_hops:
+                self._hand_on(replica)
+                if not replica.is_busy:
+                    continue
             event = replica.step()
+            self._check(event)
             _book(totals, event)
             for part in event.decoding:
                 visit = self._visits[part.index]
@@ -130,14 +142,18 @@ class Simulation:
             num_left -= num_ended
             for _ in range(num_ended):
                 on_end()
-            if self.max_hops:
-                self._hand_on(replica)
         outcomes = tuple(
             Outcome.of(v.request, v.job, v.replica, _or(v.decode_begun_s, v.request.last_token_s), v.hops)
             for v in self._visits
         )
         declined = sum(v.request.has_targets and not v.request.is_promised for v in self._visits)
         return Run(system, outcomes, totals, declined)
+
+    def _check(self, event: StepEvent) -> None:
+        """The engine ends a request whose choice of tokens raised, but here nothing may: it was an interrupt."""
+        for part in event.requests:
+            if (error := self._visits[part.index].request.error) is not None:
+                raise error
 
     def _arrive(self, visit: _Visit, now_s: float) -> None:
         """By turns to the replicas (SLOs-Serve, section 4)."""
@@ -149,7 +165,8 @@ class Simulation:
         self.replicas[replica].add(visit.request, now_s)
 
     def _hand_on(self, replica: Replica) -> None:
-        """Requests that a replica has looked at and promised nothing go on to the next, up to ``max_hops`` times."""
+        """Requests that a replica promises nothing go on to the next before they begin, up to ``max_hops`` times."""
+        replica.scheduler.promise(replica.clock.now_s)
         for request in (*replica.scheduler.waiting, *replica.scheduler.running):
             visit, is_declined = self._visits[request.index], request.has_targets and not request.is_promised
             if is_declined and not request.num_emitted and visit.hops < self.max_hops:
@@ -164,7 +181,7 @@ def _request(index: int, job: Job) -> Request:
     return Request(
         index,
         [0] * job.input_tokens,
-        max(job.max_new_tokens or job.output_tokens, job.output_tokens),
+        job.most_tokens,
         (Stage(job.tpot_s),),
         is_stop=lambda tokens: len(tokens) >= end,
         arrived_s=job.arrival_s,

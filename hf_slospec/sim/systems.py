@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.sim.files import described
 
 UNCHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192, max_batch=256)
 CHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="chunked", prefill_chunk=2048, max_batch=256)
@@ -47,6 +48,8 @@ def config_of(system: str) -> SLOSpecConfig:
         given = json.loads(brace + settings) if brace else {}
         return SLOSpecConfig.model_validate({**SYSTEMS.get(name, {}), **given})
     except json.JSONDecodeError as error:
-        raise InvalidInputError(f"system {system!r}: column {len(name) + error.colno}: {error.msg}") from error
+        column = system.index("{") + error.colno
+        raise InvalidInputError(f"system {system!r}: column {column}: {error.msg}") from error
     except ValidationError as error:
-        raise InvalidInputError(f"system {system!r}: {error}") from error
+        faults = [described(e["loc"], e["msg"]) for e in error.errors(include_url=False)]
+        raise InvalidInputError(f"system {system!r}: {'; '.join(faults)}") from error

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hf_slospec.algo.tree import FloatArray, IntArray
-from hf_slospec.sim.files import parsed
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.sim.files import read_json, validated
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,14 @@ class TextModel:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.acceptance < 1.0:
-            raise ValueError(f"acceptance must lie between 0 and 1, got {self.acceptance}")
-        if min(self.spread, self.evenness, self.sharpness) <= 0.0 or not 0.0 <= self.sibling <= 1.0:
-            raise ValueError("spread, evenness and sharpness must be positive, and sibling within 0..1")
+            raise InvalidInputError(f"acceptance must lie between 0 and 1, got {self.acceptance}")
+        for name in ("spread", "evenness", "sharpness"):
+            if not getattr(self, name) > 0.0:
+                raise InvalidInputError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0.0 <= self.sibling <= 1.0:
+            raise InvalidInputError(f"sibling must lie within 0..1, got {self.sibling}")
         if self.num_children < 1:
-            raise ValueError(f"num_children must be at least 1, got {self.num_children}")
+            raise InvalidInputError(f"num_children must be at least 1, got {self.num_children}")
 
     def write(self, rng: np.random.Generator, length: int) -> Text:
         own = _beta(rng, np.array(self.acceptance), self.spread)
@@ -113,7 +118,8 @@ class Library:
 
     def places(self, indices: IntArray, places: IntArray) -> IntArray:
         """Rows of :attr:`child_probs` and :attr:`ranks` of places in texts.  -> [len(indices)]"""
-        return self.starts[indices] + np.minimum(places, self.lengths[indices] - 1)
+        rows: IntArray = self.starts[indices] + np.minimum(places, self.lengths[indices] - 1)
+        return rows
 
 
 class RecordedText(BaseModel):
@@ -132,6 +138,8 @@ class RecordedText(BaseModel):
             raise ValueError("child_probs must hold equally many probabilities, at least one, for every token")
         if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
             raise ValueError("child_probs must lie within 0..1")
+        if any(sum(row) > 1.001 for row in self.child_probs):  # they are rounded
+            raise ValueError("child_probs of a place must not sum to more than 1")
         if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
             raise ValueError("child_probs must descend")
         if len(self.ranks) != len(self.child_probs) or any(not 0 <= rank <= width for rank in self.ranks):
@@ -147,7 +155,7 @@ class Recording(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: int = 1
+    version: Literal[1] = 1
     provenance: dict[str, object] = Field(default_factory=dict)
     texts: list[RecordedText] = Field(min_length=1)
 
@@ -160,7 +168,7 @@ class Recording(BaseModel):
     @classmethod
     def read(cls, path: Path) -> Recording:
         """Raises InvalidFileError with the line and column at fault."""
-        return parsed(cls, path)
+        return validated(cls, path, *read_json(path))
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(), separators=(",", ":")) + "\n", encoding="utf-8")

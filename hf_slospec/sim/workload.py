@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from hf_slospec.algo.tree import FloatArray
-from hf_slospec.errors import InvalidFileError, InvalidInputError
-from hf_slospec.sim.files import read_text
+from hf_slospec.errors import InvalidInputError
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,11 @@ class Job:
     kind: str = "all"  # class, for tables and plots
     priority: int = 0
     max_new_tokens: int | None = None  # what schedulers are told; None: the very output_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Output tokens that schedulers are told of."""
+        return max(self.max_new_tokens or 0, self.output_tokens)
 
 
 # ---- arrivals
@@ -57,25 +58,31 @@ def on_off(
         end_s = now_s + rng.exponential(on_s if is_busy else off_s)
         own_rate = busy_rate * (1.0 if is_busy else low)
         at_s = now_s
-        while own_rate > 0.0 and (at_s := at_s + rng.exponential(1.0 / own_rate)) < end_s:
+        while len(times) < number and own_rate > 0.0 and (at_s := at_s + rng.exponential(1.0 / own_rate)) < end_s:
             times.append(at_s)
         now_s, is_busy = end_s, not is_busy
-    return np.array(times[:number])
+    return np.array(times)
 
 
+MOST_S = 1e10  # of a clock: much later it could not tell steps apart
 ARRIVALS = ("poisson", "gamma", "on-off")
+MOST_REQUESTS = 1_000_000
+MOST_SPAN_S = 1e7  # from the first to the last
+VARIATIONS = 0.01, 100.0
 
 
 def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, variation: float = 3.0) -> FloatArray:
     if not (math.isfinite(rate) and rate > 0.0):
         raise InvalidInputError(f"rate must be a positive number of requests per second, got {rate}")
-    if number < 1:
-        raise InvalidInputError(f"the number of requests must be at least 1, got {number}")
+    if not 1 <= number <= MOST_REQUESTS:
+        raise InvalidInputError(f"the number of requests must lie within 1..{MOST_REQUESTS}, got {number}")
+    if number / rate > MOST_SPAN_S:
+        raise InvalidInputError(f"at a rate of {rate:g} per second {number} requests would take {number / rate:.3g} s")
     if kind == "poisson":
         return poisson(rng, rate, number)
     if kind == "gamma":
-        if not (math.isfinite(variation) and variation > 0.0):
-            raise InvalidInputError(f"variation must be positive, got {variation}")
+        if not VARIATIONS[0] <= variation <= VARIATIONS[1]:
+            raise InvalidInputError(f"variation must lie within {VARIATIONS[0]}..{VARIATIONS[1]:g}, got {variation}")
         return gamma(rng, rate, number, variation)
     if kind == "on-off":
         return on_off(rng, rate, number)
@@ -169,89 +176,6 @@ def mix_of(name: str) -> tuple[Kind, ...]:
     if name not in MIXES:
         raise InvalidInputError(f"unknown mix {name!r}; known are: {', '.join(MIXES)}")
     return MIXES[name]
-
-
-# ---- traces
-
-NEEDED = ("arrival_s", "input_tokens", "output_tokens")
-OPTIONAL = ("slo", "slo_ratio", "ttft_s", "class", "priority", "max_new_tokens")
-
-
-def read_trace(path: Path, base_tpot_s: float | None = None) -> list[Job]:
-    """A CSV trace as jobs, in order of arrival.
-
-    Args:
-        base_tpot_s: what a ``slo_ratio`` above 0 multiplies; one below 0 is milliseconds.
-
-    Raises:
-        InvalidFileError: with the line and the column of what is wrong.
-    """
-    reader = csv.DictReader(io.StringIO(read_text(path)), restkey="")
-    names = [name.strip() for name in reader.fieldnames or ()]
-    reader.fieldnames = names
-    if missing := [name for name in NEEDED if name not in names]:
-        raise InvalidFileError(f"{path}:1: no column {', '.join(missing)}; there are: {', '.join(names) or 'none'}")
-    if unknown := [name for name in names if name not in (*NEEDED, *OPTIONAL)]:
-        raise InvalidFileError(f"{path}:1: unknown column {', '.join(unknown)}; known: {', '.join(NEEDED + OPTIONAL)}")
-    if "slo" in names and "slo_ratio" in names:
-        raise InvalidFileError(f"{path}:1: slo and slo_ratio exclude each other")
-    if "slo_ratio" in names and base_tpot_s is None:
-        raise InvalidInputError(f"{path} gives targets as ratios; say of what: --base-tpot, in seconds")
-    if len(set(names)) < len(names):
-        raise InvalidFileError(f"{path}:1: a column is named twice")
-    jobs = [_job(path, reader.line_num, row, base_tpot_s) for row in reader]
-    if not jobs:
-        raise InvalidFileError(f"{path}: holds no requests")
-    return sorted(jobs, key=lambda job: job.arrival_s)
-
-
-def _job(path: Path, line: int, row: dict[str, str | None], base_tpot_s: float | None) -> Job:
-    def value(name: str, least: float, is_whole: bool = False) -> float | None:
-        text = (row.get(name) or "").strip()
-        if not text:
-            if name in NEEDED:
-                raise InvalidFileError(f"{path}:{line}: column {name}: is empty")
-            return None
-        try:
-            number = float(int(text)) if is_whole else float(text)
-        except ValueError as error:
-            kind = "a whole number" if is_whole else "a number"
-            raise InvalidFileError(f"{path}:{line}: column {name}: {text!r} is not {kind}") from error
-        if not (math.isfinite(number) and number >= least):
-            raise InvalidFileError(f"{path}:{line}: column {name}: {text} is not a number of at least {least:g}")
-        return number
-
-    if "" in row:
-        raise InvalidFileError(f"{path}:{line}: has more fields than the header")
-    tpot_s, ratio = value("slo", 0.0), value("slo_ratio", -math.inf)
-    if ratio is not None and base_tpot_s is not None:
-        tpot_s = ratio * base_tpot_s if ratio >= 0.0 else -ratio / 1e3
-    if tpot_s == 0.0:
-        raise InvalidFileError(f"{path}:{line}: column {'slo' if ratio is None else 'slo_ratio'}: 0 is no target")
-    most = value("max_new_tokens", 1, is_whole=True)
-    return Job(
-        arrival_s=value("arrival_s", 0.0) or 0.0,
-        input_tokens=int(value("input_tokens", 1, is_whole=True) or 1),
-        output_tokens=int(value("output_tokens", 1, is_whole=True) or 1),
-        tpot_s=tpot_s,
-        ttft_s=value("ttft_s", 0.0),
-        kind=(row.get("class") or "").strip() or ("none" if tpot_s is None else f"{1e3 * tpot_s:g} ms"),
-        priority=int(value("priority", -math.inf, is_whole=True) or 0),
-        max_new_tokens=None if most is None else int(most),
-    )
-
-
-def write_trace(jobs: Sequence[Job], path: Path) -> None:
-    """As :func:`read_trace` reads it."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow((*NEEDED, "slo", "ttft_s", "class", "priority", "max_new_tokens"))
-        for job in jobs:
-            targets = ["" if target is None else f"{target:g}" for target in (job.tpot_s, job.ttft_s)]
-            most = "" if job.max_new_tokens is None else job.max_new_tokens
-            writer.writerow(
-                (f"{job.arrival_s:.4f}", job.input_tokens, job.output_tokens, *targets, job.kind, job.priority, most)
-            )
 
 
 def early_ends(jobs: Sequence[Job], rng: np.random.Generator, whole: float, least: int = 5) -> list[Job]:

@@ -1,0 +1,133 @@
+"""``simulate`` from the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from hf_slospec import simulate
+from hf_slospec.cli import app
+
+RUN = CliRunner(env={"COLUMNS": "200"})
+SMALL = ["--number", "6", "--system", "auto", "--system", "vllm"]
+
+
+def run(*options: object) -> Result:
+    return RUN.invoke(app, ["simulate", *map(str, options)])
+
+
+def test_table_json_csv_and_picture(tmp_path: Path) -> None:
+    made, lines, plot = tmp_path / "deep" / "r.json", tmp_path / "other" / "r.csv", tmp_path / "p" / "r.png"
+    options = ("--rate", 2, "--rate", 5, "--seed", 3, "--json", made, "--csv", lines, "--plot", plot)
+    result = run(*SMALL, *options)
+    assert result.exit_code == 0, result.output
+    assert all(word in result.output for word in ("auto", "vllm", "2/s", "5/s", "drawn to"))
+    written = json.loads(made.read_text())
+    facts = written["provenance"]
+    assert facts["seed"] == 3 and facts["rates"] == [2, 5] and facts["hardware"] == "llama-70b-4xa100"
+    assert facts["systems"]["vllm"]["policy"] == "none" and facts["load"]["mix"] == "adaserve" and facts["date"]
+    places = [(record["load"], record["system"]) for record in written["results"]]
+    assert places == [("2/s", "auto"), ("2/s", "vllm"), ("5/s", "auto"), ("5/s", "vllm")]
+    assert all(record["requests"] == 6 and 0 <= record["attainment"] <= 1 for record in written["results"])
+    with lines.open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 24
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    again = run(*SMALL, *options)
+    assert again.output == result.output and json.loads(made.read_text())["results"] == written["results"]
+
+
+def test_traces_and_latency_files_in_place_of_mixes_and_known_hardware(tmp_path: Path) -> None:
+    trace, latency = tmp_path / "t.csv", tmp_path / "l.json"
+    trace.write_text("arrival_s,input_tokens,output_tokens,slo_ratio,class\n0,5,4,1.2,$\\bad$\n1,5,4,,b\n")
+    latency.write_text('{"target": {"tokens": [1], "ms": [20]}, "draft": {"tokens": [1], "ms": [0]}}')
+    options = ("--trace", trace, "--base-tpot", "0.02", "--hardware", latency, "--system", "vllm", "--replicas", 5)
+    result = run(*options, "--json", tmp_path / "r.json", "--plot", tmp_path / "r.png")
+    assert result.exit_code == 0 and "as traced" in result.output, result.output
+    record = json.loads((tmp_path / "r.json").read_text())["results"][0]
+    assert record["tpot_ms"] == pytest.approx(20.0) and record["kinds"]["b"]["attainment"] is None
+    assert record["seconds"] == pytest.approx(1.0 + 4 * 0.02)
+    result = run(*options, "--rate", 10)
+    assert result.exit_code == 0 and "10/s" in result.output
+
+
+def test_what_bench_records_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "texts.json"
+    options = "--size tiny --dtype float32 --new-tokens 8 --repeats 1 --no-tune --batch 2".split()
+    result = RUN.invoke(app, ["bench", *options, "--record", str(path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(path.read_text())
+    assert len(written["texts"]) == 2 and all(len(text["ranks"]) == 8 for text in written["texts"])
+    result = run(*SMALL, "--recording", path, "--csv", tmp_path / "r.csv")
+    assert result.exit_code == 0, result.output
+    with (tmp_path / "r.csv").open(newline="") as file:
+        assert {row["output_tokens"] for row in csv.DictReader(file)} == {"8"}  # texts end there
+
+
+BAD = [
+    (["--system", "vlm"], "known are: auto"),
+    (["--system", 'auto {"max_depht": 1}'], "max_depht"),
+    (["--system", 'auto {"kv_tokens": 10}'], "tokens of K/V"),
+    (["--metric", "x"], "tpot, adaserve, slos-serve"),
+    (["--mix", "x"], "chatbot"),
+    (["--arrivals", "x"], "poisson"),
+    (["--arrivals", "gamma", "--variation", "0"], "variation"),
+    (["--hardware", "x"], "llama-7b-h100"),
+    (["--number", "0"], "--number"),
+    (["--rate", "nan"], "rate"),
+    (["--rate", "1e-300"], "1e-300"),
+    (["--seed", "-1"], "--seed"),
+    (["--replicas", "0"], "--replicas"),
+    (["--acceptance", "1"], "acceptance"),
+    (["--spread", "nan"], "spread"),
+    (["--trace", "none.csv"], "none.csv"),
+    (["--recording", "none.json"], "none.json"),
+    (["--recording", "none.json", "--spread", "2"], "--spread has no effect with --recording"),
+    (["--trace", "none.csv", "--mix", "coder"], "--mix has no effect with --trace"),
+    (["--base-tpot", "0.1"], "--base-tpot has no effect with no --trace"),
+    (["--variation", "2"], "--variation has no effect with --arrivals poisson"),
+    (["--plot", "p.xyz"], ".png"),
+    (["--csv", os.curdir], "is a folder"),
+    (["--json", "/dev/null/r.json"], "cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("options", "word"), BAD)
+def test_bad_options_are_refused_before_any_work(
+    options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(simulate.Simulation, "run", lambda *_, **__: pytest.fail("it was run"))
+    result = run(*options)
+    assert result.exit_code == 2, result.output
+    assert word in " ".join(result.output.replace("│", " ").split()), result.output
+
+
+def test_made_up_texts_are_as_wide_as_systems_draft() -> None:
+    result = run("--number", 3, "--system", 'adaserve {"max_width": 9}')
+    assert result.exit_code == 0, result.output
+
+
+def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate.Simulation, "run", interrupted)
+    result = run(*SMALL, "--json", tmp_path / "r.json")
+    assert result.exit_code not in (0, 2) and not (tmp_path / "r.json").exists()
+
+
+def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,4\n")
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(
+        app, ["simulate", "--trace", str(trace), "--system", "vllm-spec4", "--rate", "12.25"]
+    )
+    assert all(word in result.output for word in ("12.25/s", "vllm-spec4", "attained", "tok/step", "nodes")), (
+        result.output
+    )
