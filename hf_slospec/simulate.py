@@ -32,13 +32,13 @@ class Load:
 
     @classmethod
     def of(cls, label: str, jobs: Sequence[Job], source: TextModel | Recording, rng: np.random.Generator) -> Load:
-        """Texts made up, or drawn from a recording; one that is shorter than a request's output ends it."""
+        """Texts made up, or drawn from a recording, whose were greedy; one shorter than a request's output ends it."""
         if isinstance(source, TextModel):
             return cls(label, tuple(jobs), Library([source.write(rng, job.output_tokens) for job in jobs]))
         recorded = [text.text() for text in source.texts]
         drawn = [recorded[index] for index in rng.integers(len(recorded), size=len(jobs))]
         texts = [text.up_to(job.output_tokens) for text, job in zip(drawn, jobs, strict=True)]
-        cut = [replace(job, output_tokens=len(text)) for job, text in zip(jobs, texts, strict=True)]
+        cut = [replace(job, output_tokens=len(text), is_sampled=False) for job, text in zip(jobs, texts, strict=True)]
         return cls(label, tuple(cut), Library(texts))
 
 

@@ -48,8 +48,8 @@ class Parameters:
     spread: float = 12.0  # of requests
     whole: float = 0.6  # of outputs that run to 256 tokens; the mean is then 206, as goodput over rate says
     draft_ms: float = 4.5  # of a level, AdaServe and ours
-    vllm_draft_ms: float = 3.5  # of a level in vLLM 0.8.4
-    vllm_request_ms: float = 0.4  # of every request of a drafting step in vLLM 0.8.4, which was slow at this
+    vllm_draft_ms: float = 5.0  # of a level in vLLM 0.8.4
+    vllm_request_ms: float = 0.7  # of every request of a drafting step in vLLM 0.8.4, which was slow at this
     mixed_ms: float = 10.0  # of a step with a prompt's chunk and decoding, Sarathi and ours
     budget: int = 256  # B of AdaServe
 

@@ -185,7 +185,7 @@ def _request(index: int, job: Job) -> Request:
         (Stage(job.tpot_s),),
         is_stop=lambda tokens: len(tokens) >= end,
         arrived_s=job.arrival_s,
-        is_sampled=True,  # the target draws its tokens
+        is_sampled=job.is_sampled,
         ttft_target_s=job.ttft_s,
         priority=job.priority,
     )

@@ -24,6 +24,7 @@ class Job:
     kind: str = "all"  # class, for tables and plots
     priority: int = 0
     max_new_tokens: int | None = None  # what schedulers are told; None: the very output_tokens
+    is_sampled: bool = True  # whether its text was drawn, as made-up ones are, or chosen greedily
 
     @property
     def most_tokens(self) -> int:

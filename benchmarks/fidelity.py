@@ -1,0 +1,141 @@
+"""Does the simulator predict the real batcher on this machine?
+
+    python benchmarks/fidelity.py --json benchmarks/results/fidelity-cpu-2core.json
+
+Profiles the embedded pair, serves Poisson loads with the real batcher, records how the draft saw what was written, and
+replays the same arrivals and texts in the simulator, fed with the profile. Host time per step is the one thing taken
+from real steps: those of the warm-up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from serving import CLASSES, SYSTEMS, load_of, models, plain_token_s
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.bench import provenance
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.profiling import profile
+from hf_slospec.recording import recorded
+from hf_slospec.sim.hardware import Hardware, HardwareFile
+from hf_slospec.sim.simulation import Simulation
+from hf_slospec.sim.texts import Library, RecordedText
+from hf_slospec.sim.workload import Job
+
+
+class Watched:
+    """A generator whose steps are kept."""
+
+    def __init__(self, generator: SLOSpecGenerator):
+        self.generator, self.steps = generator, list[StepEvent]()
+        telemetry = generator._serving.telemetry
+        on_step = telemetry.on_step
+
+        def kept(step: StepEvent) -> None:
+            self.steps.append(step)
+            on_step(step)
+
+        telemetry.on_step = kept  # type: ignore[method-assign]  # a benchmark may look where users do not
+
+    def host_s(self) -> float:
+        decoding = [step for step in self.steps if not step.is_prefill]
+        return mean(step.phases.select_s + step.phases.host_s for step in decoding)
+
+
+def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) -> tuple[list[Any], list[RecordedText]]:
+    """Metrics of every request, and its text as the draft saw it."""
+    with generator:
+        begun_s, handles = time.perf_counter(), []
+        for job in load:
+            time.sleep(max(job["at_s"] - (time.perf_counter() - begun_s), 0.0))
+            options = dict(max_new_tokens=job["new"], eos_token_id=None, do_sample=False)
+            handles.append(generator.submit(job["ids"], **options, **job["targets"]))
+        results = [handle.result() for handle in handles]
+    texts = [
+        recorded(draft, [*job["ids"], *result.token_ids], len(job["ids"]))
+        for job, result in zip(load, results, strict=True)
+    ]
+    return [result.metrics for result in results], texts
+
+
+def replayed(load: list[dict[str, Any]], texts: list[RecordedText], hardware: Hardware, config: SLOSpecConfig) -> Any:
+    jobs = [
+        Job(
+            job["at_s"], len(job["ids"]), job["new"], job["targets"]["slo_tpot"], job["targets"]["slo_ttft"],
+            job["name"], is_sampled=False,
+        )
+        for job in load
+    ]  # fmt: skip
+    return Simulation(jobs, Library([text.text() for text in texts]), hardware, config).run()
+
+
+def figures(rows: Any) -> dict[str, float]:
+    """Of metrics or outcomes, which name these alike."""
+    rows = list(rows)
+    return {
+        "tpot_ms": 1e3 * mean(row.tpot_s for row in rows if row.tpot_s is not None),
+        "ttft_ms": 1e3 * mean(row.ttft_s for row in rows),
+        "attained": mean(bool(row.attained) for row in rows),
+        "steps": mean(row.steps for row in rows),
+    }
+
+
+def main(
+    size: Annotated[str, typer.Option()] = "0.3B",
+    dtype: Annotated[str, typer.Option()] = "bfloat16",
+    number: Annotated[int, typer.Option(help="Requests of each load.")] = 60,
+    pressures: Annotated[str, typer.Option(help="Of what plain decoding at batch 8 can do.")] = "0.4,0.7",
+    systems: Annotated[str, typer.Option()] = ",".join(SYSTEMS),
+    seconds: Annotated[float, typer.Option(help="Of profiling, for each model.")] = 20.0,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Real and simulated figures, system by system."""
+    target, draft, tokenizer = models(size, dtype)
+    fits = {
+        name: profile(name, model, seconds, keep=True)["fit"] for name, model in (("target", target), ("draft", draft))
+    }
+    table = Table(title=f"{size} {dtype}: real / simulated")
+    for heading in ("load", "system", "TPOT ms", "error", "attained", "error", "TTFT ms", "steps"):
+        table.add_column(heading, justify="right")
+    results, token_s = [], 0.0
+    for name in systems.split(","):
+        config = SLOSpecConfig(**SYSTEMS[name])
+        watched = Watched(SLOSpecGenerator(target, draft, tokenizer, config))
+        with watched.generator:
+            measured_s = plain_token_s(watched.generator, tokenizer)
+        token_s = token_s or measured_s
+        for pressure in map(float, pressures.split(",")):
+            rate = pressure * 8 / (token_s * 40)  # outputs have 40 tokens on average
+            served(watched.generator, load_of(10**6, "poisson", rate, 16, token_s, tokenizer), draft)  # warm-up
+            costs = dict(host_ms=1e3 * watched.host_s(), kv_tokens=watched.generator._serving.limits.kv_tokens)
+            hardware = HardwareFile.model_validate({**fits, **costs}).hardware()
+            load = load_of(0, "poisson", rate, number, token_s, tokenizer)
+            metrics, texts = served(watched.generator, load, draft)
+            real, simulated = figures(metrics), figures(replayed(load, texts, hardware, config).outcomes)
+            errors = {key: simulated[key] / real[key] - 1.0 for key in ("tpot_ms", "ttft_ms", "steps")}
+            errors["attained"] = simulated["attained"] - real["attained"]
+            results.append(
+                {"system": name, "pressure": pressure, "real": real, "simulated": simulated, "error": errors}
+            )
+            pairs = {key: f"{real[key]:.1f} / {simulated[key]:.1f}" for key in ("tpot_ms", "ttft_ms", "steps")}
+            attained = f"{real['attained']:.0%} / {simulated['attained']:.0%}"
+            table.add_row(
+                f"{pressure:g}", name, pairs["tpot_ms"], f"{errors['tpot_ms']:+.1%}", attained,
+                f"{100 * errors['attained']:+.0f} points", pairs["ttft_ms"], pairs["steps"],
+            )  # fmt: skip
+    Console(width=130).print(table)
+    if json_path is not None:
+        facts = provenance(size=size, dtype=dtype, number=number, classes=CLASSES, seconds=seconds)
+        json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
