@@ -10,8 +10,11 @@ os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_slospec-tests-")  # 
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers.utils import logging
 
+settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing on a shared machine
+settings.load_profile("untimed")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 

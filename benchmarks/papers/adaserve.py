@@ -29,7 +29,8 @@ from hf_slospec.sim.outcomes import METRICS
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of
 from hf_slospec.sim.texts import Library, TextModel
-from hf_slospec.sim.workload import Job, early_ends, gamma, jobs_of, mix_of, read_trace
+from hf_slospec.sim.traces import read_trace
+from hf_slospec.sim.workload import Job, early_ends, gamma, jobs_of, mix_of
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 BASE_TPOT_S = 0.030  # of the 70B model, near zero load

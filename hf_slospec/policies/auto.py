@@ -26,7 +26,6 @@ SPAN = 16  # nodes over which the cost of one more node is averaged
 HOPELESS = 2.0  # times what whole candidate trees yield on average: a request that needs more cannot be helped
 SURE = 8  # steps with drafts before any request is given up
 FADE = 0.1  # weight of a step in running figures
-HOPE = 0.8  # of its cost a level must be worth to be drafted: others may follow it
 LEFTOVER = 0.5  # weight of a best-effort request
 
 
@@ -73,8 +72,8 @@ class AutoPolicy:
         self._plan = Plan(
             depth,
             width,
-            min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput / float(self._weights.mean()),
-            min_gain=HOPE * level_s * goodput,
+            min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput,
+            min_gain=level_s * goodput,
         )
         return self._plan
 
@@ -112,7 +111,8 @@ class AutoPolicy:
             return
         depth = int(forest.depths.max())
         self.costs.observe_draft(phases.draft_s, num_requests, depth, plan.width, self._num_keys)
-        learned.depths.observe(forest, prediction.path_probs, verified, plan.depth, plan.width)
+        seen = depth if _was_cut_short(forest, plan) else plan.depth
+        learned.depths.observe(forest, prediction.path_probs, verified, seen, plan.width)
         surprise = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(verified)
         learned.tokens += FADE * ((1.0 + len(own) / num_requests) - learned.tokens)
         learned.variance += FADE * (float((surprise**2).mean()) - learned.variance)
@@ -163,3 +163,9 @@ class AutoPolicy:
             max_depth, max_width, self._shape_time(num_requests, num_late)
         )
         return (depth, width) if best > plain else (0, 1)
+
+
+def _was_cut_short(forest: Forest, plan: Plan) -> bool:
+    """Whether the drafter stopped because deeper levels were not worth it; what they hold is not known then."""
+    last = forest.path_probs[forest.depths == forest.depths.max()]
+    return bool(np.maximum(last - plan.min_path_prob, 0.0).sum() < plan.min_gain)
