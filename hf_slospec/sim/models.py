@@ -109,7 +109,11 @@ class SimulatedDrafter:
         if last is None:
             shape = (len(requests), 1)
             last = _Layer(
-                np.ones(shape), np.ones(shape, np.bool_), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+                np.ones(shape),
+                np.ones(shape),
+                np.ones(shape, np.bool_),
+                np.zeros(shape, np.int64),
+                np.zeros(shape, np.int64),
             )
         library, beam = self.library, last.tokens.shape[1]
         indices = np.array([request.index for request in requests])
