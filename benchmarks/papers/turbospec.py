@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, mean, median
@@ -189,19 +189,32 @@ FIGURES = ("latency_s", "ttft_s", "tpot_ms", "depth", "nodes_per_step", "request
 
 
 def simulated(
-    setups: Sequence[Setup], columns: Sequence[str], seeds: int, workers: int
+    setups: Sequence[Setup], columns: Sequence[str], seeds: int, workers: int, kept: Path | None = None
 ) -> dict[tuple[str, float, str], dict[str, float]]:
-    """Figures of every cell, means over seeds."""
+    """Figures of every cell, means over seeds.
+
+    Args:
+        kept: a file of runs, a line each: those in it are not run again, others are added.
+    """
     cells = [(setup, rate, column) for setup in setups for rate in RATES for column in columns]
-    tasks = [Task(*cell, seed) for cell in cells for seed in range(seeds)]
+    tasks = {(cell[0].name, *cell[1:], seed): Task(*cell, seed) for cell in cells for seed in range(seeds)}
+    runs: dict[tuple[str, float, str, int], dict[str, float]] = {}
+    if kept is not None and kept.exists():
+        runs = {tuple(key): run for key, run in map(json.loads, kept.read_text().splitlines()) if tuple(key) in tasks}
     with ProcessPoolExecutor(workers) as pool:
-        runs = list(tqdm(pool.map(Task.run, tasks), total=len(tasks), disable=not sys.stderr.isatty()))
+        started = {pool.submit(task.run): key for key, task in tasks.items() if key not in runs}
+        for done in tqdm(as_completed(started), total=len(started), disable=not sys.stderr.isatty()):
+            key = started[done]
+            runs[key] = {figure: done.result()[figure] for figure in FIGURES}
+            if kept is not None:
+                with kept.open("a") as file:
+                    file.write(json.dumps([key, runs[key]]) + "\n")
     return {
         (setup.name, rate, column): {
-            figure: round(mean(run[figure] for run in runs[place * seeds : (place + 1) * seeds]), 4)
+            figure: round(mean(runs[setup.name, rate, column, seed][figure] for seed in range(seeds)), 4)
             for figure in FIGURES
         }
-        for place, (setup, rate, column) in enumerate(cells)
+        for setup, rate, column in cells
     }
 
 
@@ -286,6 +299,9 @@ def main(
     auto: Annotated[bool, typer.Option(help="Ours beside the paper's columns.")] = True,
     sensitivity: Annotated[bool, typer.Option(help="Draft times and acceptance 20 % off, one seed.")] = False,
     only: Annotated[str, typer.Option(help="Setups whose names hold this.")] = "",
+    kept: Annotated[
+        Path | None, typer.Option("--runs", help="A file that keeps runs, to go on where one ended.")
+    ] = None,
     path: Annotated[Path, typer.Option("--published", help="The paper's text.")] = PUBLISHED,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -295,7 +311,7 @@ def main(
         print(f"the published values are not at hand ({path}): ours stand alone")
     columns = (*COLUMNS, *(AUTO if auto else ()))
     setups = [setup for setup in SETUPS if only in setup.name]
-    figures = simulated(setups, columns, seeds, workers)
+    figures = simulated(setups, columns, seeds, workers, kept)
     ours = {cell: values["latency_s"] for cell, values in figures.items()}
     print(markdown(ours, theirs, columns))
     record: dict[str, Any] = {
