@@ -222,8 +222,8 @@ def simulated(
 
 
 def is_fitted(name: str, rate: float, column: str) -> bool:
-    """Whether parameters were fitted on this cell: fixed lengths, at the lowest rate and, with a draft, the highest."""
-    return column in FIXED and (rate == min(RATES) or (rate == max(RATES) and LOOKUP not in name))
+    """Whether parameters were fitted on this cell: fixed lengths at the lowest and the highest rate."""
+    return column in FIXED and rate in (min(RATES), max(RATES))
 
 
 def varied(setups: Sequence[Setup]) -> dict[str, list[Setup]]:
