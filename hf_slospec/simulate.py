@@ -34,7 +34,8 @@ class Load:
     def of(cls, label: str, jobs: Sequence[Job], source: TextModel | Recording, rng: np.random.Generator) -> Load:
         """Texts made up, or drawn from a recording, whose were greedy; one shorter than a request's output ends it."""
         if isinstance(source, TextModel):
-            return cls(label, tuple(jobs), Library([source.write(rng, job.output_tokens) for job in jobs]))
+            texts = [source.write(rng, job.output_tokens) for job in jobs]
+            return cls(label, tuple(jobs), Library(texts, source.matched))
         recorded = [text.text() for text in source.texts]
         drawn = [recorded[index] for index in rng.integers(len(recorded), size=len(jobs))]
         texts = [text.up_to(job.output_tokens) for text, job in zip(drawn, jobs, strict=True)]

@@ -95,7 +95,11 @@ class SimulatedDrafter:
             seconds += float(self.hardware.draft(layers[-1].tokens.size, num_requests, num_keys))
             layers.append(self._grown(requests, layers[-1], depth, plan.width))
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
-        return self._trees(requests, layers)
+        trees = self._trees(requests, layers)
+        if self.library.matched == 1.0:
+            return trees
+        is_matched = self._rng.random(len(requests)) < self.library.matched
+        return [tree if found else tree.up_to(0) for tree, found in zip(trees, is_matched, strict=True)]
 
     def release(self, request: Request) -> None:
         self._known.pop(request, None)

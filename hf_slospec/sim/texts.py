@@ -51,6 +51,7 @@ class TextModel:
     sibling: float = 0.5  # each further choice's part of what those before it left
     sharpness: float = 1.0  # the draft shows probabilities to this power: above 1 it is too sure of itself
     num_children: int = 4
+    matched: float = 1.0  # share of steps in which a request has anything proposed, as with prompt lookup
 
     def __post_init__(self) -> None:
         if not 0.0 < self.acceptance < 1.0:
@@ -60,6 +61,8 @@ class TextModel:
                 raise InvalidInputError(f"{name} must be positive, got {getattr(self, name)}")
         if not 0.0 <= self.sibling <= 1.0:
             raise InvalidInputError(f"sibling must lie within 0..1, got {self.sibling}")
+        if not 0.0 <= self.matched <= 1.0:
+            raise InvalidInputError(f"matched must lie within 0..1, got {self.matched}")
         if self.num_children < 1:
             raise InvalidInputError(f"num_children must be at least 1, got {self.num_children}")
 
@@ -96,8 +99,12 @@ def _ranked(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
 class Library:
     """Texts of all requests in one set of arrays."""
 
-    def __init__(self, texts: Sequence[Text]):
-        """``texts[i]`` is what request ``i`` writes; all have equally many children."""
+    def __init__(self, texts: Sequence[Text], matched: float = 1.0):
+        """``texts[i]`` is what request ``i`` writes; all have equally many children.
+
+        ``matched`` is the share of steps in which a request has anything proposed.
+        """
+        self.matched = matched
         self.lengths = np.array([len(text) for text in texts])
         self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
         self.child_probs = np.concatenate([text.child_probs for text in texts])  # [num_places, num_children]

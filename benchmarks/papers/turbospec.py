@@ -1,0 +1,344 @@
+"""TurboSpec's tables of mean latencies on H100 (arXiv 2406.14066, table 5), replayed in the simulator.
+
+    python benchmarks/papers/turbospec.py [--seeds 3] [--json ...] [--markdown ...] [--sensitivity] [--auto]
+
+Poisson arrivals over two minutes; prompts first and unchunked; latency from arrival to the last token, mean over all
+requests. Published values are read at run time from ``../shared/papers/turbospec.txt`` beside the checkout, or from
+``--published``; without that file ours stand alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist, mean, median
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from tqdm import tqdm
+
+from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.bench import provenance
+from hf_slospec.sim.hardware import MAX_TOKENS, Hardware, curve, lines
+from hf_slospec.sim.simulation import Simulation
+from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.texts import TextModel
+from hf_slospec.sim.workload import Job, poisson
+from hf_slospec.simulate import Load
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "papers" / "turbospec.txt"
+SPAN_S = 120.0  # of arrivals; unpublished, inferred from how latencies grow with the load
+RATES = (1, 4, 8, 16)
+LENGTHS = (1, 3, 5, 7)
+COLUMNS: dict[str, str] = {
+    "Org": "vllm",
+    **{f"k={length}": f'vllm-spec2 {{"max_depth": {length}}}' for length in LENGTHS},
+    "TS": "turbospec",
+}
+LIMITS = '"max_batch": 256, "admission": "fcfs", "prefill": "first", "prefill_chunk": 8192'
+AUTO = {f"auto-{width}": f'auto {{"max_depth": 8, "max_width": {width}, {LIMITS}}}' for width in (1, 3)}
+FIXED = tuple(column for column in COLUMNS if column != "TS")
+CLEAR = 1.10  # columns whose published latencies differ by more must come out in the same order
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A target on a data set: what it runs on, what comes and goes, and what the draft knows of it."""
+
+    target: str
+    data: str
+    hardware: Hardware
+    input_tokens: tuple[float, float]  # mean and standard deviation, published
+    output_tokens: tuple[float, float]  # likewise
+    output_scale: float  # fitted: what outputs must have been longer, or shorter, for the lowest rate's "Org"
+    texts: TextModel
+    input_scale: float = 1.0  # fitted likewise, where prompts take most of the time
+
+    @property
+    def name(self) -> str:
+        return f"{self.target} {self.data}"
+
+    def load(self, rate: float, seed: int) -> Load:
+        """Lengths are quantiles of log-normal distributions in random order: their means do not differ by seed."""
+        rng = np.random.default_rng(seed)
+        number = round(SPAN_S * rate)
+        inputs = _lengths(rng, _scaled(self.input_tokens, self.input_scale), number)
+        outputs = _lengths(rng, _scaled(self.output_tokens, self.output_scale), number)
+        jobs = [Job(*job) for job in zip(poisson(rng, rate, number).tolist(), inputs, outputs, strict=True)]
+        return Load.of(f"{rate:g}", jobs, self.texts, rng)
+
+
+def _scaled(moments: tuple[float, float], factor: float) -> tuple[float, float]:
+    return factor * moments[0], factor * moments[1]
+
+
+def _lengths(rng: np.random.Generator, moments: tuple[float, float], number: int) -> list[int]:
+    average, deviation = moments
+    variance = math.log1p((deviation / average) ** 2)
+    normal = NormalDist(math.log(average) - variance / 2.0, variance**0.5)
+    quantiles = [normal.inv_cdf((place + 0.5) / number) for place in range(number)]
+    drawn: list[int] = rng.permutation(np.clip(np.rint(np.exp(quantiles)), 2, 4000).astype(np.int64)).tolist()
+    return drawn
+
+
+# ---- what things cost and how well drafts guess: docs/papers.md says which numbers are published and which are fitted
+
+LOOKUP = "CNN"  # the data set of rows without a draft model
+GRAPHS = 256  # tokens that captured CUDA graphs cover; larger forwards are launched kernel by kernel
+
+
+def cost(base: float, slope: float, jump: float, steep: float, per_key: float) -> ForwardCost:
+    """Milliseconds: hardly more by the token while a graph covers them, then a jump and the price of arithmetic."""
+    last = base + slope * GRAPHS
+    points = {1: base + slope, GRAPHS: last, GRAPHS + 1: last + jump}
+    points[MAX_TOKENS] = last + jump + steep * (MAX_TOKENS - GRAPHS - 1)
+    return replace(curve(points), per_key_s=per_key / 1e3)
+
+
+def lookup(hardware: Hardware, request_ms: float) -> Hardware:
+    """The same target where proposals cost nothing but host time."""
+    return replace(hardware, draft=lines((0.0, 0.0)), drafting_request_s=request_ms / 1e3)
+
+
+VICUNA_33B = Hardware(
+    cost(11.31, 0.0091, 6.03, 0.0759, per_key=2.9e-4),
+    cost(1.79, 0.0356, 3.99, 0.003, per_key=1.4e-4),
+    drafting_request_s=0.103e-3,
+    kv_tokens=58_200,
+)
+VICUNA_33B_EAGER = replace(VICUNA_33B, target=cost(11.31, 0.102, 6.03, 0.0759, per_key=2.9e-4))  # see docs/papers.md
+LLAMA_70B = Hardware(
+    cost(13.83, 0.059, 8.05, 0.0773, per_key=6.24e-5),
+    cost(1.52, 0.0142, 3.97, 0.006, per_key=1.0e-5),
+    drafting_request_s=0.049e-3,
+)
+
+
+def drafting(acceptance: float, spread: float) -> TextModel:
+    """A draft model whose first choice the target takes with about this probability, varying by request."""
+    return TextModel(acceptance, spread, evenness=3.0, sibling=0.3)
+
+
+def matching(acceptance: float, spread: float, matched: float) -> TextModel:
+    """Prompt lookup: one continuation, all equally probable, in a share of the steps."""
+    return TextModel(acceptance, spread, evenness=math.inf, num_children=1, matched=matched)
+
+
+SHAREGPT, SONNET, CNN = (227.0, 264.0), (517.0, 10.0), (1067.0, 537.0)  # prompts
+SETUPS = (
+    Setup("33B", "ShareGPT", VICUNA_33B, SHAREGPT, (269, 233), 0.84, drafting(0.760, 12.8)),
+    Setup("33B", "Sonnet", VICUNA_33B, SONNET, (139, 15), 1.37, drafting(0.851, 6.2)),
+    Setup("33B", LOOKUP, lookup(VICUNA_33B_EAGER, 0.032), CNN, (82, 44), 0.48, matching(0.624, 9.5, 0.64), 0.86),
+    Setup("70B", "ShareGPT", LLAMA_70B, SHAREGPT, (227, 208), 1.17, drafting(0.794, 26.8)),
+    Setup("70B", "Sonnet", LLAMA_70B, SONNET, (135, 18), 1.28, drafting(0.905, 9.7)),
+    Setup("70B", LOOKUP, lookup(LLAMA_70B, 0.2), CNN, (85, 48), 1.08, matching(0.644, 9.2, 0.56), 0.80),
+)
+
+
+# ---- the paper's values
+
+HEADER = "(Target, Data) QPS Org k=1 k=3 k=5 k=7 TS"
+Cells = dict[tuple[str, float, str], float]  # (setup, rate, column) -> mean latency in seconds
+
+
+def published(path: Path) -> Cells:
+    """Table 5 as the text has it: three lines of headings, then one of figures per rate."""
+    cells: Cells = {}
+    heading: list[str] = []
+    name = ""
+    for line in path.read_text(encoding="utf-8").rpartition(HEADER)[2].splitlines()[1:]:
+        fields = line.split()
+        if line.startswith("Table"):
+            break
+        if not fields[0][0].isdigit():
+            heading.append(line.strip())
+            continue
+        if heading:
+            name, heading = f"{heading[0].rpartition('-')[2]} {heading[2].partition('-')[0]}", []
+        cells.update(
+            ((name, float(fields[0]), column), float(value)) for column, value in zip(COLUMNS, fields[1:], strict=True)
+        )
+    return cells
+
+
+# ---- running
+
+
+@dataclass(frozen=True)
+class Task:
+    setup: Setup
+    rate: float
+    column: str
+    seed: int
+
+    def run(self) -> dict[str, float]:
+        load = self.setup.load(self.rate, self.seed)
+        config = config_of({**COLUMNS, **AUTO}[self.column])
+        return Simulation(load.jobs, load.library, self.setup.hardware, config, seed=self.seed).run().summary()
+
+
+FIGURES = ("latency_s", "ttft_s", "tpot_ms", "depth", "nodes_per_step", "requests_per_step", "step_ms",
+           "tokens_per_request_and_step", "draft_share", "throughput")  # fmt: skip
+
+
+def simulated(
+    setups: Sequence[Setup], columns: Sequence[str], seeds: int, workers: int, kept: Path | None = None
+) -> dict[tuple[str, float, str], dict[str, float]]:
+    """Figures of every cell, means over seeds.
+
+    Args:
+        kept: a file of runs, a line each: those in it are not run again, others are added.
+    """
+    cells = [(setup, rate, column) for setup in setups for rate in RATES for column in columns]
+    tasks = {(cell[0].name, *cell[1:], seed): Task(*cell, seed) for cell in cells for seed in range(seeds)}
+    runs: dict[tuple[str, float, str, int], dict[str, float]] = {}
+    if kept is not None and kept.exists():
+        runs = {tuple(key): run for key, run in map(json.loads, kept.read_text().splitlines()) if tuple(key) in tasks}
+    with ProcessPoolExecutor(workers) as pool:
+        started = {pool.submit(task.run): key for key, task in tasks.items() if key not in runs}
+        for done in tqdm(as_completed(started), total=len(started), disable=not sys.stderr.isatty()):
+            key = started[done]
+            runs[key] = {figure: done.result()[figure] for figure in FIGURES}
+            if kept is not None:
+                with kept.open("a") as file:
+                    file.write(json.dumps([key, runs[key]]) + "\n")
+    return {
+        (setup.name, rate, column): {
+            figure: round(mean(runs[setup.name, rate, column, seed][figure] for seed in range(seeds)), 4)
+            for figure in FIGURES
+        }
+        for setup, rate, column in cells
+    }
+
+
+# ---- comparing
+
+
+def is_fitted(name: str, rate: float, column: str) -> bool:
+    """Whether parameters were fitted on this cell: fixed lengths at the lowest and the highest rate."""
+    return column in FIXED and rate in (min(RATES), max(RATES))
+
+
+def varied(setups: Sequence[Setup]) -> dict[str, list[Setup]]:
+    """One parameter at a time a fifth off, of the rows with a draft model."""
+
+    def draft(setup: Setup, factor: float) -> Setup:
+        level = setup.hardware.draft
+        seconds = tuple(factor * s for s in level.curve.seconds)
+        slower = replace(level, curve=replace(level.curve, seconds=seconds), per_key_s=factor * level.per_key_s)
+        return replace(setup, hardware=replace(setup.hardware, draft=slower))
+
+    def accepting(setup: Setup, factor: float) -> Setup:
+        acceptance = min(factor * setup.texts.acceptance, 0.97)
+        return replace(setup, texts=replace(setup.texts, acceptance=acceptance))
+
+    changes = {"draft time": draft, "acceptance": accepting}
+    return {
+        f"{what} x {factor:g}": [change(setup, factor) for setup in setups if LOOKUP not in setup.name]
+        for what, change in changes.items()
+        for factor in (0.8, 1.0, 1.2)
+        if factor != 1.0 or what == "draft time"
+    }
+
+
+def errors(ours: Cells, theirs: Cells) -> dict[tuple[str, float, str], float]:
+    return {cell: ours[cell] / theirs[cell] - 1.0 for cell in theirs if cell in ours}
+
+
+def orders(ours: Cells, theirs: Cells) -> Iterator[tuple[tuple[str, float, str, str], bool]]:
+    """Pairs of columns that are clearly apart in the paper, and whether ours are in the same order."""
+    for name, rate in dict.fromkeys((name, rate) for name, rate, _ in theirs if (name, rate, "Org") in ours):
+        for faster, slower in itertools.permutations(COLUMNS, 2):
+            if theirs[name, rate, slower] > CLEAR * theirs[name, rate, faster]:
+                yield (name, rate, faster, slower), ours[name, rate, slower] > ours[name, rate, faster]
+
+
+def summary(ours: Cells, theirs: Cells) -> dict[str, Any]:
+    """Median errors and the share of clear orders that came out right, by what the cells were used for."""
+    own, ranked = errors(ours, theirs), list(orders(ours, theirs))
+    groups = {
+        "draft rows": lambda name, rate, column: LOOKUP not in name,
+        "draft rows, fitted": lambda name, rate, column: is_fitted(name, rate, column) and LOOKUP not in name,
+        "draft rows, not fitted": lambda name, rate, column: not is_fitted(name, rate, column) and LOOKUP not in name,
+        "prompt lookup rows": lambda name, rate, column: LOOKUP in name,
+        "prompt lookup rows, not fitted": lambda *cell: LOOKUP in cell[0] and not is_fitted(*cell),
+    }
+    found: dict[str, Any] = {}
+    for group, holds in groups.items():
+        values = [abs(error) for cell, error in own.items() if holds(*cell)]
+        found[group] = {"cells": len(values), "median_error": round(median(values), 4) if values else None}
+    for kind in ("draft", "lookup"):
+        verdicts = [right for (name, *_), right in ranked if (LOOKUP in name) == (kind == "lookup")]
+        found[f"orders, {kind}"] = {"right": sum(verdicts), "of": len(verdicts)}
+    found["wrong orders"] = [list(pair) for pair, right in ranked if not right]
+    worst = sorted(own, key=lambda cell: -abs(own[cell]))[:8]
+    found["worst cells"] = [[*cell, round(own[cell], 3)] for cell in worst]
+    return found
+
+
+def markdown(ours: Cells, theirs: Cells, columns: Sequence[str]) -> str:
+    """A line per setup and rate: ours, and the published value in brackets."""
+    rows = ["| target, data | QPS | " + " | ".join(columns) + " |", "|---" * (2 + len(columns)) + "|"]
+    for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours):
+        fields = [f"{ours[name, rate, column]:.2f}" for column in columns]
+        beside = [f" ({theirs[cell]:.2f})" if (cell := (name, rate, column)) in theirs else "" for column in columns]
+        rows.append(f"| {name} | {rate:g} | " + " | ".join(map("".join, zip(fields, beside, strict=True))) + " |")
+    return "\n".join(rows)
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="Loads per cell; figures are means.")] = 3,
+    workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+    auto: Annotated[bool, typer.Option(help="Ours beside the paper's columns.")] = True,
+    sensitivity: Annotated[bool, typer.Option(help="Draft times and acceptance 20 % off, one seed.")] = False,
+    only: Annotated[str, typer.Option(help="Setups whose names hold this.")] = "",
+    kept: Annotated[
+        Path | None, typer.Option("--runs", help="A file that keeps runs, to go on where one ended.")
+    ] = None,
+    path: Annotated[Path, typer.Option("--published", help="The paper's text.")] = PUBLISHED,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Replay the table."""
+    theirs = published(path) if path.exists() else {}
+    if not theirs:
+        print(f"the published values are not at hand ({path}): ours stand alone")
+    columns = (*COLUMNS, *(AUTO if auto else ()))
+    setups = [setup for setup in SETUPS if only in setup.name]
+    figures = simulated(setups, columns, seeds, workers, kept)
+    ours = {cell: values["latency_s"] for cell, values in figures.items()}
+    print(markdown(ours, theirs, columns))
+    record: dict[str, Any] = {
+        "provenance": provenance(seeds=seeds, span_s=SPAN_S),
+        "cells": [{"setup": n, "rate": r, "column": c, **values} for (n, r, c), values in figures.items()],
+    }
+    if theirs:
+        record["summary"] = summary(ours, theirs)
+    if auto:
+        record["auto over best fixed"] = {
+            f"{name}, {rate:g}": {
+                column: round(ours[name, rate, column] / min(ours[name, rate, fixed] for fixed in FIXED), 3)
+                for column in (*AUTO, "TS")
+            }
+            for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours)
+        }
+    if sensitivity and theirs:
+        record["sensitivity"] = {}
+        for label, changed in varied(setups).items():
+            cells = simulated(changed, tuple(COLUMNS), 1, workers)
+            record["sensitivity"][label] = summary(
+                {cell: values["latency_s"] for cell, values in cells.items()}, theirs
+            )
+    print(json.dumps({key: value for key, value in record.items() if key not in ("cells", "provenance")}, indent=1))
+    if json_path is not None:
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
