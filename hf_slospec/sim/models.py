@@ -104,9 +104,8 @@ class SimulatedDrafter:
         """The best children of a layer; of the roots without one."""
         if last is None:
             shape = (len(requests), 1)
-            last = _Layer(
-                np.ones(shape), np.ones(shape, np.bool_), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-            )
+            ones, zeros = np.ones(shape), np.zeros(shape, np.int64)
+            last = _Layer(ones, ones, np.ones(shape, np.bool_), zeros, zeros)
         library, beam = self.library, last.tokens.shape[1]
         indices = np.array([request.index for request in requests])
         on_path = np.array([request.num_emitted + depth for request in requests])
