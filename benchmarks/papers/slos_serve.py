@@ -1,0 +1,189 @@
+"""Capacity as SLOs-Serve measures it: the highest load per GPU at which 90 % of requests attain all their targets.
+
+    python benchmarks/papers/slos_serve.py                  # everything; each part also alone, by --parts
+    python benchmarks/papers/slos_serve.py --parts coder
+
+All systems are simulated on the same requests, texts and latencies. Rates are bisected; attainment is interpolated
+between the last two. What is assumed, and what the paper published: docs/papers.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_slospec.bench import provenance
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.sim.hardware import HARDWARE, lines
+from hf_slospec.sim.outcomes import METRICS
+from hf_slospec.sim.simulation import Simulation
+from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.texts import TextModel
+from hf_slospec.sim.workload import Job, arrivals, jobs_of, mix_of
+from hf_slospec.simulate import Load
+
+RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
+ATTAINED = 0.9
+OURS, THEIRS = "auto", "slos-serve"
+SYSTEMS = {
+    "vLLM": "vllm",
+    "vLLM, speculating 4": "vllm-spec4",
+    "Sarathi, smaller": 'sarathi {{"prefill_chunk": {small}}}',
+    "Sarathi, larger": 'sarathi {{"prefill_chunk": {large}}}',
+    "SLOs-Serve": THEIRS,
+    "ours": OURS,
+}
+# The paper's 13B runs on two GPUs; a load per GPU is half of the pair's.
+HARDWARES = {
+    "opt-13b-a100": HARDWARE["opt-13b-a100"],
+    "opt-13b-2xa100": replace(
+        HARDWARE["opt-13b-a100"], target=lines((24.5, 0.0872), (27.4, 0.0905), per_key_ms=2.24e-4)
+    ),
+    "llama-7b-a100": HARDWARE["llama-7b-a100"],
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Requests as they come."""
+
+    mixes: tuple[str, ...]
+    number: int
+    chunks: tuple[int, int]  # Sarathi's: the largest whose steps keep the tightest target, with much and little K/V
+    process: dict[str, str]  # of arrivals, by mix
+    variation: float = 1.0  # of a gamma process
+    acceptance: float = 0.7
+    hardware: str = "opt-13b-a100"
+
+    def load(self, rate: float, replicas: int, seed: int) -> Load:
+        """``rate`` requests per second and replica. Lengths and texts are the same at all rates."""
+        jobs: list[Job] = []
+        for place, mix in enumerate(self.mixes):
+            number = self.number * replicas // len(self.mixes)
+            times_rng, jobs_rng = (np.random.default_rng([seed, place, stream]) for stream in range(2))
+            own_rate = rate * replicas / len(self.mixes)
+            times_s = arrivals(self.process[mix], times_rng, own_rate, number, self.variation)
+            jobs += jobs_of(mix_of(mix), times_s, jobs_rng, lambda n: float(HARDWARES[self.hardware].target(n, 1, n)))
+        jobs.sort(key=lambda job: job.arrival_s)
+        return Load.of(f"{rate:g}/s", jobs, TextModel(acceptance=self.acceptance), np.random.default_rng([seed, 99]))
+
+
+STABLE, BURSTY = "poisson", "on-off"
+PROCESS = {"chatbot": STABLE, "coder": BURSTY, "summarizer": STABLE}
+SCENARIOS = {
+    "chatbot": Scenario(("chatbot",), 400, (384, 512), PROCESS),
+    "coder": Scenario(("coder",), 800, (128, 192), PROCESS),
+    "summarizer": Scenario(("summarizer",), 400, (384, 512), PROCESS),
+    "mixed": Scenario(("chatbot", "coder", "summarizer"), 480, (128, 192), PROCESS),
+}
+CODER, CHATBOT = SCENARIOS["coder"], SCENARIOS["chatbot"]
+SENSITIVITY = {
+    "coder, Poisson": replace(CODER, process={"coder": "poisson"}),
+    "coder, gamma CV 3": replace(CODER, process={"coder": "gamma"}, variation=3.0),
+    "coder, gamma CV 6": replace(CODER, process={"coder": "gamma"}, variation=6.0),
+    "chatbot, acceptance 0.5": replace(CHATBOT, acceptance=0.5),
+    "chatbot, two GPUs": replace(CHATBOT, hardware="opt-13b-2xa100"),
+    "chatbot, 7B": replace(CHATBOT, hardware="llama-7b-a100"),
+}
+
+
+def attainment(system: str, scenario: Scenario, rate: float, replicas: int, seed: int) -> float:
+    load = scenario.load(rate, replicas, seed)
+    hardware, config = HARDWARES[scenario.hardware], config_of(system)
+    run = Simulation(load.jobs, load.library, hardware, config, replicas=replicas, seed=seed).run(system)
+    return float(run.summary(METRICS["slos-serve"])["attainment"])
+
+
+def capacity(
+    attained_at: Callable[[float], float], guess: float, factor: float = 1.3, precision: float = 1.08
+) -> float:
+    """The rate at which attainment falls below :data:`ATTAINED`, bracketed from a guess on, bisected, interpolated."""
+    tried = {guess: attained_at(guess)}
+    step = factor if tried[guess] >= ATTAINED else 1.0 / factor
+    low, high = guess, guess
+    while (tried[high] >= ATTAINED) if step > 1.0 else (tried[low] < ATTAINED):
+        edge = (high if step > 1.0 else low) * step
+        low, high = (high, edge) if step > 1.0 else (edge, low)
+        tried[edge] = attained_at(edge)
+    while high / low > precision:
+        middle = (low * high) ** 0.5
+        tried[middle] = attained_at(middle)
+        low, high = (middle, high) if tried[middle] >= ATTAINED else (low, middle)
+    return low + (high - low) * (tried[low] - ATTAINED) / (tried[low] - tried[high])
+
+
+def capacities(scenario: Scenario, seed: int, systems: dict[str, str]) -> dict[str, float]:
+    """Requests per second and GPU."""
+    small, large = scenario.chunks
+    found, guess = {}, 1.5
+    for name, system in systems.items():
+        system = system.format(small=small, large=large) if "{{" in system else system
+        guess = capacity(lambda rate, system=system: attainment(system, scenario, rate, 1, seed), guess)  # type: ignore[misc]
+        found[name] = guess
+    return found
+
+
+def scaling(scenario: Scenario, seed: int, system: str) -> dict[str, float]:
+    """Capacity of several replicas together, by their number."""
+    found, guess = {}, 2.0
+    for replicas in range(1, 5):
+        guess = capacity(
+            functools.partial(_attained, system, scenario, replicas, seed), guess, 1.3 if replicas == 1 else 1.15
+        )
+        found[str(replicas)] = guess * replicas
+    return found
+
+
+def _attained(system: str, scenario: Scenario, replicas: int, seed: int, rate: float) -> float:
+    return attainment(system, scenario, rate, replicas, seed)
+
+
+PARTS: dict[str, Callable[[int], dict[str, float]]] = {
+    **{name: functools.partial(lambda s, seed: capacities(s, seed, SYSTEMS), s) for name, s in SCENARIOS.items()},
+    **{name: functools.partial(lambda s, seed: capacities(s, seed, SYSTEMS), s) for name, s in SENSITIVITY.items()},
+    **{
+        f"replicas, {name}, {system}": functools.partial(
+            lambda s, system, seed: scaling(s, seed, system), replace(SCENARIOS[name], number=250), system
+        )
+        for name in ("chatbot", "coder")
+        for system in (THEIRS, OURS)
+    },
+}
+
+
+def main(
+    parts: Annotated[str, typer.Option(help="Semicolon-separated, of: " + "; ".join(PARTS))] = ";".join(PARTS),
+    seed: Annotated[int, typer.Option()] = 1,
+    json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
+) -> None:
+    """Measure these parts, and take them into the results."""
+    names = [name.strip() for name in parts.split(";")]
+    if unknown := [name for name in names if name not in PARTS]:
+        raise InvalidInputError(f"unknown parts {unknown}; known are: {'; '.join(PARTS)}")
+    for name in names:
+        begun_s = time.perf_counter()
+        found = PARTS[name](seed)
+        facts = provenance(seed=seed, seconds=round(time.perf_counter() - begun_s))
+        results: dict[str, Any] = json.loads(json_path.read_text()) if json_path.exists() else {}
+        results[name] = {"provenance": facts, "capacity": {key: round(value, 3) for key, value in found.items()}}
+        json_path.write_text(json.dumps({key: results[key] for key in PARTS if key in results}, indent=1) + "\n")
+        table = Table(title=name)
+        for heading in found:
+            table.add_column(heading, justify="right")
+        table.add_row(*(f"{value:.2f}" for value in found.values()))
+        Console(width=120, file=sys.stdout).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
