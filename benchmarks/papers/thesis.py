@@ -2,13 +2,14 @@
 
     python benchmarks/papers/thesis.py
 
-Everything is simulated: Llama-2-7B and a draft of 160M parameters, 700 ms-free of any measured latency, since the
-thesis publishes none. What stands for them, and what the thesis reports: docs/papers.md.
+All of it is simulated. The thesis publishes throughputs but no latencies, so these are chosen such that the static
+tree's throughput at batch 8 to 32 comes out; the rest follows. What is assumed beside: docs/papers.md.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,8 +31,8 @@ from hf_slospec.simulate import Load
 RESULTS = Path(__file__).parent.parent / "results" / "papers-thesis.json"
 PUBLISHED = {"dynamic": (36, 51, 116, 209, 376, 709), "static": (32, 91, 147, 221, 273, 319)}  # tokens per second
 BATCHES = (1, 2, 4, 8, 16, 32)
-HARDWARE = Hardware(target=lines((35.0, 0.0), (0.0, 0.41)), draft=lines((6.0, 0.004)))
-TEXTS = TextModel(acceptance=0.62, num_children=16)
+HARDWARE = Hardware(target=lines((35.0, 0.0), (0.0, 0.39)), draft=lines((5.5, 0.004)))
+TEXTS = TextModel(acceptance=0.52, num_children=16)
 SERVED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192)
 DYNAMIC: dict[str, Any] = dict(token_budget=64, max_tree_nodes=64, max_depth=8, max_width=16, slack=0.010)
 TARGETS_S = ((0.2, 0.020), (0.8, 0.050))  # share of requests, target
@@ -71,7 +72,7 @@ def throughput(seed: int) -> dict[str, dict[str, dict[str, float]]]:
     """By system and batch size."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for batch in BATCHES:
-        own = load(max(6 * batch, 24), seed)
+        own = load(max(3 * batch, 12), seed)
         for name, settings in systems(batch).items():
             figures = run(own, batch, **settings).summary()
             found.setdefault(name, {})[str(batch)] = {
@@ -83,7 +84,7 @@ def throughput(seed: int) -> dict[str, dict[str, dict[str, float]]]:
 
 def targets(seed: int) -> dict[str, dict[str, float]]:
     """At batch 4: requests whose mean time per token meets their own target, and the thesis' two thresholds."""
-    own, found = load(160, seed, with_targets=True), {}
+    own, found = load(80, seed, with_targets=True), {}
     policies = {
         "Algorithm 1": dict(policy="thesis", **DYNAMIC),
         "Algorithm 2": dict(policy="thesis-slo", **DYNAMIC),
@@ -107,6 +108,7 @@ def targets(seed: int) -> dict[str, dict[str, float]]:
 def main(
     seed: Annotated[int, typer.Option()] = 1, json_path: Annotated[Path, typer.Option("--json")] = RESULTS
 ) -> None:
+    logging.disable(logging.WARNING)  # targets of 20 ms are out of reach
     by_batch, by_policy = throughput(seed), targets(seed)
     record = dict(
         provenance=provenance(seed=seed), published_tokens_per_s=PUBLISHED, throughput=by_batch, targets=by_policy
