@@ -62,9 +62,7 @@ class Scenario:
 
     mixes: tuple[str, ...]
     number: int
-    chunks: tuple[
-        int, int
-    ]  # Sarathi's: larger ones break the tightest target; with a third of the K/V used, and with none
+    chunks: tuple[int, int]  # Sarathi's: with room for K/V, and the largest that keeps the tightest target without
     process: dict[str, str]  # of arrivals, by mix
     variation: float = 1.0  # of a gamma process
     acceptance: float = 0.7
