@@ -1,0 +1,182 @@
+"""Capacity as SLOs-Serve measures it: the highest load per GPU at which 90 % of requests attain all their targets.
+
+    python benchmarks/papers/slos_serve.py                  # everything; each part also alone, by --parts
+    python benchmarks/papers/slos_serve.py --parts coder
+
+All systems are simulated on the same requests, texts and latencies. Rates are bisected; attainment is interpolated
+between the last two. What is assumed, and what the paper published: docs/papers.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_slospec.bench import provenance
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.sim.hardware import HARDWARE, lines
+from hf_slospec.sim.outcomes import METRICS
+from hf_slospec.sim.simulation import Simulation
+from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.texts import TextModel
+from hf_slospec.sim.workload import Job, arrivals, jobs_of, mix_of
+from hf_slospec.simulate import Load
+
+RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
+ATTAINED = 0.9
+PRECISION = 1.08  # of brackets that are interpolated in
+OURS, THEIRS = "auto", "slos-serve"
+SYSTEMS = {
+    "vLLM": "vllm",
+    "vLLM, speculating 4": "vllm-spec4",
+    "Sarathi, smaller": 'sarathi {{"prefill_chunk": {small}}}',
+    "Sarathi, larger": 'sarathi {{"prefill_chunk": {large}}}',
+    "SLOs-Serve": THEIRS,
+    "ours": OURS,
+}
+# The paper's 13B runs on two GPUs; a load per GPU is half of the pair's.
+HARDWARES = {
+    "opt-13b-a100": HARDWARE["opt-13b-a100"],
+    "opt-13b-2xa100": replace(
+        HARDWARE["opt-13b-a100"], target=lines((24.5, 0.0872), (27.4, 0.0905), per_key_ms=2.24e-4)
+    ),
+    "llama-7b-a100": HARDWARE["llama-7b-a100"],
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Requests as they come."""
+
+    mixes: tuple[str, ...]
+    number: int
+    chunks: tuple[int, int]  # Sarathi's: with room for K/V, and the largest that keeps the tightest target without
+    process: dict[str, str]  # of arrivals, by mix
+    variation: float = 1.0  # of a gamma process
+    acceptance: float = 0.7
+    hardware: str = "opt-13b-a100"
+
+    def load(self, rate: float, replicas: int, seed: int) -> Load:
+        """``rate`` requests per second and replica. Lengths and texts are the same at all rates."""
+        jobs: list[Job] = []
+        for place, mix in enumerate(self.mixes):
+            number = self.number * replicas // len(self.mixes)
+            times_rng, jobs_rng = (np.random.default_rng([seed, place, stream]) for stream in range(2))
+            own_rate = rate * replicas / len(self.mixes)
+            times_s = arrivals(self.process[mix], times_rng, own_rate, number, self.variation)
+            jobs += jobs_of(mix_of(mix), times_s, jobs_rng, lambda n: float(HARDWARES[self.hardware].target(n, 1, n)))
+        jobs.sort(key=lambda job: job.arrival_s)
+        return Load.of(f"{rate:g}/s", jobs, TextModel(acceptance=self.acceptance), np.random.default_rng([seed, 99]))
+
+
+STABLE, BURSTY = "poisson", "on-off"
+PROCESS = {"chatbot": STABLE, "coder": BURSTY, "summarizer": STABLE}
+SCENARIOS = {
+    "chatbot": Scenario(("chatbot",), 400, (384, 512), PROCESS),
+    "coder": Scenario(("coder",), 800, (128, 192), PROCESS),
+    "summarizer": Scenario(("summarizer",), 400, (384, 512), PROCESS),
+    "mixed": Scenario(("chatbot", "coder", "summarizer"), 480, (128, 192), PROCESS),
+}
+CODER, CHATBOT = replace(SCENARIOS["coder"], number=400), replace(SCENARIOS["chatbot"], number=200)
+SENSITIVITY = {
+    "coder, Poisson": replace(CODER, process={"coder": "poisson"}),
+    "coder, gamma CV 3": replace(CODER, process={"coder": "gamma"}, variation=3.0),
+    "coder, gamma CV 6": replace(CODER, process={"coder": "gamma"}, variation=6.0),
+    "chatbot, acceptance 0.5": replace(CHATBOT, acceptance=0.5),
+    "chatbot, two GPUs": replace(CHATBOT, hardware="opt-13b-2xa100"),
+    "chatbot, 7B": replace(CHATBOT, hardware="llama-7b-a100"),
+}
+
+
+def attainment(system: str, scenario: Scenario, replicas: int, seed: int, rate: float) -> float:
+    load = scenario.load(rate, replicas, seed)
+    hardware, config = HARDWARES[scenario.hardware], config_of(system)
+    run = Simulation(load.jobs, load.library, hardware, config, replicas=replicas, seed=seed).run(system)
+    return float(run.summary(METRICS["slos-serve"])["attainment"])
+
+
+def capacity(attained_at: Callable[[float], float], guess: float, factor: float) -> float:
+    """The rate at which attainment falls below :data:`ATTAINED`, bracketed from a guess on, bisected, interpolated."""
+    tried = {guess: attained_at(guess)}
+    low = high = guess
+    while tried[high] >= ATTAINED:
+        low, high = high, high * factor
+        tried[high] = attained_at(high)
+    while tried[low] < ATTAINED:
+        low, high = low / factor, low
+        tried[low] = attained_at(low)
+    while high / low > PRECISION:
+        middle = (low * high) ** 0.5
+        tried[middle] = attained_at(middle)
+        low, high = (middle, high) if tried[middle] >= ATTAINED else (low, middle)
+    return low + (high - low) * (tried[low] - ATTAINED) / (tried[low] - tried[high])
+
+
+def capacities(scenario: Scenario, seed: int) -> dict[str, float]:
+    """Requests per second and machine, by system."""
+    small, large = scenario.chunks
+    found, guess = {}, 1.5
+    for name, system in SYSTEMS.items():
+        own = system.format(small=small, large=large)
+        guess = capacity(partial(attainment, own, scenario, 1, seed), guess, 1.3)
+        found[name] = guess
+    return found
+
+
+def scaling(scenario: Scenario, seed: int, system: str) -> dict[str, float]:
+    """Capacity of several replicas together, by their number."""
+    found, guess = {}, 2.0
+    for replicas in range(1, 5):
+        guess = capacity(partial(attainment, system, scenario, replicas, seed), guess, 1.3 if replicas == 1 else 1.15)
+        found[str(replicas)] = guess * replicas
+    return found
+
+
+PARTS: dict[str, Callable[[int], dict[str, float]]] = {
+    **{name: partial(capacities, scenario) for name, scenario in {**SCENARIOS, **SENSITIVITY}.items()},
+    **{
+        f"replicas, {name}, {system}": partial(scaling, replace(SCENARIOS[name], number=number), system=system)
+        for name, number in (("chatbot", 150), ("coder", 300))
+        for system in (THEIRS, OURS)
+    },
+}
+
+
+def main(
+    parts: Annotated[str, typer.Option(help="Semicolon-separated, of: " + "; ".join(PARTS))] = ";".join(PARTS),
+    seed: Annotated[int, typer.Option()] = 1,
+    json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
+) -> None:
+    """Measure these parts, and take them into the results."""
+    names = [name.strip() for name in parts.split(";")]
+    if unknown := [name for name in names if name not in PARTS]:
+        raise InvalidInputError(f"unknown parts {unknown}; known are: {'; '.join(PARTS)}")
+    logging.disable(logging.WARNING)  # above capacity many requests cannot meet their targets
+    for name in names:
+        begun_s = time.perf_counter()
+        found = PARTS[name](seed=seed)
+        facts = provenance(seed=seed, seconds=round(time.perf_counter() - begun_s))
+        results: dict[str, Any] = json.loads(json_path.read_text()) if json_path.exists() else {}
+        results[name] = {"provenance": facts, "capacity": {key: round(value, 3) for key, value in found.items()}}
+        json_path.write_text(json.dumps({key: results[key] for key in PARTS if key in results}, indent=1) + "\n")
+        table = Table(title=name)
+        for heading in found:
+            table.add_column(heading, justify="right")
+        table.add_row(*(f"{value:.2f}" for value in found.values()))
+        Console(width=120, file=sys.stdout).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
