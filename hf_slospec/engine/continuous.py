@@ -12,13 +12,12 @@ from hf_slospec.engine.admission import prefill_deadline_s, promised
 from hf_slospec.engine.config import AdmissionName, PrefillName, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.pace import Pace
+from hf_slospec.engine.prefill import num_fed
 from hf_slospec.engine.protocols import Chunk, Turn
 from hf_slospec.engine.request import Request
 
 LAST_RANK = 2  # in the queue: of those that may preempt nobody
 MIN_CHUNK = 16  # prefill tokens of a step, however late others are: of promised requests, of others now and then
-SLOWDOWN = 5.0  # times what a prompt takes alone is soon enough (SLOs-Serve's loose target)
-STALL = 3.0  # times a step without prefill: what a prompt may make of it where nobody is late
 AHEAD = 0.95  # of a target is what a promised request is kept up to
 SAVES = 1.05  # sitting best-effort requests out must save at least this factor of a step
 MAX_PREEMPTED = 3  # times, then it keeps its room
@@ -233,8 +232,9 @@ class Continuous:
             return []
         overdue = {request for request in prefilling if self._sits.get(request, 0) >= MAX_SITS}
         prefilling.sort(key=lambda request: (request not in overdue, self._rank(request, now_s)))
-        left = self._prefill_tokens(decoding, prefilling, allowed_s, now_s)
-        if overdue or not prefilling[0].is_best_effort:
+        promised = [request for request in prefilling if not request.is_best_effort]
+        left = num_fed(self.prefill, self.pace, len(decoding), promised, self._most_fed, allowed_s, now_s)
+        if overdue or promised:
             left = max(left, min(MIN_CHUNK, self._most_fed))
         chunks = list[Chunk]()
         for request in prefilling:
@@ -250,40 +250,6 @@ class Continuous:
     def _most_fed(self) -> int:
         """Prefill tokens of a step at most."""
         return max(int(self.limits.prefill_chunk * self._share), 1)
-
-    def _prefill_tokens(
-        self, decoding: list[Request], prefilling: list[Request], allowed_s: float, now_s: float
-    ) -> int:
-        """How many prefill tokens the step takes beside those that decode.
-
-        As many as make nobody late, and as many as promised prompts need to be through in time, whoever becomes late:
-        prompts kept back are work kept back, and requests whose first tokens wait are served no better.
-        """
-        if not decoding or self.prefill == "first":
-            return self._most_fed
-        if self.prefill == "chunked":
-            return max(self._most_fed - round(len(decoding) * self.pace.nodes), 0)
-        sizes = np.arange(1, self._most_fed + 1)
-        times_s = np.maximum.accumulate(self.pace.step_s(len(decoding), sizes))
-        limit_s = min(allowed_s, STALL * float(self.pace.step_s(len(decoding))))
-        spare = int(np.searchsorted(times_s, limit_s, side="right"))
-        needed = self._tokens_per_s([request for request in prefilling if not request.is_best_effort], now_s)
-        is_enough = sizes / times_s >= needed
-        return max(spare, int(np.argmax(is_enough)) + 1 if is_enough.any() else self._most_fed) if needed else spare
-
-    def _tokens_per_s(self, prefilling: list[Request], now_s: float) -> float:
-        """The rate at which prompts must be fed so that each is through in time; 0 without any.
-
-        Those without a target for the first token should be through in ``SLOWDOWN`` times what they take alone.
-        """
-        rate, behind = 0.0, 0
-        for request in prefilling:
-            behind += request.num_uncached
-            due_s = prefill_deadline_s(request)
-            if due_s == math.inf:
-                due_s = request.arrived_s + SLOWDOWN * float(self.pace.step_s(0, request.num_uncached))
-            rate = max(rate, behind / max(AHEAD * (due_s - now_s), 1e-6))
-        return rate
 
     # ---- memory
 
