@@ -17,7 +17,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.outcomes import METRICS, Run
 from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.systems import config_of, is_oracle
 from hf_slospec.sim.texts import Library, Recording, TextModel
 from hf_slospec.sim.workload import Job
 
@@ -68,7 +68,10 @@ def compare(
     for load in loads:  # all are checked before any runs
         for system, config in configs.items():
             try:
-                simulation = Simulation(load.jobs, load.library, hardware, config, replicas=replicas, seed=seed)
+                simulation = Simulation(
+                    load.jobs, load.library, hardware, config,
+                    replicas=replicas, seed=seed, hindsight=is_oracle(system),
+                )  # fmt: skip
             except InvalidInputError as error:
                 raise InvalidInputError(f"system {system} at {load.label}: {error}") from error
             made.append((system, load, simulation))

@@ -213,3 +213,15 @@ def test_impossible_simulations_are_refused(jobs: list[Job], system: str, option
 def test_every_request_needs_a_text() -> None:
     with pytest.raises(InvalidInputError, match="2 requests and 1 texts"):
         Simulation([JOB, JOB], library_of([JOB]), HARDWARE, config_of("vllm"))
+
+
+def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:
+    jobs = [Job(0.0, 20, 60) for _ in range(6)]
+    oracle = Watched(jobs, "oracle", hindsight=True)
+    run = oracle.run()
+    assert run.totals.nodes == run.totals.committed == run.totals.expected
+    assert sum(outcome.drafted for outcome in run.outcomes) == sum(outcome.accepted for outcome in run.outcomes) > 0
+    for system in ("vllm-spec4", "auto", "vllm", '{"policy": "sequoia"}'):
+        other = Watched(jobs, system)
+        assert run.seconds < other.run().seconds
+        assert other.tokens == oracle.tokens

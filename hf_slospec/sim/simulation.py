@@ -17,6 +17,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies import max_tree_nodes, new_policy
 from hf_slospec.policies.auto import Experience
 from hf_slospec.sim.hardware import Hardware
+from hf_slospec.sim.hindsight import HindsightPolicy
 from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.sim.outcomes import Outcome, Run, Totals
 from hf_slospec.sim.texts import Library
@@ -39,7 +40,7 @@ class _Visit:
 class Replica:
     """One engine with hardware and a clock of its own."""
 
-    def __init__(self, config: SLOSpecConfig, hardware: Hardware, library: Library, seed: int):
+    def __init__(self, config: SLOSpecConfig, hardware: Hardware, library: Library, seed: int, hindsight: bool):
         self.clock = VirtualClock()
         costs = hardware.costs()
         limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_tree_nodes(config))
@@ -47,7 +48,7 @@ class Replica:
         self.engine = Engine(
             SimulatedTarget(library, hardware, self.clock),
             SimulatedDrafter(library, hardware, self.clock, seed),
-            new_policy(config, costs, Experience(config)),
+            HindsightPolicy(library, config, costs) if hindsight else new_policy(config, costs, Experience(config)),
             self.scheduler,
             self.clock,
             config.check_invariants,
@@ -82,8 +83,11 @@ class Simulation:
         replicas: int = 1,
         max_hops: int | None = None,
         seed: int = 0,
+        hindsight: bool = False,
     ):
         """``max_hops``: how often a request that a replica promises nothing goes to the next; None: to all of them.
+
+        With ``hindsight`` an oracle takes the place of the config's policy.
 
         Raises:
             InvalidInputError: something of this is impossible.
@@ -100,7 +104,7 @@ class Simulation:
             )
         if not all(0.0 <= job.arrival_s <= MOST_S for job in jobs):
             raise InvalidInputError(f"requests must come within 0..{MOST_S:g} seconds")
-        self.replicas = [Replica(config, hardware, library, seed + place) for place in range(replicas)]
+        self.replicas = [Replica(config, hardware, library, seed + place, hindsight) for place in range(replicas)]
         self.max_hops = replicas - 1 if max_hops is None else min(max_hops, replicas - 1)
         limits = self.replicas[0].scheduler.limits
         for index, job in enumerate(jobs):  # before requests of any size are made

@@ -18,8 +18,10 @@ ADASERVE: dict[str, Any] = dict(
     admission="fcfs", prefill="first", prefill_chunk=1024, max_batch=64,
 )  # fmt: skip
 
+ORACLE = "oracle"  # its policy is not of this config: it needs to know what will be written
 SYSTEMS: dict[str, dict[str, Any]] = {
     "auto": {},
+    ORACLE: {},
     "vllm": dict(policy="none", **UNCHUNKED),
     "vllm-priority": dict(policy="none", **{**UNCHUNKED, "admission": "priority"}),
     "vllm-spec2": dict(policy="fixed", max_depth=2, max_width=1, **UNCHUNKED),
@@ -53,3 +55,7 @@ def config_of(system: str) -> SLOSpecConfig:
     except ValidationError as error:
         faults = [described(e["loc"], e["msg"]) for e in error.errors(include_url=False)]
         raise InvalidInputError(f"system {system!r}: {'; '.join(faults)}") from error
+
+
+def is_oracle(system: str) -> bool:
+    return system.partition("{")[0].strip() == ORACLE
