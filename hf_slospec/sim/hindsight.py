@@ -6,41 +6,40 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.algo.latency import StepCosts
 from hf_slospec.algo.tree import ROOT, IntArray, TokenTree
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.adaserve import useful_depth
+from hf_slospec.sim.hardware import Hardware
+from hf_slospec.sim.models import SimulatedDrafter, VirtualClock
 from hf_slospec.sim.texts import Library
 
 
 class HindsightPolicy:
-    """Knows what targets will write. No policy that shares its drafter can commit more per second in a step.
+    """Knows what targets will write, and tries a step's drafting out before it chooses the depth.
 
-    It looks at no targets: what it shows is how much of a speed-up is lost to not knowing, not how promises are kept.
+    It looks at no targets: what it shows is how much speed is lost to not knowing, not how promises are kept.
     """
 
-    def __init__(self, library: Library, config: SLOSpecConfig, costs: StepCosts):
-        self.library, self.config, self.costs = library, config, costs
+    def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, seed: int):
+        self.library, self.config, self.costs = library, config, hardware.costs()
+        self._trial = SimulatedDrafter(library, hardware, VirtualClock(), seed)
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
-        depths = np.arange(useful_depth(requests, self.config.max_depth) + 1)
-        accepted = np.minimum(self._runs(requests, len(depths) - 1, width)[:, None], depths).sum(axis=0)
+        max_depth = useful_depth(requests, self.config.max_depth)
+        if not max_depth:
+            return Plan(0, 1)
+        trees = self._trial.draft(requests, Plan(max_depth, width))
+        hits = np.array([len(self._true(*pair)) - 1 for pair in zip(requests, trees, strict=True)])
+        depths = np.arange(max_depth + 1)
+        accepted = np.minimum(hits[:, None], depths).sum(axis=0)
         draft_s = self.costs.draft_s(num_requests, depths, width, num_keys)
         seconds = draft_s + self.costs.verify_s(num_requests + accepted, num_requests, num_keys)
         return Plan(int(np.argmax((num_requests + accepted) / seconds)), width)
-
-    def _runs(self, requests: Sequence[Request], most: int, width: int) -> IntArray:
-        """How many tokens in a row a beam may hold, ``most`` at most.  -> [num_requests]"""
-        indices = np.repeat([request.index for request in requests], most)
-        places = np.concatenate([request.num_emitted + np.arange(most) for request in requests])
-        is_held = self.library.ranks[self.library.places(indices, places)] < min(width, self.library.num_children)
-        runs = np.cumprod(is_held.reshape(len(requests), most), axis=1).sum(axis=1)
-        return np.minimum(runs, [request.num_left - 1 for request in requests])
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         trees = [tree.subtree(self._true(request, tree)) for request, tree in zip(requests, candidates, strict=True)]

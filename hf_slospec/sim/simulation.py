@@ -12,6 +12,7 @@ from hf_slospec.engine.continuous import Continuous, Limits
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.pace import Pace
+from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies import max_tree_nodes, new_policy
@@ -45,10 +46,13 @@ class Replica:
         costs = hardware.costs()
         limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_tree_nodes(config))
         self.scheduler = Continuous(limits, Pace(costs), config.admission, config.prefill)
+        policy: Policy = new_policy(config, costs, Experience(config))
+        if hindsight:
+            policy = HindsightPolicy(library, config, hardware, seed)
         self.engine = Engine(
             SimulatedTarget(library, hardware, self.clock),
             SimulatedDrafter(library, hardware, self.clock, seed),
-            HindsightPolicy(library, config, costs) if hindsight else new_policy(config, costs, Experience(config)),
+            policy,
             self.scheduler,
             self.clock,
             config.check_invariants,
