@@ -69,7 +69,7 @@ def case(
     device: str = "cpu",
     in_order: bool = True,
 ) -> Case:
-    """Spans in a pool with free slots between them, all of it filled at random; ``in_order``: as they are in the row."""
+    """Spans in a pool with free slots between them, filled at random; ``in_order``: as in the row."""
     shape = LayerShape(*(Stored(num_kv_heads, dim, dtype, torch.device(device)) for dim in (key_dim, value_dim)))
     capacities = [prefix_len + chain_len + tree.num_nodes + 3 for prefix_len, chain_len, tree in spans]
     pool = KVPool([shape], sum(capacities))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -46,16 +47,25 @@ class StandIn:
             if start == stop:
                 out[first:last], lse[:, first:last] = self.EMPTY_OUT, self.EMPTY_LSE
                 continue
-            for row in range(first, last):
-                end = stop - (last - 1 - row) if is_causal else stop
-                begin = start if window is None else max(start, end - window)
-                for head in range(query.shape[1]):
-                    own = key[begin:end, head // groups].float()
-                    scores = own @ query[row, head].float() * scaling
-                    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-                    lse[head, row] = scores.logsumexp(0)
-                    out[row, head] = scores.softmax(0) @ value[begin:end, head // groups].float()
+            ends = torch.full((last - first,), stop, device=query.device)
+            if is_causal:
+                ends += torch.arange(last - first, device=query.device) - self.diagonal(last - first, stop - start)
+            slots = torch.arange(start, stop, device=query.device)
+            hidden = slots >= ends[:, None]
+            if window is not None:
+                hidden |= slots < ends[:, None] - window
+            own_key, own_value = (kv[start:stop].float().repeat_interleave(groups, 1) for kv in (key, value))
+            scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), own_key) * scaling
+            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+            scores = scores.masked_fill(hidden, -math.inf)
+            lse[:, first:last] = scores.logsumexp(-1)
+            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), own_value).to(out.dtype)
         return out, lse
+
+    @staticmethod
+    def diagonal(num_queries: int, num_keys: int) -> int:
+        """The query that sees all keys."""
+        return num_queries - 1
 
 
 class EmptyIsMinusInfinity(StandIn):
@@ -72,3 +82,38 @@ class WithoutSoftcap(StandIn):
     """Like torch's own."""
 
     has_softcap = False
+
+
+class TopLeft(StandIn):
+    """Aligns its causal mask to the first key, as FlashAttention did before 2.1."""
+
+    name = "top-left"
+
+    @staticmethod
+    def diagonal(num_queries: int, num_keys: int) -> int:
+        return num_keys - 1
+
+
+class BaseTwo(StandIn):
+    """FlashInfer's log-sum-exp."""
+
+    name = "base two"
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().__call__(*arguments)
+        return out, lse / math.log(2)
+
+
+class Transposed(StandIn):
+    name = "transposed"
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().__call__(*arguments)
+        return out, lse.T
+
+
+class Broken(StandIn):
+    name = "broken"
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("no kernel image is available for execution on the device")

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError, load_tiny_pair
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedOptionError,
+    divergence_report,
+    load_tiny_pair,
+    tiny_prompts,
+)
 from hf_slospec.models.attention import FlashAttention, Row, Span, choice, masked_attention, packing, sdpa_attention
 from hf_slospec.models.attention.merge import attention_with_lse, merge
 from hf_slospec.models.kv_pool import CachedSequence
@@ -17,7 +25,10 @@ from hf_slospec.models.packed import PackedModel
 from tests import flash_stand_in
 from tests.attention_rows import TREES, Case, case
 from tests.flash_stand_in import StandIn
-from tests.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.layer_parity import compare_layers
+from tests.test_families import EXACT
+from tests.tiny_configs import tiny_config
+from tests.tiny_models import FAMILIES, VOCAB, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
 
 NUM_HEADS, NUM_KV_HEADS, DIM = 4, 2, 8
 ROOT, BRANCHING, CHAIN = TREES
@@ -142,35 +153,9 @@ def test_routed_to_sdpa_with_a_debug_log(monkeypatch: pytest.MonkeyPatch, caplog
     assert len(said) == 3 and "softcap" in said[0] and "values of size 6" in said[1] and "heads of size 6" in said[2]
 
 
-class TopLeft(StandIn):
-    """Aligns its causal mask to the first key, as old kernels did."""
-
-    name = "top-left"
-
-    def __call__(self, query: Any, key: Any, value: Any, entries: Any, *rest: Any) -> Any:
-        out, lse = super().__call__(query, key, value, entries, *rest)
-        return (out.roll(1, 0), lse) if rest[1] else (out, lse)
-
-
-class BaseTwo(StandIn):
-    """FlashInfer's log-sum-exp."""
-
-    name = "base two"
-
-    def __call__(self, *arguments: Any) -> Any:
-        out, lse = super().__call__(*arguments)
-        return out, lse / 0.6931
-
-
-class Transposed(StandIn):
-    name = "transposed"
-
-    def __call__(self, *arguments: Any) -> Any:
-        out, lse = super().__call__(*arguments)
-        return out, lse.T
-
-
-@pytest.mark.parametrize("wrong", [TopLeft, BaseTwo, Transposed])
+@pytest.mark.parametrize(
+    "wrong", [flash_stand_in.TopLeft, flash_stand_in.BaseTwo, flash_stand_in.Transposed, flash_stand_in.Broken]
+)
 def test_a_kernel_that_means_something_else_is_not_taken(
     wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,21 +182,72 @@ def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch: pytest.MonkeyPa
         SLOSpecGenerator(tiny_model("llama"), config=SLOSpecConfig(attention="flash"))
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """The stand-ins that are loaded while the test runs."""
+    loaded = list[StandIn]()
+
+    class Noted(StandIn):
+        def __init__(self, device: torch.device):
+            super().__init__(device)
+            loaded.append(self)
+
+    monkeypatch.setattr(choice, "KERNELS", (Noted,))
+    return loaded
+
+
+def long_prompts() -> dict[str, torch.Tensor]:
+    """Two of more than 64 tokens, which the causal kernel is fed with, beside two short ones; left-padded."""
+    inputs = ragged_prompts(4)
+    ids, mask = torch.randint(3, VOCAB, (4, 66)), torch.ones(4, 66, dtype=torch.int64)
+    short = inputs["attention_mask"].sum(1) < inputs["attention_mask"].shape[1]
+    ids[short], mask[short] = 0, 0
+    return {
+        "input_ids": torch.cat((ids, inputs["input_ids"]), 1),
+        "attention_mask": torch.cat((mask, inputs["attention_mask"]), 1),
+    }
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_whole_models_of_many_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees, prompts longer than a dense block, windows, softcap and sinks, token for token."""
-    monkeypatch.setattr(choice, "KERNELS", (StandIn,))
-    model, draft = tiny_model(family), tiny_model(family, noise=0.03)
+def test_whole_models_token_for_token(family: str, kernels: list[StandIn]) -> None:
+    """Trees and prompts in one batch, with windows, softcap and sinks."""
     config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=3, max_width=2, check_invariants=True)
-    generator = SLOSpecGenerator(model, draft, config=config)
-    inputs = ragged_prompts(3)
-    inputs = (
-        {name: torch.cat([rows] * 3 + [rows.clamp(min=1)], 1) for name, rows in inputs.items()} if False else inputs
+    model = tiny_model(family)
+    generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=config)
+    (kernel,) = kernels
+    kernel.calls.clear()
+    assert_same_as_stock(model, generator.generate, long_prompts(), do_sample=False, max_new_tokens=12)
+    assert {is_causal for is_causal, _, _ in kernel.calls} == {True, False}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", EXACT)
+def test_every_attention_call_of_other_families(family: str) -> None:
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model = sharpened(lambda: model_class(tiny_config(model_class.config_class)), 0)
+    assert compare_layers(model, 1e-5) >= 4
+
+
+def test_tiny_pair_token_for_token(kernels: list[StandIn]) -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.float32)
+    inputs = tokenizer(tiny_prompts()[:4], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3, check_invariants=True)
+    generator = SLOSpecGenerator(target, draft, config=config)
+    (kernel,) = kernels
+    kernel.calls.clear()
+    options = dict(do_sample=False, max_new_tokens=32, return_dict_in_generate=True)
+    output = generator.generate(**inputs, **options)
+    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
+    assert max(row.steps for row in output.slo) < 31  # trees were accepted
+    assert {is_causal for is_causal, _, _ in kernel.calls} == {True, False}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tiny_pair_in_bf16_parts_at_near_ties_only() -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = tokenizer(tiny_prompts()[:3], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3)
+    report = divergence_report(
+        SLOSpecGenerator(target, draft, config=config), inputs, do_sample=False, max_new_tokens=32
     )
-    assert_same_as_stock(model, generator.generate, inputs, do_sample=False, max_new_tokens=10)
-
-
-def test_the_tiny_pair_by_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "KERNELS", (StandIn,))
-    pair = load_tiny_pair()
-    print(type(pair))
+    assert report.all_near_ties, report
