@@ -19,7 +19,8 @@ from hf_slospec import (
     tiny_prompts,
 )
 from hf_slospec.models.attention import FlashAttention, Row, Span, choice, masked_attention, packing, sdpa_attention
-from hf_slospec.models.attention.merge import attention_with_lse, merge
+from hf_slospec.models.attention.kernel_trial import attention_with_lse
+from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.kv_pool import CachedSequence
 from hf_slospec.models.packed import PackedModel
 from tests import flash_stand_in
@@ -85,8 +86,8 @@ def test_long_ranges_in_pieces(window: int | None, monkeypatch: pytest.MonkeyPat
     made = case([(0, 1, BRANCHING), (2, 1, CHAIN), (21, 3, BRANCHING), (9, 1, ROOT)], NUM_KV_HEADS, DIM, DIM)
     agrees(FlashAttention("stand-in"), made, window)
     plan = made.row.plan(packing.pack, torch.device("cpu"), window, NUM_HEADS, NUM_KV_HEADS)
-    assert len(plan.split.pieces) == (6 if window is None else 2)
-    assert plan.split.any_empty
+    assert {len(block.pieces) for block in plan.split.blocks} == {6 if window is None else 2}
+    assert any(block.is_empty is not None for block in plan.split.blocks)
 
 
 def test_draft_levels_see_what_was_staged_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,23 +123,28 @@ def test_no_key_is_copied_and_query_heads_are_folded(monkeypatch: pytest.MonkeyP
     assert set(seen) == {made.keys.data_ptr()}
 
 
-def test_merging_in_fp32_what_was_computed_in_bf16() -> None:
-    made = case([(50, 1, BRANCHING)], NUM_KV_HEADS, 64, 64, torch.bfloat16)
-    query = torch.randn(1, 6, NUM_HEADS, 64).bfloat16()
-    keys, values, mask = made.keys[None], made.values[None], torch.rand(1, 6, len(made.keys)) < 0.7
-    whole, whole_lse = attention_with_lse(query, keys, values, mask, 0.125, None)
-    cuts = [0, 11, 11, 30, len(made.keys)]  # one part is empty
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_merging_in_fp32_what_was_computed_in_bf16(softcap: float | None) -> None:
+    query, keys, values = (torch.randn(1, length, 1, 64).bfloat16() for length in (6, 50, 50))
+    mask = torch.rand(1, 6, 50) < 0.7
+    mask[0, 0], mask[0, :, 45] = torch.arange(50) == 45, True  # the first query sees nothing of the other parts
+    whole, whole_lse = attention_with_lse(query, keys, values, mask, 0.125, softcap)
+    cuts = [0, 11, 11, 30]  # one part is empty
     parts = [
-        attention_with_lse(query, keys[:, a:b], values[:, a:b], mask[..., a:b], 0.125, None)
+        attention_with_lse(query, keys[:, a:b], values[:, a:b], mask[..., a:b], 0.125, softcap)
         for a, b in itertools.pairwise(cuts)
     ]
-    lses = torch.stack([lse for _, lse in parts])
-    out, lse = merge(torch.stack([out for out, _ in parts]), lses)
-    torch.testing.assert_close((out, lse), (whole, whole_lse))
-    rounded, _ = merge(torch.stack([out.bfloat16() for out, _ in parts]), lses)  # as kernels return them
-    torch.testing.assert_close(rounded, whole, rtol=0, atol=4e-3)
-    nothing, lse = merge(torch.full((2, 1, 1, 4), torch.nan), torch.full((2, 1, 1), -torch.inf))
-    assert torch.isneginf(lse).all() and not nothing.isnan().any()
+    outs, lses = (torch.stack(tensors, -1)[:, :, 0] for tensors in zip(*parts, strict=True))
+    outs = outs.transpose(-1, -2)
+    bias = torch.zeros(1, 6, 20).masked_fill(~mask[..., 30:], -torch.inf)
+    rest = query[:, :, 0], keys[:, 30:, 0], values[:, 30:, 0], bias
+    torch.testing.assert_close(merged_attention(*rest, outs, lses, 0.125, softcap), whole[:, :, 0])
+    rounded = merged_attention(*rest, outs.bfloat16(), lses, 0.125, softcap)  # as kernels return them
+    torch.testing.assert_close(rounded, whole[:, :, 0], rtol=0, atol=8e-3)
+    sink = torch.tensor([0.5])
+    with_sink = torch.cat((lses, sink.expand(1, 6, 1)), -1), torch.cat((outs, torch.zeros(1, 6, 1, 64)), 2)
+    out = merged_attention(*rest, with_sink[1], with_sink[0], 0.125, softcap)
+    torch.testing.assert_close(out[:, :, None], weigh_sinks(whole, whole_lse, sink))
 
 
 def test_routed_to_sdpa_with_a_debug_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from hf_slospec.models.attention.choice import kernel_on
 from hf_slospec.models.attention.kernels import FlashKernel
-from hf_slospec.models.attention.merge import attention_with_lse, merge, weigh_sinks
-from hf_slospec.models.attention.packing import DenseBlock, Entries, Packing, Split, pack
+from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
+from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
 from hf_slospec.models.attention.row import AttentionLayer, Row
 from hf_slospec.models.attention.sdpa import sdpa_attention
 
@@ -72,8 +72,12 @@ class FlashAttention:
             own = _chains(kernel, query, keys, values, packing.chains, scaling, window, softcap, sinks)
             out[packing.chains.rows] = own.to(out.dtype)
         if packing.split is not None:
-            own = _split(kernel, query, keys, values, packing.split, scaling, softcap, sinks)
-            out[packing.split.rows] = own.to(out.dtype)
+            entries, parts = packing.split.entries, None
+            if entries is not None:
+                parts = _ranges(kernel, query[entries.rows], keys, values, entries, scaling, softcap)
+            for block in packing.split.blocks:
+                own = _block(query, keys, values, block, parts, scaling, softcap, sinks).flatten(0, 1)
+                out[block.real_rows] = (own if block.real is None else own[block.real]).to(out.dtype)
         return out
 
     def _kernel(
@@ -104,32 +108,6 @@ def _chains(
     return out if sinks is None else weigh_sinks(out, lse.T, sinks)
 
 
-def _split(
-    kernel: FlashKernel,
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    split: Split,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of all other tokens.  -> [len(split.rows), num_heads, head_dim] f32"""
-    outs, lses = [], []
-    if split.entries is not None:
-        out, lse = _ranges(kernel, query[split.entries.rows], keys, values, split.entries, scaling, softcap)
-        lse = lse[split.pieces]
-        # Of a range without keys, kernels say +inf, -inf or 0.
-        lses.append(lse.masked_fill(split.is_empty[..., None], -torch.inf) if split.any_empty else lse)
-        outs.append(out[split.pieces].float())
-    if split.blocks:
-        out, lse = _blocks(query, keys, values, split.blocks, len(split.rows), scaling, softcap)
-        outs.append(out[None])
-        lses.append(lse[None])
-    out, lse = merge(torch.cat(outs), torch.cat(lses))
-    return out if sinks is None else weigh_sinks(out, lse, sinks)
-
-
 def _ranges(
     kernel: FlashKernel,
     query: torch.Tensor,  # [num_queries, num_heads, head_dim]
@@ -142,31 +120,49 @@ def _ranges(
     """The query heads that share a KV head become more queries of it, so its keys are read once.
 
     Returns:
-        out [num_queries, num_heads, head_dim] and lse [num_queries, num_heads] f32.
+        out [num_queries, groups, num_kv_heads, head_dim] and lse [num_kv_heads, num_queries, groups] f32.
     """
     grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2)  # [num_queries, groups, num_kv_heads, head_dim]
-    groups = grouped.shape[1]
     out, lse = kernel(grouped.flatten(0, 1), keys, values, entries, scaling, False, None, softcap)
-    out = out.unflatten(0, (-1, groups)).transpose(1, 2).flatten(1, 2)
-    return out, lse.unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)
+    groups = grouped.shape[1]
+    return out.unflatten(0, (-1, groups)), lse.unflatten(1, (-1, groups))
 
 
-def _blocks(
-    query: torch.Tensor,
+def _block(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: list[DenseBlock],
-    num_rows: int,
+    block: Block,
+    parts: tuple[torch.Tensor, torch.Tensor] | None,  # what _ranges returned
     scaling: float,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [num_rows, num_heads, head_dim] and lse [num_rows, num_heads], both f32"""
-    out = query.new_zeros(num_rows, *query.shape[1:], dtype=torch.float32)
-    lse = query.new_full(out.shape[:2], -torch.inf, dtype=torch.float32)
-    for block in blocks:
-        own, own_lse = attention_with_lse(
-            query[block.rows], keys[block.slots], values[block.slots], block.mask, scaling, softcap
-        )
-        out[block.places] = own.flatten(0, 1)[block.real]
-        lse[block.places] = own_lse.flatten(0, 1)[block.real]
-    return out, lse
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of a block's tokens.  -> [batch, num_queries, num_heads, head_dim]"""
+    (batch, num_queries), num_kv_heads = block.rows.shape, keys.shape[1]
+    shape = batch, num_kv_heads, num_queries, query.shape[1] // num_kv_heads  # groups last
+
+    def folded(tensor: torch.Tensor) -> torch.Tensor:
+        """[batch, num_kv_heads, num_queries, groups, *] -> [batch * num_kv_heads, num_queries * groups, *]"""
+        return tensor.flatten(2, 3).flatten(0, 1)
+
+    own_query = query[block.rows].unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
+    outs = query.new_empty(batch * num_kv_heads, num_queries * shape[-1], 0, query.shape[-1])
+    lses = query.new_empty(outs.shape[:3], dtype=torch.float32)
+    if parts is not None:
+        out, lse = parts[0][block.pieces], parts[1][:, block.pieces]
+        if block.is_empty is not None:  # of no keys, kernels say +inf, -inf or 0, and may write anything
+            out = out.masked_fill(block.is_empty[..., None, None, None], 0.0)
+            lse = lse.masked_fill(block.is_empty[None, ..., None], -torch.inf)
+        outs = folded(out.permute(1, 4, 2, 3, 0, 5))
+        lses = folded(lse.permute(2, 0, 3, 4, 1))
+    if sinks is not None:
+        sink = sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
+        lses = torch.cat((lses, folded(sink)), -1)
+        outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
+    if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: there is nothing to merge
+        merged = outs[:, :, 0]
+    else:
+        key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
+        merged = merged_attention(folded(own_query), key, value, block.bias, outs, lses, scaling, softcap)
+    return merged.unflatten(1, shape[2:]).unflatten(0, shape[:2]).transpose(1, 2).flatten(2, 3)

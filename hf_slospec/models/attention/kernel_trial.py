@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hf_slospec.models.attention.kernels import FlashKernel, KernelUnavailable
-from hf_slospec.models.attention.merge import attention_with_lse
 from hf_slospec.models.attention.packing import Entries
 
 
@@ -58,3 +59,35 @@ def _error(
             found = torch.cat(((out[rows].float() - right[0]).flatten(), (lse[:, rows].T - right_lse[0]).flatten()))
             worst = max(worst, float(found.abs().nan_to_num(nan=torch.inf).max()))
     return worst
+
+
+def attention_with_lse(
+    query: torch.Tensor,  # [batch, num_queries, num_heads, head_dim]
+    key: torch.Tensor,  # [batch, num_keys, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [batch, num_keys, num_kv_heads, value_dim]
+    mask: torch.Tensor,  # [batch, num_queries, num_keys] bool, True = may attend
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out, in fp32.
+
+    Returns:
+        out [batch, num_queries, num_heads, value_dim] f32 and its log-sum-exp [batch, num_queries, num_heads] f32. Of a
+        query that may attend to nothing they are 0 and -inf.
+    """
+    num_queries, num_heads = query.shape[1:3]
+    num_kv_heads = key.shape[2]
+    # The query heads that share a KV head become more queries of it.
+    grouped = query.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (
+        grouped @ key.float().permute(0, 2, 3, 1) * scaling
+    )  # [batch, num_kv_heads, groups * num_queries, num_keys]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    groups = num_heads // num_kv_heads
+    scores = scores.masked_fill(~mask.repeat(1, groups, 1)[:, None], -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()  # 0, not NaN, where all is masked
+    out = weights @ value.float().transpose(1, 2)
+    out = out.unflatten(2, (groups, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out, lse.unflatten(2, (groups, num_queries)).permute(0, 3, 1, 2).flatten(2, 3)

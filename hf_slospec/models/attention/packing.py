@@ -55,26 +55,27 @@ class Entries:
 
 
 @dataclass(frozen=True, eq=False)
-class DenseBlock:
-    """Tokens of several sequences and the keys that only some of each sequence's tokens see, padded to a rectangle."""
+class Block:
+    """Tokens of several sequences, padded to a rectangle, and the keys that only some of each sequence's tokens see.
+
+    Padding repeats tokens and keys of the same sequence, so that no other sequence's values are ever multiplied.
+    """
 
     rows: torch.Tensor  # [batch, num_queries] int64, tokens of the row
-    slots: torch.Tensor  # [batch, num_keys] int64
-    mask: torch.Tensor  # [batch, num_queries, num_keys] bool; False for all padding
-    real: torch.Tensor  # [num_real] int64: which of the batch * num_queries are no padding
-    places: torch.Tensor  # [num_real] int64: where these stand in Split.rows
+    slots: torch.Tensor  # [batch, num_keys] int64; none for single tokens, which see all of one range
+    bias: torch.Tensor  # [batch * num_kv_heads, num_queries * groups, num_keys] f32: 0, or -inf where not to attend
+    pieces: torch.Tensor  # [num_pieces, batch, num_queries] int64: where the tokens stand in the entries
+    is_empty: torch.Tensor | None  # [num_pieces, batch, num_queries] bool: pieces without keys; None if there are none
+    real: torch.Tensor | None  # [num_real] int64: which of batch * num_queries are no padding; None if all are
+    real_rows: torch.Tensor  # [num_real] int64, tokens of the row
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Tokens whose keys are split: ranges that all tokens of a sequence see, and what a dense block holds."""
+    """Tokens whose keys are split: ranges that all tokens of a sequence see, and what blocks hold."""
 
-    rows: torch.Tensor  # [num_split] int64, tokens of the row
     entries: Entries | None  # of the ranges, query heads folded; None if they are all empty
-    pieces: torch.Tensor  # [num_pieces, num_split] int64: where the tokens stand in entries.rows
-    is_empty: torch.Tensor  # [num_pieces, num_split] bool
-    any_empty: bool
-    blocks: list[DenseBlock]
+    blocks: list[Block]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,24 +100,20 @@ def _split(
 ) -> Split:
     common = [_common(span, slots, window) for span, slots in spans]
     longest = max(slots.stop - slots.start for slots in common)
-    num_pieces = max(1, min(-(-longest // PIECE_KEYS), ENOUGH_BLOCKS // (len(spans) * num_kv_heads)))
+    num_pieces = min(-(-longest // PIECE_KEYS), max(1, ENOUGH_BLOCKS // (len(spans) * num_kv_heads)))
     ranges: list[tuple[range, slice]] = []
-    pieces: list[list[int]] = [[] for _ in range(num_pieces)]
-    is_empty: list[list[bool]] = [[] for _ in range(num_pieces)]
+    by_size: dict[int, list[_Part]] = {}
     num_queries = 0
-    for (span, _), slots in zip(spans, common, strict=True):
-        for piece, part in enumerate(_cut(slots, num_pieces)):
-            ranges.append((range(span.begin, span.end), part))
-            pieces[piece] += range(num_queries, num_queries + span.num_tokens)
-            is_empty[piece] += [part.start == part.stop] * span.num_tokens
-            num_queries += span.num_tokens
+    for (span, slots), seen in zip(spans, common, strict=True):
+        pieces = _cut(seen, num_pieces)
+        ranges += [(range(span.begin, span.end), piece) for piece in pieces]
+        part = _Part.of(span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces])
+        # One block per power of four of keys: a large tree does not pad all small ones to its size.
+        by_size.setdefault(((len(part.slots) - 1).bit_length() // 2) if len(part.slots) else -1, []).append(part)
+        num_queries += num_pieces * span.num_tokens
     return Split(
-        torch.tensor([row for span, _ in spans for row in range(span.begin, span.end)], device=device),
-        Entries.of(ranges, device, groups) if longest else None,
-        torch.tensor(pieces, device=device),
-        torch.tensor(is_empty, device=device),
-        any(itertools.chain.from_iterable(is_empty)),
-        _blocks(spans, common, device, window),
+        Entries.of(ranges, device, groups) if num_pieces else None,
+        [_block(parts, device, groups, num_kv_heads) for parts in by_size.values()],
     )
 
 
@@ -132,72 +129,70 @@ def _common(span: Span, slots: slice, window: int | None) -> slice:
 
 def _cut(slots: slice, num_pieces: int) -> list[slice]:
     num_keys = slots.stop - slots.start
-    edges = [slots.start + num_keys * piece // num_pieces for piece in range(num_pieces + 1)]
+    edges = [slots.start + num_keys * piece // max(num_pieces, 1) for piece in range(num_pieces + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-def _blocks(
-    spans: list[tuple[Span, slice]], common: list[slice], device: torch.device, window: int | None
-) -> list[DenseBlock]:
-    """One block per power of four of keys, so that a large tree does not pad all small ones to its size."""
-    by_size: dict[int, list[_Near]] = {}
-    place = 0
-    for (span, slots), seen in zip(spans, common, strict=True):
-        if span.num_fresh > 1:
-            near = _Near.of(span, slots, seen, window, place)
-            by_size.setdefault((len(near.slots) - 1).bit_length() // 2, []).append(near)
-        place += span.num_tokens
-    return [_block(nears, device) for nears in by_size.values()]
-
-
 @dataclass(frozen=True, eq=False)
-class _Near:
-    """The keys of a sequence that only some of its tokens see."""
+class _Part:
+    """A sequence's tokens in a block."""
 
     span: Span
-    slots: np.ndarray  # [num_keys] int64
+    slots: np.ndarray  # [num_keys] int64: what only some of its tokens see
     mask: torch.Tensor  # [num_tokens, num_keys] bool
-    place: int
+    first_query: int  # of its entries: piece after piece, token after token
+    is_empty: list[bool]  # by piece
 
     @classmethod
-    def of(cls, span: Span, slots: slice, common: slice, window: int | None, place: int) -> _Near:
-        fresh = np.arange(slots.stop - span.num_fresh, slots.stop)
-        if window is None:
-            return cls(span, fresh, span.fresh_mask, place)
+    def of(
+        cls, span: Span, slots: slice, common: slice, window: int | None, first_query: int, is_empty: list[bool]
+    ) -> _Part:
+        fresh = np.arange(common.stop, slots.stop)
+        if window is None or not len(fresh):
+            return cls(span, fresh, span.fresh_mask[:, : len(fresh)], first_query, is_empty)
         first_common = common.start - slots.start
         first = min(max(span.sequence.length - window + 1, 0), first_common)  # no token sees what is before it
         edge = torch.arange(first, first_common, device=span.fresh_mask.device)
         key_positions = torch.cat((edge, span.fresh_positions))
         is_near = span.fresh_positions[-span.num_tokens :, None] - key_positions[None, :] < window
         is_seen = F.pad(span.fresh_mask, (len(edge), 0), value=True)
-        return cls(
-            span, np.concatenate((np.arange(slots.start + first, common.start), fresh)), is_near & is_seen, place
-        )
+        own = np.concatenate((np.arange(slots.start + first, common.start), fresh))
+        return cls(span, own, is_near & is_seen, first_query, is_empty)
 
 
-def _block(nears: list[_Near], device: torch.device) -> DenseBlock:
-    num_queries = max(near.span.num_tokens for near in nears)
-    num_keys = max(len(near.slots) for near in nears)
-    rows, real, places = [], [], []
-    slots = np.empty((len(nears), num_keys), dtype=np.int64)
-    for index, near in enumerate(nears):
-        num_own = near.span.num_tokens
-        rows.append(np.minimum(np.arange(num_queries) + near.span.begin, near.span.end - 1))
-        slots[index] = near.slots[np.minimum(np.arange(num_keys), len(near.slots) - 1)]
-        real.append(np.arange(num_own) + index * num_queries)
-        places.append(np.arange(num_own) + near.place)
-    return DenseBlock(
-        torch.from_numpy(np.stack(rows)).to(device),
-        torch.from_numpy(slots).to(device),
-        torch.stack(_padded([near.mask for near in nears], num_queries, num_keys)).to(device),
-        torch.from_numpy(np.concatenate(real)).to(device),
-        torch.from_numpy(np.concatenate(places)).to(device),
+def _block(parts: list[_Part], device: torch.device, groups: int, num_kv_heads: int) -> Block:
+    num_queries = max(part.span.num_tokens for part in parts)
+    num_keys = max(len(part.slots) for part in parts)
+    num_tokens = np.array([part.span.num_tokens for part in parts])
+    own = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [batch, num_queries]
+    rows = own + np.array([part.span.begin for part in parts])[:, None]
+    slots = [part.slots[np.minimum(np.arange(num_keys), len(part.slots) - 1)] for part in parts]
+    num_pieces = len(parts[0].is_empty)
+    first_query = np.array([part.first_query for part in parts])[:, None]
+    pieces = [own + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)]
+    is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(len(parts), num_pieces)
+    is_real = np.arange(num_queries) < num_tokens[:, None]
+    mask = torch.stack([_padded(part.mask, num_queries, num_keys) for part in parts]).to(device)
+    bias = torch.zeros(mask.shape, device=device).masked_fill_(~mask, -torch.inf)
+    heads = bias[:, None, :, None].expand(-1, num_kv_heads, -1, groups, -1)
+
+    def moved(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return Block(
+        moved(rows),
+        moved(np.stack(slots)),
+        heads.flatten(2, 3).flatten(0, 1),
+        moved(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
+        moved(np.broadcast_to(is_empty.T[..., None], (num_pieces, *own.shape))) if is_empty.any() else None,
+        None if is_real.all() else moved(np.flatnonzero(is_real)),
+        moved(rows[is_real]),
     )
 
 
-def _padded(masks: Sequence[torch.Tensor], num_queries: int, num_keys: int) -> list[torch.Tensor]:
-    sizes = [(num_keys - mask.shape[1], num_queries - mask.shape[0]) for mask in masks]
-    return [
-        F.pad(mask, (0, keys, 0, queries)) if keys or queries else mask
-        for mask, (keys, queries) in zip(masks, sizes, strict=True)
-    ]
+def _padded(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    """Queries are padded with the last one, which attends to something, keys with ones that nobody sees."""
+    num_own, keys = mask.shape
+    if num_own < num_queries:
+        mask = torch.cat((mask, mask[-1:].expand(num_queries - num_own, -1)))
+    return F.pad(mask, (0, num_keys - keys)) if keys < num_keys else mask
