@@ -115,8 +115,7 @@ def test_no_key_is_copied_and_query_heads_are_folded(monkeypatch: pytest.MonkeyP
             return super().__call__(query, key, *arguments)
 
     kernel = Watched(torch.device("cpu"))
-    monkeypatch.setattr(choice, "kernel_on", lambda device: kernel)
-    monkeypatch.setattr("hf_slospec.models.attention.flash.kernel_on", lambda device: kernel)
+    monkeypatch.setattr("hf_slospec.models.attention.flash.kernel_on", lambda *_: kernel)
     agrees(FlashAttention("stand-in"), made)
     groups = NUM_HEADS // NUM_KV_HEADS
     assert kernel.calls == [(True, 70, groups), (False, 8 * groups, 1)]  # prompts by the causal kernel
@@ -167,9 +166,9 @@ def test_a_kernel_that_means_something_else_is_not_taken(
 ) -> None:
     monkeypatch.setattr(choice, "KERNELS", (wrong, StandIn))
     with caplog.at_level(logging.DEBUG, "hf_slospec.models.attention"):
-        kernel = choice.kernel_on(torch.device("cpu"))
+        kernel = choice.kernel_on(torch.device("cpu"), torch.float32, 64)
     assert kernel.name == "stand-in"
-    assert f"no flash attention on cpu: {wrong.name}" in caplog.text and "done by stand-in" in caplog.text
+    assert f"with heads of size 64: {wrong.name}" in caplog.text and "done by stand-in" in caplog.text
 
 
 def test_flash_cannot_be_had_on_cpu() -> None:
@@ -189,17 +188,16 @@ def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
-    """The stand-ins that are loaded while the test runs."""
-    loaded = list[StandIn]()
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+    """Of all the stand-ins that are loaded while the test runs."""
+    noted = list[tuple[bool, int, int]]()
 
     class Noted(StandIn):
         def __init__(self, device: torch.device):
-            super().__init__(device)
-            loaded.append(self)
+            self.calls = noted
 
     monkeypatch.setattr(choice, "KERNELS", (Noted,))
-    return loaded
+    return noted
 
 
 def long_prompts() -> dict[str, torch.Tensor]:
@@ -215,18 +213,17 @@ def long_prompts() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_whole_models_token_for_token(family: str, kernels: list[StandIn]) -> None:
+def test_whole_models_token_for_token(family: str, calls: list[tuple[bool, int, int]]) -> None:
     """Trees and prompts in one batch, with windows, softcap and sinks."""
     config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=3, max_width=2, check_invariants=True)
     model = tiny_model(family)
     generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=config)
-    (kernel,) = kernels
-    kernel.calls.clear()
+    calls.clear()
     assert_same_as_stock(model, generator.generate, long_prompts(), do_sample=False, max_new_tokens=12)
-    assert {is_causal for is_causal, _, _ in kernel.calls} == {True, False}
+    assert {is_causal for is_causal, _, _ in calls} == {True, False}
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("family", EXACT)
 def test_every_attention_call_of_other_families(family: str) -> None:
     model_class = getattr(transformers, f"{family}ForCausalLM")
@@ -234,21 +231,20 @@ def test_every_attention_call_of_other_families(family: str) -> None:
     assert compare_layers(model, 1e-5) >= 4
 
 
-def test_tiny_pair_token_for_token(kernels: list[StandIn]) -> None:
+def test_tiny_pair_token_for_token(calls: list[tuple[bool, int, int]]) -> None:
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     inputs = tokenizer(tiny_prompts()[:4], return_tensors="pt", padding=True, padding_side="left")
     config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3, check_invariants=True)
     generator = SLOSpecGenerator(target, draft, config=config)
-    (kernel,) = kernels
-    kernel.calls.clear()
+    calls.clear()
     options = dict(do_sample=False, max_new_tokens=32, return_dict_in_generate=True)
     output = generator.generate(**inputs, **options)
     assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
     assert max(row.steps for row in output.slo) < 31  # trees were accepted
-    assert {is_causal for is_causal, _, _ in kernel.calls} == {True, False}
+    assert {is_causal for is_causal, _, _ in calls} == {True, False}
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("calls")
 def test_tiny_pair_in_bf16_parts_at_near_ties_only() -> None:
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     inputs = tokenizer(tiny_prompts()[:3], return_tensors="pt", padding=True, padding_side="left")

@@ -49,7 +49,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> F
     except KernelUnavailable as reason:
         pytest.skip(f"{request.param.name}: {reason}")
     monkeypatch.setattr(choice, "KERNELS", (request.param,))
-    found = choice.kernel_on(CUDA)
+    found = choice.kernel_on(CUDA, torch.bfloat16, 64)
     assert not isinstance(found, str), found  # what can be loaded passes its trial
     return found
 
@@ -79,7 +79,7 @@ def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> 
 
 def test_auto_is_flash_where_it_can_be_had() -> None:
     half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
-    kernel = choice.kernel_on(CUDA)
+    kernel = choice.kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
         pytest.skip(kernel)
     for attention in ("auto", "flash"):

@@ -29,16 +29,14 @@ def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
 def _kernel_for(
     device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, int], has_softcap: bool
 ) -> FlashKernel | str:
-    kernel = kernel_on(device)
-    if isinstance(kernel, str):
-        return kernel
-    if unknown := set(dtypes) - set(kernel.dtypes):
-        return f"{kernel.name} does not compute in {unknown.pop()}"
     if len(set(dtypes)) > 1:
         return f"queries, keys and values differ in dtype: {dtypes}"
     key_dim, value_dim = dims
     if key_dim != value_dim or key_dim > MAX_DIM or key_dim % DIM_STEP:
-        return f"{kernel.name} does not take heads of size {key_dim} with values of size {value_dim}"
+        return f"no kernel takes heads of size {key_dim} with values of size {value_dim}"
+    kernel = kernel_on(device, dtypes[0], key_dim)
+    if isinstance(kernel, str):
+        return kernel
     if has_softcap and not kernel.has_softcap:
         return f"{kernel.name} has no softcap"
     return kernel
@@ -67,7 +65,7 @@ class FlashAttention:
             return sdpa_attention(query, keys, values, row, scaling, window, softcap, sinks)
         packing: Packing = row.plan(pack, query.device, window, query.shape[0], keys.shape[1])
         query = query.transpose(0, 1)
-        out = torch.empty_like(query)
+        out = query.new_empty(query.shape)  # contiguous, as the layer reshapes it next
         if packing.chains is not None:
             own = _chains(kernel, query, keys, values, packing.chains, scaling, window, softcap, sinks)
             out[packing.chains.rows] = own.to(out.dtype)
@@ -142,11 +140,11 @@ def _block(
     (batch, num_queries), num_kv_heads = block.rows.shape, keys.shape[1]
     shape = batch, num_kv_heads, num_queries, query.shape[1] // num_kv_heads  # groups last
 
+    # The query heads that share a KV head are more queries of it here too.
     def folded(tensor: torch.Tensor) -> torch.Tensor:
         """[batch, num_kv_heads, num_queries, groups, *] -> [batch * num_kv_heads, num_queries * groups, *]"""
         return tensor.flatten(2, 3).flatten(0, 1)
 
-    own_query = query[block.rows].unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
     outs = query.new_empty(batch * num_kv_heads, num_queries * shape[-1], 0, query.shape[-1])
     lses = query.new_empty(outs.shape[:3], dtype=torch.float32)
     if parts is not None:
@@ -163,6 +161,7 @@ def _block(
     if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: there is nothing to merge
         merged = outs[:, :, 0]
     else:
+        own = folded(query[block.rows].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
         key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
-        merged = merged_attention(folded(own_query), key, value, block.bias, outs, lses, scaling, softcap)
+        merged = merged_attention(own, key, value, block.bias, outs, lses, scaling, softcap)
     return merged.unflatten(1, shape[2:]).unflatten(0, shape[:2]).transpose(1, 2).flatten(2, 3)

@@ -10,7 +10,7 @@ from hf_slospec.models.attention.kernels import FlashKernel, KernelUnavailable
 from hf_slospec.models.attention.packing import Entries
 
 
-def check_kernel(kernel: FlashKernel, device: torch.device) -> None:
+def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Raise KernelUnavailable unless it gives what attention written out gives, as our calls are laid out.
 
     Versions differ in what they return as the log-sum-exp and in how they align a causal mask.
@@ -18,7 +18,7 @@ def check_kernel(kernel: FlashKernel, device: torch.device) -> None:
     softcaps = (None, 5.0) if kernel.has_softcap else (None,)
     cases = [(False, None), (True, None), (True, 3)]
     try:
-        errors = [_error(kernel, device, *case, softcap) for case in cases for softcap in softcaps]
+        errors = [_error(kernel, device, dtype, head_dim, *case, softcap) for case in cases for softcap in softcaps]
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise KernelUnavailable(f"{kernel.name} failed on a trial with {error!r}") from error
     if not max(errors) <= TRIAL_TOLERANCE:  # NaN is no match either
@@ -32,17 +32,24 @@ TRIAL_CHAINS = [(range(0, 3), slice(2, 9)), (range(3, 8), slice(12, 17))]
 
 
 def _error(
-    kernel: FlashKernel, device: torch.device, is_causal: bool, window: int | None, softcap: float | None
+    kernel: FlashKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
 ) -> float:
     ranges = TRIAL_CHAINS if is_causal else TRIAL_RANGES
     num_heads = 4 if is_causal else 2  # query heads are folded where no mask depends on the query
     entries = Entries.of(ranges, device)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(length, heads, 64, generator=draw).to(device, kernel.dtypes[0])
+        torch.randn(length, heads, head_dim, generator=draw).to(device, dtype)
         for length, heads in ((len(entries.rows), num_heads), (24, 2), (24, 2))
     )
-    out, lse = kernel(query, key, value, entries, 0.125, is_causal, window, softcap)
+    scaling = head_dim**-0.5
+    out, lse = kernel(query, key, value, entries, scaling, is_causal, window, softcap)
     if lse.shape != (num_heads, len(query)) or lse.dtype != torch.float32:
         raise KernelUnavailable(f"{kernel.name} returns a log-sum-exp of shape {list(lse.shape)}, {lse.dtype}")
     worst = 0.0
@@ -54,7 +61,7 @@ def _error(
                 mask = mask.tril(mask.shape[1] - len(tokens))
                 mask = mask if window is None else mask.triu(mask.shape[1] - len(tokens) - window + 1)
             right, right_lse = attention_with_lse(
-                query[rows][None], key[slots][None], value[slots][None], mask[None], 0.125, softcap
+                query[rows][None], key[slots][None], value[slots][None], mask[None], scaling, softcap
             )
             found = torch.cat(((out[rows].float() - right[0]).flatten(), (lse[:, rows].T - right_lse[0]).flatten()))
             worst = max(worst, float(found.abs().nan_to_num(nan=torch.inf).max()))
