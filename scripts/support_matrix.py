@@ -261,6 +261,13 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "A class is exact for the settings tested here; a checkpoint may use others, and each is checked by trial "
         "when it is loaded.",
         "",
+        "**Attention.** The tests above use `sdpa`. `flash` (CUDA, bf16 or fp16; the default there) attends to "
+        "what is committed by flash-attention kernels, with sliding windows and sinks. It leaves to `sdpa`, layer by "
+        "layer and with a debug log: fp32, K and V of different sizes (latent attention as in DeepSeek), heads larger "
+        "than 256 or not a multiple of 8, and softcap (Gemma 2) unless the `flash-attn` package is installed. Its "
+        "packing and merging are tested on CPU with a stand-in for the kernels. **Nothing has run on a GPU yet**; "
+        "`python -m pytest -m gpu` is the test for one.",
+        "",
         "This page is generated: `python -m scripts.support_matrix --write docs/support.md` (`--only NAME ...` "
         "tests single classes again and keeps the rest, from `build/support.json`).",
         "",

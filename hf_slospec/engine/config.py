@@ -77,8 +77,11 @@ class SLOSpecConfig(BaseModel):
         description="smartspec: requests that come while more than this share of the last 100 steps drafted nothing "
         "are never drafted for, which saves the draft their prompts. 1: all are drafted for.",
     )
-    attention: Literal["auto", "sdpa", "4d_mask"] = Field(
-        "auto", description="Tree attention: sdpa, or the plain 4d_mask reference. auto is sdpa."
+    attention: Literal["auto", "sdpa", "4d_mask", "flash"] = Field(
+        "auto",
+        description="Tree attention. sdpa: torch's, one call per request. flash: flash-attention kernels (the "
+        "flash-attn package or else torch's own; CUDA, bf16 or fp16), sdpa for layers they cannot do. 4d_mask: the "
+        "plain reference. auto: flash where the model can use it, else sdpa.",
     )
     admission: AdmissionName = Field(
         "slo",

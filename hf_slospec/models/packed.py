@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.models.attention import BACKENDS, AttentionLayer, PackedForward, Span, active_forward
+from hf_slospec.models.attention import AttentionLayer, PackedForward, Span, active_forward, backend_for
 from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
 
@@ -29,6 +29,7 @@ class Fresh:
     positions: torch.Tensor  # [num_fresh] int64; fresh: staged by earlier forwards of this step, then these tokens
     mask: torch.Tensor  # [num_tokens, num_fresh] bool, True = may attend
     embeds: torch.Tensor | None = None  # [num_tokens, hidden], in place of those of input_ids
+    is_chain: bool = False  # nothing else is fresh, and each token sees those before it
 
 
 class PackedModel:
@@ -36,10 +37,10 @@ class PackedModel:
 
     def __init__(self, model: Any, attention: str = "auto"):
         self.model = model
-        self.backend = BACKENDS[attention]
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_by_declaration(model)
         self.layers = _probe(model)
+        self.backend = backend_for(attention, self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +85,7 @@ class PackedModel:
         for part in parts:
             assert part.sequence.length + len(part.positions) <= part.sequence.capacity
             end = begin + len(part.input_ids)
-            spans.append(Span(part.sequence, begin, end, part.mask, part.positions))
+            spans.append(Span(part.sequence, begin, end, part.mask, part.positions, part.is_chain))
             begin = end
         forward = PackedForward(pool, spans, self.backend, self.layers)
         position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]

@@ -132,14 +132,16 @@ class Sequences:
     def chain(self, request: Request, tokens: Sequence[int]) -> Fresh:
         """Tokens that follow the request's cached ones, each seeing those before it."""
         causal = np.tri(len(tokens), dtype=np.bool_)
-        return self._fresh(request, tokens, np.arange(len(tokens)), causal)
+        return self._fresh(request, tokens, np.arange(len(tokens)), causal, is_chain=True)
 
     def chain_and_tree(self, request: Request, chain: Sequence[int], tree: TokenTree) -> Fresh:
         """Committed tokens that follow the cached ones and end with the root, then the tree's other nodes."""
         mask, offsets = tree_after_chain(len(chain), tree)
         return self._fresh(request, [*chain, *tree.tokens[1:]], offsets, mask)
 
-    def _fresh(self, request: Request, tokens: Sequence[int], offsets: np.ndarray, mask: np.ndarray) -> Fresh:
+    def _fresh(
+        self, request: Request, tokens: Sequence[int], offsets: np.ndarray, mask: np.ndarray, is_chain: bool = False
+    ) -> Fresh:
         device, sequence = self.packed.device, self.of(request)
         embeds = self._embeds.get(request)
         if embeds is not None:  # [num_tokens, hidden] while the prompt is fed, nothing after that
@@ -151,6 +153,7 @@ class Sequences:
             self.packed.inside(torch.from_numpy(sequence.length + offsets).to(device)),
             torch.from_numpy(mask).to(device),
             embeds if embeds is not None and len(embeds) else None,
+            is_chain,
         )
 
     def give_embeds(self, request: Request, embeds: torch.Tensor) -> None:

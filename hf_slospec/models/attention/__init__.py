@@ -1,0 +1,22 @@
+"""Tree attention behind transformers' attention interface, by one of several backends."""
+
+from hf_slospec.models.attention.backends import Backend, backend_for
+from hf_slospec.models.attention.dense import masked_attention
+from hf_slospec.models.attention.flash import FlashAttention
+from hf_slospec.models.attention.forward import PackedForward
+from hf_slospec.models.attention.hook import active_forward
+from hf_slospec.models.attention.row import AttentionLayer, Row, Span
+from hf_slospec.models.attention.sdpa import sdpa_attention
+
+__all__ = [
+    "AttentionLayer",
+    "Backend",
+    "FlashAttention",
+    "PackedForward",
+    "Row",
+    "Span",
+    "active_forward",
+    "backend_for",
+    "masked_attention",
+    "sdpa_attention",
+]

@@ -1,0 +1,49 @@
+"""Attention written out: what the other backends are tested against, and what they fall back on."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_slospec.models.attention.row import Row
+
+
+def dense_attention(
+    query: torch.Tensor,  # [num_heads, num_queries, head_dim]
+    key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]
+    value: torch.Tensor,  # [num_kv_heads, num_keys, value_dim]
+    mask: torch.Tensor | None,  # [num_queries, num_keys] additive
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [num_heads]
+) -> torch.Tensor:
+    """Attention written out, softmax in fp32.  -> [num_heads, num_queries, value_dim]"""
+    groups = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    scores = query @ key.transpose(1, 2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:  # a learned logit per head that takes probability and gives no value
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return weights[..., : key.shape[1]] @ value
+
+
+def masked_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    row: Row,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The reference the other backends are tested against: the whole row against the whole pool under one mask."""
+    mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
+    for span, slots in zip(row.spans, row.visible, strict=True):
+        own = span.mask(window, query)
+        mask[span.begin : span.end, slots] = 0.0 if own is None else own
+    key, value = keys.transpose(0, 1), values.transpose(0, 1)
+    return dense_attention(query, key, value, mask, scaling, softcap, sinks).transpose(0, 1)

@@ -1,0 +1,167 @@
+"""Attention by flash-attention kernels: what all tokens of a sequence see by kernel, the rest of a tree dense."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hf_slospec.models.attention.choice import kernel_on
+from hf_slospec.models.attention.kernels import FlashKernel
+from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
+from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
+from hf_slospec.models.attention.row import AttentionLayer, Row
+from hf_slospec.models.attention.sdpa import sdpa_attention
+
+logger = logging.getLogger(__name__)
+
+MAX_DIM, DIM_STEP = 256, 8  # of a head, for FlashAttention-2 and what torch has of it
+
+
+def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
+    """The kernel that can attend for a layer, as far as its shape says, or why none can."""
+    key, value = layer.shape
+    # What a latent layer attends with has not the size of what it caches.
+    dims = (DIM_STEP, DIM_STEP) if layer.is_latent else (key.dim, value.dim)
+    return _kernel_for(key.device, (key.dtype, value.dtype), dims, has_softcap=False)
+
+
+def _kernel_for(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, int], has_softcap: bool
+) -> FlashKernel | str:
+    if len(set(dtypes)) > 1:
+        return f"queries, keys and values differ in dtype: {dtypes}"
+    key_dim, value_dim = dims
+    if key_dim != value_dim or key_dim > MAX_DIM or key_dim % DIM_STEP:
+        return f"no kernel takes heads of size {key_dim} with values of size {value_dim}"
+    kernel = kernel_on(device, dtypes[0], key_dim)
+    if isinstance(kernel, str):
+        return kernel
+    if has_softcap and not kernel.has_softcap:
+        return f"{kernel.name} has no softcap"
+    return kernel
+
+
+class FlashAttention:
+    """The ``flash`` backend; what the kernel cannot do is left to ``sdpa``, with a debug log."""
+
+    def __init__(self, kernel_names: str):
+        self.__name__ = f"flash_attention[{kernel_names}]"  # profiles are kept by it
+        self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        row: Row,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        kernel = self._kernel(query, keys, values, softcap)
+        if isinstance(kernel, str):
+            return sdpa_attention(query, keys, values, row, scaling, window, softcap, sinks)
+        packing: Packing = row.plan(pack, query.device, window, query.shape[0], keys.shape[1])
+        query = query.transpose(0, 1)
+        out = query.new_empty(query.shape)  # contiguous, as the layer reshapes it next
+        if packing.chains is not None:
+            own = _chains(kernel, query, keys, values, packing.chains, scaling, window, softcap, sinks)
+            out[packing.chains.rows] = own.to(out.dtype)
+        if packing.split is not None:
+            entries, parts = packing.split.entries, None
+            if entries is not None:
+                parts = _ranges(kernel, query[entries.rows], keys, values, entries, scaling, softcap)
+            for block in packing.split.blocks:
+                own = _block(query, keys, values, block, parts, scaling, softcap, sinks).flatten(0, 1)
+                out[block.real_rows] = (own if block.real is None else own[block.real]).to(out.dtype)
+        return out
+
+    def _kernel(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None
+    ) -> FlashKernel | str:
+        dtypes, dims = (query.dtype, keys.dtype, values.dtype), (query.shape[-1], values.shape[-1])
+        key = query.device, dtypes, dims, softcap is not None
+        if key not in self._kernels:
+            kernel = self._kernels[key] = _kernel_for(*key)
+            if isinstance(kernel, str):
+                logger.debug("sdpa instead of flash attention: %s", kernel)
+        return self._kernels[key]
+
+
+def _chains(
+    kernel: FlashKernel,
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    entries: Entries,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of the tokens of long chains.  -> [len(entries.rows), num_heads, head_dim]"""
+    out, lse = kernel(query[entries.rows], keys, values, entries, scaling, True, window, softcap)
+    return out if sinks is None else weigh_sinks(out, lse.T, sinks)
+
+
+def _ranges(
+    kernel: FlashKernel,
+    query: torch.Tensor,  # [num_queries, num_heads, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    entries: Entries,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The query heads that share a KV head become more queries of it, so its keys are read once.
+
+    Returns:
+        out [num_queries, groups, num_kv_heads, head_dim] and lse [num_kv_heads, num_queries, groups] f32.
+    """
+    grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2)  # [num_queries, groups, num_kv_heads, head_dim]
+    out, lse = kernel(grouped.flatten(0, 1), keys, values, entries, scaling, False, None, softcap)
+    groups = grouped.shape[1]
+    return out.unflatten(0, (-1, groups)), lse.unflatten(1, (-1, groups))
+
+
+def _block(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    parts: tuple[torch.Tensor, torch.Tensor] | None,  # what _ranges returned
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of a block's tokens.  -> [batch, num_queries, num_heads, head_dim]"""
+    (batch, num_queries), num_kv_heads = block.rows.shape, keys.shape[1]
+    shape = batch, num_kv_heads, num_queries, query.shape[1] // num_kv_heads  # groups last
+
+    # The query heads that share a KV head are more queries of it here too.
+    def folded(tensor: torch.Tensor) -> torch.Tensor:
+        """[batch, num_kv_heads, num_queries, groups, *] -> [batch * num_kv_heads, num_queries * groups, *]"""
+        return tensor.flatten(2, 3).flatten(0, 1)
+
+    outs = query.new_empty(batch * num_kv_heads, num_queries * shape[-1], 0, query.shape[-1])
+    lses = query.new_empty(outs.shape[:3], dtype=torch.float32)
+    if parts is not None:
+        out, lse = parts[0][block.pieces], parts[1][:, block.pieces]
+        if block.is_empty is not None:  # of no keys, kernels say +inf, -inf or 0, and may write anything
+            out = out.masked_fill(block.is_empty[..., None, None, None], 0.0)
+            lse = lse.masked_fill(block.is_empty[None, ..., None], -torch.inf)
+        outs = folded(out.permute(1, 4, 2, 3, 0, 5))
+        lses = folded(lse.permute(2, 0, 3, 4, 1))
+    if sinks is not None:
+        sink = sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
+        lses = torch.cat((lses, folded(sink)), -1)
+        outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
+    if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: there is nothing to merge
+        merged = outs[:, :, 0]
+    else:
+        own = folded(query[block.rows].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
+        key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
+        merged = merged_attention(own, key, value, block.bias, outs, lses, scaling, softcap)
+    return merged.unflatten(1, shape[2:]).unflatten(0, shape[:2]).transpose(1, 2).flatten(2, 3)

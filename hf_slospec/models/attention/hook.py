@@ -1,0 +1,107 @@
+"""Where transformers' attention interface reaches ours.
+
+While a :class:`PackedForward` is active in the current thread, the model's attention layers attend to the packed row's
+sequences; at all other times, in all other threads, they behave as the implementation the model was loaded with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
+
+
+@contextlib.contextmanager
+def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
+    """Within, the model's attention layers call ``forward.attend`` (in this thread only)."""
+    configs = _configs_of(model)
+    _point_to_packed(configs)
+    token = _active.set(forward)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+        _point_back(configs)
+
+
+# Threads, and models that share a config, may run packed forwards at the same time: the last one out points back.
+_lock = threading.Lock()
+_users: dict[int, tuple[str | None, int]] = {}  # id(config) -> its own implementation, number of active forwards
+_configs: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _configs_of(model: torch.nn.Module) -> list[Any]:
+    """The distinct configs that the model's modules read their attention implementation from."""
+    if model not in _configs:
+        found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        _configs[model] = [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
+    return _configs[model]
+
+
+def _point_to_packed(configs: list[Any]) -> None:
+    with _lock:
+        users = [_users.get(id(config), (config._attn_implementation_internal, 0)) for config in configs]
+        names = [_registered_name(original) for original, _ in users]  # may raise; nothing has been changed yet
+        for config, (original, count), name in zip(configs, users, names, strict=True):
+            _users[id(config)] = original, count + 1
+            config._attn_implementation_internal = name
+
+
+def _point_back(configs: list[Any]) -> None:
+    with _lock:
+        for config in configs:
+            original, count = _users.pop(id(config))
+            if count > 1:
+                _users[id(config)] = original, count - 1
+            else:
+                config._attn_implementation_internal = original
+
+
+def _registered_name(original: str | None) -> str:
+    """The registered implementation that packs when a forward is active and is ``original`` otherwise."""
+    original = original or "eager"
+    name = f"hf_slospec:{original}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        if original in ALL_MASK_ATTENTION_FUNCTIONS:
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+        ALL_ATTENTION_FUNCTIONS.register(name, _packed_or(original))
+    return name
+
+
+def _packed_or(original: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+        key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+        value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        forward = _active.get()
+        if forward is None:
+            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            plain = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+            return plain(module, query, key, value, attention_mask, **kwargs)
+        out = forward.attend(
+            query,
+            key,
+            value,
+            kwargs.get("scaling"),
+            mask=attention_mask if kwargs.get("position_bias") is None else kwargs["position_bias"],
+            window=kwargs.get("sliding_window"),
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+        )
+        return out, None
+
+    return attention

@@ -1,0 +1,100 @@
+"""A flash-attention kernel is tried out before it is trusted."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hf_slospec.models.attention.kernels import FlashKernel, KernelUnavailable
+from hf_slospec.models.attention.packing import Entries
+
+
+def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Raise KernelUnavailable unless it gives what attention written out gives, as our calls are laid out.
+
+    Versions differ in what they return as the log-sum-exp and in how they align a causal mask.
+    """
+    softcaps = (None, 5.0) if kernel.has_softcap else (None,)
+    cases = [(False, None), (True, None), (True, 3)]
+    try:
+        errors = [_error(kernel, device, dtype, head_dim, *case, softcap) for case in cases for softcap in softcaps]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise KernelUnavailable(f"{kernel.name} failed on a trial with {error!r}") from error
+    if not max(errors) <= TRIAL_TOLERANCE:  # NaN is no match either
+        raise KernelUnavailable(f"{kernel.name} was off by {max(errors):.2g} on a trial")
+
+
+TRIAL_TOLERANCE = 0.05  # values and log-sum-exps are of order one, and the kernels round to 8 bits
+# Tokens and the slots they see; between and before them lie slots that belong to nobody.
+TRIAL_RANGES = [(range(0, 3), slice(2, 9)), (range(3, 5), slice(9, 9)), (range(5, 6), slice(12, 20))]
+TRIAL_CHAINS = [(range(0, 3), slice(2, 9)), (range(3, 8), slice(12, 17))]
+
+
+def _error(
+    kernel: FlashKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> float:
+    ranges = TRIAL_CHAINS if is_causal else TRIAL_RANGES
+    num_heads = 4 if is_causal else 2  # query heads are folded where no mask depends on the query
+    entries = Entries.of(ranges, device)
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(length, heads, head_dim, generator=draw).to(device, dtype)
+        for length, heads in ((len(entries.rows), num_heads), (24, 2), (24, 2))
+    )
+    scaling = head_dim**-0.5
+    out, lse = kernel(query, key, value, entries, scaling, is_causal, window, softcap)
+    if lse.shape != (num_heads, len(query)) or lse.dtype != torch.float32:
+        raise KernelUnavailable(f"{kernel.name} returns a log-sum-exp of shape {list(lse.shape)}, {lse.dtype}")
+    worst = 0.0
+    for tokens, slots in ranges:
+        if slots.start < slots.stop:
+            rows = slice(tokens.start, tokens.stop)
+            mask = torch.ones(len(tokens), slots.stop - slots.start, dtype=torch.bool, device=device)
+            if is_causal:
+                mask = mask.tril(mask.shape[1] - len(tokens))
+                mask = mask if window is None else mask.triu(mask.shape[1] - len(tokens) - window + 1)
+            right, right_lse = attention_with_lse(
+                query[rows][None], key[slots][None], value[slots][None], mask[None], scaling, softcap
+            )
+            found = torch.cat(((out[rows].float() - right[0]).flatten(), (lse[:, rows].T - right_lse[0]).flatten()))
+            worst = max(worst, float(found.abs().nan_to_num(nan=torch.inf).max()))
+    return worst
+
+
+def attention_with_lse(
+    query: torch.Tensor,  # [batch, num_queries, num_heads, head_dim]
+    key: torch.Tensor,  # [batch, num_keys, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [batch, num_keys, num_kv_heads, value_dim]
+    mask: torch.Tensor,  # [batch, num_queries, num_keys] bool, True = may attend
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out, in fp32.
+
+    Returns:
+        out [batch, num_queries, num_heads, value_dim] f32 and its log-sum-exp [batch, num_queries, num_heads] f32. Of a
+        query that may attend to nothing they are 0 and -inf.
+    """
+    num_queries, num_heads = query.shape[1:3]
+    num_kv_heads = key.shape[2]
+    # The query heads that share a KV head become more queries of it.
+    grouped = query.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (
+        grouped @ key.float().permute(0, 2, 3, 1) * scaling
+    )  # [batch, num_kv_heads, groups * num_queries, num_keys]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    groups = num_heads // num_kv_heads
+    scores = scores.masked_fill(~mask.repeat(1, groups, 1)[:, None], -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()  # 0, not NaN, where all is masked
+    out = weights @ value.float().transpose(1, 2)
+    out = out.unflatten(2, (groups, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out, lse.unflatten(2, (groups, num_queries)).permute(0, 3, 1, 2).flatten(2, 3)

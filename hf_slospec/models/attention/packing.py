@@ -1,0 +1,198 @@
+"""How a packed row is cut into calls of a flash-attention kernel and small dense blocks.
+
+A variable-length kernel takes packed queries, packed keys and the cumulative lengths of both. Here the packed keys are
+a layer's whole pool: what lies between the ranges wanted is given to entries without queries, which cost nothing. So no
+key is copied and no block table is needed; entries only have to come in the order of their slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.models.attention.row import Row, Span
+
+MAX_DENSE = 64  # longer chains are causal entries: the work of a dense block grows with the square of its tokens
+# A kernel gives an entry and head to one block of threads: long ranges are cut until there are enough (not measured).
+PIECE_KEYS, ENOUGH_BLOCKS = 512, 256
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """One call of a kernel: ranges of keys, each seen by some queries."""
+
+    rows: torch.Tensor  # [num_queries] int64: tokens of the row, entry after entry
+    cu_queries: torch.Tensor  # [num_entries + 1] int32
+    cu_keys: torch.Tensor  # [num_entries + 1] int32, from the first range's first slot
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[range, slice]], device: torch.device, repeats: int = 1) -> Entries:
+        """``ranges``: tokens of the row and the slots they see, by ascending slots; ``repeats``: queries of a token."""
+        num_queries, edges = [], [ranges[0][1].start]
+        for tokens, slots in ranges:
+            if slots.start > edges[-1]:
+                num_queries.append(0)
+                edges.append(slots.start)
+            num_queries.append(len(tokens) * repeats)
+            edges.append(slots.stop)
+        assert all(a <= b for a, b in itertools.pairwise(edges)), "ranges of slots overlap"
+        ends = list(itertools.accumulate(num_queries, initial=0))
+        rows = [row for tokens, _ in ranges for row in tokens]
+        return cls(
+            torch.tensor(rows, device=device),
+            torch.tensor(ends, dtype=torch.int32, device=device),
+            torch.tensor(edges, dtype=torch.int32, device=device),
+            max(num_queries),
+            max(slots.stop - slots.start for _, slots in ranges),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Tokens of several sequences, padded to a rectangle, and the keys that only some of each sequence's tokens see.
+
+    Padding repeats tokens and keys of the same sequence, so that no other sequence's values are ever multiplied.
+    """
+
+    rows: torch.Tensor  # [batch, num_queries] int64, tokens of the row
+    slots: torch.Tensor  # [batch, num_keys] int64; none for single tokens, which see all of one range
+    bias: torch.Tensor  # [batch * num_kv_heads, num_queries * groups, num_keys] f32: 0, or -inf where not to attend
+    pieces: torch.Tensor  # [num_pieces, batch, num_queries] int64: where the tokens stand in the entries
+    is_empty: torch.Tensor | None  # [num_pieces, batch, num_queries] bool: pieces without keys; None if there are none
+    real: torch.Tensor | None  # [num_real] int64: which of batch * num_queries are no padding; None if all are
+    real_rows: torch.Tensor  # [num_real] int64, tokens of the row
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Tokens whose keys are split: ranges that all tokens of a sequence see, and what blocks hold."""
+
+    entries: Entries | None  # of the ranges, query heads folded; None if they are all empty
+    blocks: list[Block]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    chains: Entries | None
+    split: Split | None
+
+
+def pack(row: Row, device: torch.device, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
+    """Cut up a row, for layers on this device with this window and these numbers of heads."""
+    in_order = sorted(zip(row.spans, row.visible, strict=True), key=lambda pair: pair[1].start)
+    chains = [(span, slots) for span, slots in in_order if span.is_chain and span.num_tokens > MAX_DENSE]
+    others = [(span, slots) for span, slots in in_order if not (span.is_chain and span.num_tokens > MAX_DENSE)]
+    return Packing(
+        Entries.of([(range(span.begin, span.end), slots) for span, slots in chains], device) if chains else None,
+        _split(others, device, window, num_heads // num_kv_heads, num_kv_heads) if others else None,
+    )
+
+
+def _split(
+    spans: list[tuple[Span, slice]], device: torch.device, window: int | None, groups: int, num_kv_heads: int
+) -> Split:
+    common = [_common(span, slots, window) for span, slots in spans]
+    longest = max(slots.stop - slots.start for slots in common)
+    num_pieces = min(-(-longest // PIECE_KEYS), max(1, ENOUGH_BLOCKS // (len(spans) * num_kv_heads)))
+    ranges: list[tuple[range, slice]] = []
+    by_size: dict[int, list[_Part]] = {}
+    num_queries = 0
+    for (span, slots), seen in zip(spans, common, strict=True):
+        pieces = _cut(seen, num_pieces)
+        ranges += [(range(span.begin, span.end), piece) for piece in pieces]
+        part = _Part.of(span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces])
+        # One block per power of four of keys: a large tree does not pad all small ones to its size.
+        by_size.setdefault(((len(part.slots) - 1).bit_length() // 2) if len(part.slots) else -1, []).append(part)
+        num_queries += num_pieces * span.num_tokens
+    return Split(
+        Entries.of(ranges, device, groups) if num_pieces else None,
+        [_block(parts, device, groups, num_kv_heads) for parts in by_size.values()],
+    )
+
+
+def _common(span: Span, slots: slice, window: int | None) -> slice:
+    """The slots that every token of the span sees for certain, one range."""
+    if span.num_fresh == 1:  # a single token sees itself as well
+        return slice(slots.start if window is None else max(slots.start, slots.stop - window), slots.stop)
+    length = span.sequence.length
+    # Positions are on the device. None is further from the root than there are fresh tokens.
+    dropped = 0 if window is None else min(max(length + span.num_fresh - window, 0), length)
+    return slice(slots.start + dropped, slots.start + length)
+
+
+def _cut(slots: slice, num_pieces: int) -> list[slice]:
+    num_keys = slots.stop - slots.start
+    edges = [slots.start + num_keys * piece // max(num_pieces, 1) for piece in range(num_pieces + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A sequence's tokens in a block."""
+
+    span: Span
+    slots: np.ndarray  # [num_keys] int64: what only some of its tokens see
+    mask: torch.Tensor  # [num_tokens, num_keys] bool
+    first_query: int  # of its entries: piece after piece, token after token
+    is_empty: list[bool]  # by piece
+
+    @classmethod
+    def of(
+        cls, span: Span, slots: slice, common: slice, window: int | None, first_query: int, is_empty: list[bool]
+    ) -> _Part:
+        fresh = np.arange(common.stop, slots.stop)
+        if window is None or not len(fresh):
+            return cls(span, fresh, span.fresh_mask[:, : len(fresh)], first_query, is_empty)
+        first_common = common.start - slots.start
+        first = min(max(span.sequence.length - window + 1, 0), first_common)  # no token sees what is before it
+        edge = torch.arange(first, first_common, device=span.fresh_mask.device)
+        key_positions = torch.cat((edge, span.fresh_positions))
+        is_near = span.fresh_positions[-span.num_tokens :, None] - key_positions[None, :] < window
+        is_seen = F.pad(span.fresh_mask, (len(edge), 0), value=True)
+        own = np.concatenate((np.arange(slots.start + first, common.start), fresh))
+        return cls(span, own, is_near & is_seen, first_query, is_empty)
+
+
+def _block(parts: list[_Part], device: torch.device, groups: int, num_kv_heads: int) -> Block:
+    num_queries = max(part.span.num_tokens for part in parts)
+    num_keys = max(len(part.slots) for part in parts)
+    num_tokens = np.array([part.span.num_tokens for part in parts])
+    own = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [batch, num_queries]
+    rows = own + np.array([part.span.begin for part in parts])[:, None]
+    slots = [part.slots[np.minimum(np.arange(num_keys), len(part.slots) - 1)] for part in parts]
+    num_pieces = len(parts[0].is_empty)
+    first_query = np.array([part.first_query for part in parts])[:, None]
+    pieces = [own + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)]
+    is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(len(parts), num_pieces)
+    is_real = np.arange(num_queries) < num_tokens[:, None]
+    mask = torch.stack([_padded(part.mask, num_queries, num_keys) for part in parts]).to(device)
+    bias = torch.zeros(mask.shape, device=device).masked_fill_(~mask, -torch.inf)
+    heads = bias[:, None, :, None].expand(-1, num_kv_heads, -1, groups, -1)
+
+    def moved(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return Block(
+        moved(rows),
+        moved(np.stack(slots)),
+        heads.flatten(2, 3).flatten(0, 1),
+        moved(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
+        moved(np.broadcast_to(is_empty.T[..., None], (num_pieces, *own.shape))) if is_empty.any() else None,
+        None if is_real.all() else moved(np.flatnonzero(is_real)),
+        moved(rows[is_real]),
+    )
+
+
+def _padded(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    """Queries are padded with the last one, which attends to something, keys with ones that nobody sees."""
+    num_own, keys = mask.shape
+    if num_own < num_queries:
+        mask = torch.cat((mask, mask[-1:].expand(num_queries - num_own, -1)))
+    return F.pad(mask, (0, num_keys - keys)) if keys < num_keys else mask

@@ -1,0 +1,159 @@
+"""What only a CUDA device can show; `python -m pytest -m gpu` runs these alone."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedOptionError,
+    divergence_report,
+    load_tiny_pair,
+    tiny_prompts,
+)
+from hf_slospec.models.attention import FlashAttention, choice, packing, sdpa_attention
+from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
+from hf_slospec.models.packed import PackedModel
+from tests.attention_rows import TREES, case
+from tests.layer_parity import compare_layers
+from tests.test_backends import ROWS
+from tests.test_families import SUPPORT
+from tests.tiny_configs import tiny_config
+from tests.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # the stacks of CUDA machines warn of much that is not ours
+]
+CUDA = torch.device("cuda:0")
+# Of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs are
+# rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+EXACT = re.findall(r"^\| (\w+) \| [^|]+ \| exact \|", SUPPORT.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.fixture(params=[FlashAttnPackage, TorchVarlen])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
+    """Each kernel that can be loaded here, being the only one that there is."""
+    try:
+        request.param(CUDA)
+    except KernelUnavailable as reason:
+        pytest.skip(f"{request.param.name}: {reason}")
+    monkeypatch.setattr(choice, "KERNELS", (request.param,))
+    found = choice.kernel_on(CUDA, torch.bfloat16, 64)
+    assert not isinstance(found, str), found  # what can be loaded passes its trial
+    return found
+
+
+def on_cuda(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    return copy.deepcopy(model).to(CUDA, dtype)
+
+
+def moved(inputs: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(CUDA) for name, tensor in inputs.items()}
+
+
+def of_class(name: str) -> Callable[[], Any]:
+    model_class = getattr(transformers, name)
+    return lambda: model_class(tiny_config(model_class.config_class))
+
+
+@pytest.mark.parametrize("sampling", [{}, dict(do_sample=True, temperature=0.8, top_k=30)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> None:
+    model, draft = on_cuda(tiny_model(family)), on_cuda(tiny_model(family, noise=0.03))
+    generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(check_invariants=True))
+    assert generator.generate(**moved(ragged_prompts(1)), max_new_tokens=2).is_cuda
+    options = dict(do_sample=False) | sampling
+    assert_same_as_stock(model, generator.generate, moved(ragged_prompts(3)), max_new_tokens=30, **options)
+
+
+def test_auto_is_flash_where_it_can_be_had() -> None:
+    half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
+    kernel = choice.kernel_on(CUDA, torch.bfloat16, 8)
+    if isinstance(kernel, str):
+        pytest.skip(kernel)
+    for attention in ("auto", "flash"):
+        assert PackedModel(half, attention).backend.__name__ == f"flash_attention[{kernel.name}]"
+    assert PackedModel(half, "sdpa").backend is PackedModel(full).backend is sdpa_attention
+    with pytest.raises(UnsupportedOptionError, match=r"does not compute in torch.float32"):
+        PackedModel(full, "flash")
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("window", [None, 1, 9, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_kind_of_row(kernel: FlashKernel, dtype: torch.dtype, window: int | None, name: str) -> None:
+    for softcap in (None, 2.0) if kernel.has_softcap else (None,):
+        for has_sinks in (False, True):
+            check_row(ROWS[name], (8, 2, 64), dtype, window, softcap, has_sinks)
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (8, 1, 256), (12, 4, 96), (4, 2, 8)])
+@pytest.mark.parametrize("window", [None, 1000])
+def test_long_prefixes(kernel: FlashKernel, heads: tuple[int, int, int], window: int | None) -> None:
+    """Cut into pieces, and two prompts of several hundred tokens beside them."""
+    root, branching, chain = TREES
+    spans = [(4099, 2, branching), (0, 1, chain), (1500, 1, root), (2000, 512, root), (0, 300, root)]
+    check_row(spans, heads, torch.bfloat16, window, None, False)
+
+
+def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "PIECE_KEYS", 4)
+    check_row([(0, 1, TREES[1]), (2, 1, TREES[2]), (21, 3, TREES[1])], (8, 2, 64), torch.bfloat16, None, None, True)
+
+
+def check_row(
+    spans: Any, heads: tuple[int, int, int], dtype: torch.dtype, window: Any, softcap: Any, has_sinks: bool
+) -> None:
+    num_heads, num_kv_heads, dim = heads
+    made = case(spans, num_kv_heads, dim, dim, dtype, "cuda:0")
+    query = torch.randn(num_heads, len(made.tokens), dim, device=CUDA, dtype=dtype)
+    sinks = torch.randn(num_heads, device=CUDA) if has_sinks else None
+    arguments = dim**-0.5, window, softcap, sinks
+    out = FlashAttention("")(query, made.keys, made.values, made.row, *arguments)
+    assert out.dtype == dtype
+    atol = TOLERANCE[dtype] * float(made.values.abs().max())
+    torch.testing.assert_close(out.float(), made.expected(query, *arguments), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_attention_call_of_every_class(kernel: FlashKernel, name: str) -> None:
+    """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all the same."""
+    model = sharpened(of_class(name), 0).to(CUDA, torch.bfloat16)
+    try:
+        PackedModel(model, "flash")
+    except UnsupportedOptionError as error:
+        pytest.skip(str(error))
+    assert compare_layers(model, TOLERANCE[torch.bfloat16]) >= 2
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 4), (4, 4, 3), (16, 2, 5)], ids=str)
+def test_bf16_parts_from_stock_at_near_ties_only(kernel: FlashKernel, sizes: tuple[int, int, int]) -> None:
+    batch, width, depth = sizes
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = tokenizer(tiny_prompts()[:batch], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=depth, max_width=width, check_invariants=True)
+    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
+    report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
+    assert report.all_near_ties, report
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "4d_mask"])
+def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
+    """Not a timing: rows of a batch commit more than one token a step, whichever backend runs."""
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = tokenizer(tiny_prompts()[:8], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention=attention, policy="fixed", max_depth=4, max_width=3)
+    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
+    output = generator.generate(**moved(inputs), do_sample=False, max_new_tokens=48, return_dict_in_generate=True)
+    assert sum(row.steps for row in output.slo) < 0.6 * 8 * 47
