@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "hf": {"checks", "context", "engine", "errors", "lockstep", "models", "row_processors", "rows", "speculator"}
     | {"targets"},
     "telemetry": {"engine"},
-    "serving": {"checks", "engine", "errors", "hf", "models", "speculator", "targets", "telemetry"},
+    "serving": {"checks", "engine", "errors", "hf", "models", "policies", "speculator", "targets", "telemetry"},
     "generator": {"engine", "hf", "serving", "targets", "telemetry"},
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
