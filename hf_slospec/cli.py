@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_slospec import __version__, profiling
 from hf_slospec import bench as benchmark
 from hf_slospec import simulate as simulation
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.commands.demo import demo
+from hf_slospec.commands.generate import generate
+from hf_slospec.commands.options import (
+    Assistant,
+    ConfigJSON,
+    Device,
+    DType,
+    ResultPath,
+    Size,
+    TargetModel,
+    pair_of,
+    settings_of,
+    write_results,
+)
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.inflate import SHAPES, inflate
 from hf_slospec.sim.hardware import HARDWARE, hardware_of
 from hf_slospec.sim.outcomes import METRICS, write_requests
 from hf_slospec.sim.systems import SYSTEMS, config_of
 from hf_slospec.sim.texts import Recording, TextModel
 from hf_slospec.sim.workload import ARRIVALS, MIXES, jobs_of, mix_of, read_trace
 from hf_slospec.sim.workload import arrivals as arrival_times
-from hf_slospec.tiny import load_tiny_pair, tiny_prompts
+from hf_slospec.tiny import tiny_prompts
 from hf_slospec.trace import write_chrome_trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a speed target per request.")
-
-
-# Options that several commands have.
-TargetModel = Annotated[
-    str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
-]
-Assistant = Annotated[str | None, typer.Option(help="Its draft; required with --target.")]
-Size = Annotated[str, typer.Option(help=f"Inflate the embedded target to: tiny, {', '.join(SHAPES)}.")]
-DType = Annotated[str, typer.Option(help="bfloat16 for speed on CPU, float32 for identity; or float16.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
-ResultPath = Annotated[Path | None, typer.Option("--json", help="Write results with provenance to this file.")]
 
 
 def _version(is_wanted: bool) -> None:
@@ -59,6 +56,10 @@ def main(
     """Tree speculation with a speed target per request."""
 
 
+app.command()(generate)
+app.command()(demo)
+
+
 @app.command()
 def bench(
     target: TargetModel = None,
@@ -73,7 +74,7 @@ def bench(
     tune: Annotated[
         bool, typer.Option(help="Also try assisted generation with 1..8 constant assistant tokens.")
     ] = True,
-    config: Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")] = "{}",
+    config: ConfigJSON = "{}",
     trace: Annotated[
         Path | None, typer.Option(help="Write the steps of our last run as a Chrome trace to this file.")
     ] = None,
@@ -86,8 +87,8 @@ def bench(
 
     All contestants are interleaved in one process; speed-ups are medians of ratios within a repeat.
     """
-    settings = _settings(config)
-    models = _models(target, assistant, size, dtype, device)
+    settings = settings_of(config)
+    models = pair_of(target, assistant, size, dtype, device)
     facts = benchmark.provenance(
         target=target or f"embedded, {size}", assistant=assistant or "embedded", dtype=dtype, device=device,
         parameters=[model.num_parameters() for model in models[:2]], prompt_tokens=prompt_tokens,
@@ -105,7 +106,7 @@ def bench(
         record.parent.mkdir(parents=True, exist_ok=True)
         Recording(provenance=facts, texts=runner.record(samples)).write(record)
     if json_path is not None:
-        _write(json_path, facts, rows)
+        write_results(json_path, facts, rows)
 
 
 @app.command()
@@ -121,7 +122,7 @@ def profile(
     keep: Annotated[bool, typer.Option(help="Use the result from now on, in place of a shorter measurement.")] = True,
 ) -> None:
     """Measure what forwards of both models cost on this machine, and how well the fit predicts other sizes."""
-    models = dict(zip(("target", "draft"), _models(target, assistant, size, dtype, device)[:2], strict=True))
+    models = dict(zip(("target", "draft"), pair_of(target, assistant, size, dtype, device)[:2], strict=True))
     records = {name: profiling.profile(name, model, seconds, keep) for name, model in models.items()}
     console = Console()
     for name, record in records.items():
@@ -132,7 +133,7 @@ def profile(
     if json_path is not None:
         facts = benchmark.provenance(target=target or f"embedded, {size}", assistant=assistant or "embedded",
                                      dtype=dtype, device=device, seconds=seconds)  # fmt: skip
-        _write(json_path, facts, records)
+        write_results(json_path, facts, records)
 
 
 @app.command()
@@ -199,36 +200,7 @@ def simulate(
             texts=str(recording) if recording else {"acceptance": acceptance, "spread": spread},
             replicas=replicas, seed=seed,
         )  # fmt: skip
-        _write(json_path, facts, simulation.records(runs, loads, metric))
-
-
-def _write(path: Path, facts: dict[str, Any], results: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"provenance": facts, "results": results}, indent=2) + "\n")
-
-
-def _settings(config: str) -> SLOSpecConfig:
-    try:
-        return SLOSpecConfig.model_validate_json(config)
-    except ValidationError as error:
-        raise typer.BadParameter(f"--config: {error}") from error
-
-
-def _models(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> tuple[Any, Any, Any]:
-    if (target is None) != (assistant is None):
-        raise typer.BadParameter("--target and --assistant go together")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise typer.BadParameter("--dtype must be bfloat16, float16 or float32")
-    if target is not None and assistant is not None:
-        load = AutoModelForCausalLM.from_pretrained
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        return load(target, dtype=dtype).to(device), load(assistant, dtype=dtype).to(device), tokenizer
-    if size != "tiny" and size not in SHAPES:
-        raise typer.BadParameter(f"--size must be tiny or one of {', '.join(SHAPES)}")
-    model, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
-    model, draft = model.to(device), draft.to(device)
-    return model if size == "tiny" else inflate(model, SHAPES[size]), draft, tokenizer
+        write_results(json_path, facts, simulation.records(runs, loads, metric))
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

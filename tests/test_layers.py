@@ -37,7 +37,10 @@ MAY_IMPORT = {
     "simulate": {"errors", "sim"},
     "recording": {"sim"},
     "bench": {"engine", "generator", "recording", "sim"},
-    "cli": {"bench", "engine", "errors", "inflate", "profiling", "sim", "simulate", "tiny", "trace"},
+    "pairs": {"errors", "inflate", "tiny"},
+    "demo": {"engine", "errors", "generator", "pairs", "speculator"},
+    "commands": {"demo", "engine", "errors", "generator", "inflate", "pairs"},
+    "cli": {"bench", "commands", "errors", "profiling", "sim", "simulate", "tiny", "trace"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies", "sim"}
 KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "targets", "lockstep", "hf"}

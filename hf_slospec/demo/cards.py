@@ -51,11 +51,10 @@ def verdict(view: View) -> tuple[str, str]:
 
 def card(view: View, scale: float, share: float, hides_text: bool = False) -> str:
     look, words = verdict(view)
-    state = STATES[view.state]
     parts = [
-        f'<header><h3>{escape(view.name)}</h3><span class="state {view.state}">{state}</span></header>',
+        f'<header><h3>{escape(view.name)}</h3><span class="verdict {look}">{words}</span></header>',
         f'<p class="wants">{escape(view.wants)}</p>' if view.wants else "",
-        _speed(view, look, words),
+        _speed(view),
         _bar(view, scale, look),
         _sparkline(view),
         "" if hides_text else _text(view.pieces, view.state == "writing"),
@@ -65,13 +64,13 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
     return f'<article class="card {look}" aria-label="{escape(view.name)}">{"".join(parts)}</article>'
 
 
-def _speed(view: View, look: str, words: str) -> str:
+def _speed(view: View) -> str:
     speed = speed_of(view)
     number = "-" if speed is None else f"{speed:.1f}"
     per_token = "" if speed is None else f" = {1e3 / speed:.0f} ms per token"
     return (
         f'<p class="speed"><b>{number}</b> tokens/s<span class="dim">{per_token}</span>'
-        f'<span class="verdict {look}">{words}</span></p>'
+        f'<span class="state {view.state}">{STATES[view.state]}</span></p>'
     )
 
 

@@ -17,10 +17,11 @@ from hf_slospec.errors import SLOSpecError
 LOOK_S = 0.5  # between two looks at the crowd
 INTRO = """<h1>One model, many users, each at a promised speed</h1>
 <div class="intro"><p>Everybody below is served by <b>the same model at the same time</b>. Each asks for a speed: at
-most so many milliseconds per token (<b>TPOT</b>, time per output token). A small draft model guesses how texts go on, the large
-one checks the guesses of all users in one step, and the <b>policy</b> decides whose guesses are worth checking: those
-who are behind their target first. The text stays what the large model would have written anyway. Switch the policy and
-watch targets break and hold.</p></div>"""
+most so many milliseconds per token (<b>TPOT</b>, time per output token). A small draft model guesses how texts go on,
+the large one checks the guesses of all users in one step, and the <b>policy</b> decides whose guesses are worth
+checking: those who are behind their target first. The text stays what the large model would have written anyway.
+Switch the policy and watch targets break and hold, or <a href="#own-wish">write something yourself</a>, among
+them.</p></div>"""
 EMBEDDED = """<p class="dim">The models here are tiny and were trained on Python source, so all users get Python-looking
 nonsense. Speeds, drafts and targets are real.</p>"""
 LEGEND = """<p class="legend">In the texts: <span class="d">underlined</span> tokens were guessed by the draft and
@@ -47,19 +48,18 @@ class Controls:
     @classmethod
     def of(cls, wish: Wish, most_ms: float, is_folded: bool) -> Controls:
         target_ms = gr.Slider(
-            1,
-            most_ms,
-            wish.target_ms or most_ms,
+            *(1, most_ms, wish.target_ms or most_ms),
             step=1,
-            label="Target: milliseconds per token, at most",
+            label="Target (ms per token)",
             min_width=200,
+            visible=wish.target_ms is not None,
         )
         with gr.Accordion("Prompt and sampling", open=not is_folded):
             return cls(
                 gr.Textbox(wish.prompt, lines=4, max_lines=8, max_length=MAX_PROMPT_CHARS, label="Prompt"),
                 target_ms,
                 gr.Checkbox(wish.target_ms is not None, label="Promise this user a speed"),
-                gr.Slider(0, 1.5, wish.temperature, step=0.1, label="Temperature (0: always the likeliest)"),
+                gr.Slider(0, 1.5, wish.temperature, step=0.1, label="Temperature (0: likeliest)"),
                 gr.Slider(0.1, 1, wish.top_p, step=0.05, label="Top-p"),
                 gr.Slider(16, MAX_NEW_TOKENS, wish.max_new_tokens, step=16, label="Tokens to write"),
             )
@@ -83,7 +83,7 @@ def wish_of(
 
 def shown(wish: Wish) -> list[Any]:
     """What the controls should say."""
-    target = gr.skip() if wish.target_ms is None else wish.target_ms
+    target = gr.Slider(visible=False) if wish.target_ms is None else gr.Slider(value=wish.target_ms, visible=True)
     return [wish.prompt, target, wish.target_ms is not None, wish.temperature, wish.top_p, wish.max_new_tokens]
 
 
@@ -114,7 +114,7 @@ class Page:
             gr.HTML(LEGEND, apply_default_css=False)
             with gr.Row(elem_classes="users"):
                 places = [self._place(number) for number in range(MAX_SIMULATED)]
-            with gr.Row(equal_height=True):
+            with gr.Row(elem_classes="adding"):
                 who = gr.Dropdown(list(self.people), label="Another simulated user", elem_id="who", min_width=180)
                 add = gr.Button("Add user", elem_id="add", min_width=120)
             own = self._own()
