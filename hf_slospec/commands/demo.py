@@ -45,7 +45,7 @@ def demo(
     except ModuleNotFoundError as error:
         if error.name != "gradio":
             raise
-        console.print(MISSING, style="red")
+        console.print(MISSING, style="red", markup=False)
         raise typer.Exit(1) from error
     except (SLOSpecError, OSError) as error:
         console.print(str(error), style="red", markup=False)

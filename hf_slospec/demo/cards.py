@@ -67,7 +67,7 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
 def _speed(view: View) -> str:
     speed = speed_of(view)
     number = "-" if speed is None else f"{speed:.1f}"
-    per_token = "" if speed is None else f" = {1e3 / speed:.0f} ms per token"
+    per_token = "" if speed is None else f" = {1e3 / speed:.0f} ms/token"
     return (
         f'<p class="speed"><b>{number}</b> tokens/s<span class="dim">{per_token}</span>'
         f'<span class="state {view.state}">{STATES[view.state]}</span></p>'
