@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hf_slospec.commands.options import Assistant, Device, DType, Size, TargetModel
 from hf_slospec.demo.serve import Options, serve
-from hf_slospec.errors import SLOSpecError
+from hf_slospec.errors import InvalidInputError, SLOSpecError
 
 MISSING = "the demo needs gradio; install it with: pip install 'hf_slospec[demo]'"
 
@@ -47,6 +47,8 @@ def demo(
             raise
         console.print(MISSING, style="red", markup=False)
         raise typer.Exit(1) from error
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from error
     except (SLOSpecError, OSError) as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from error

@@ -43,7 +43,9 @@ def verdict(view: View) -> tuple[str, str]:
     if view.wish.target_ms is None:
         return "spare", "no target"
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
-        return "spare", "target: not known yet"
+        return "spare", "not known yet"
+    if view.state in ("stopped", "failed"):
+        return "spare", view.state
     if view.state == "finished":
         return ("kept", "✓ target met") if view.metrics.attained else ("late", "✗ target missed")
     return ("kept", "✓ on target") if view.metrics.attained else ("late", "✗ behind target")
@@ -130,7 +132,7 @@ def _figures(view: View, share: float) -> str:
     accepted = f"{100 * own.accepted / own.drafted:.0f} %" if own is not None and own.drafted else "-"
     promised = ""
     if view.wish.target_ms is not None and own is not None and view.is_active:
-        promised = "promised" if own.guaranteed else "not promised"
+        promised = "promised" if own.guaranteed else "not promised: more than can be kept beside the others"
     kept = f"{view.kept} of {view.judged}" if view.judged else "-"
     pairs = [
         ("budget share", f"{100 * share:.0f} %"),

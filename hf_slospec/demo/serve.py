@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import statistics
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def prepare(options: Options, say: Callable[[str], None] = lambda words: None) -
         InvalidInputError: an option makes no sense.
     """
     os.environ.update(QUIET)  # before gradio is imported
+    logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is on the page
     from hf_slospec.demo.layout import EMBEDDED, Page
 
     pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
