@@ -45,7 +45,7 @@ def verdict(view: View) -> tuple[str, str]:
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
         return "spare", "not known yet"
     if view.state in ("stopped", "failed"):
-        return "spare", view.state
+        return "spare", ""  # said below
     if view.state == "finished":
         return ("kept", "✓ target met") if view.metrics.attained else ("late", "✗ target missed")
     return ("kept", "✓ on target") if view.metrics.attained else ("late", "✗ behind target")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_slospec.demo.people import MAX_PROMPT_TOKENS, Person, Wish
@@ -147,7 +147,7 @@ class Crowd:
             return Scene(
                 policy=self.policy,
                 simulated=tuple(None if stream is None else stream.view(now_s) for stream in self._simulated),
-                own=None if own is None else own.view(now_s),
+                own=None if own is None else replace(own.view(now_s), name=f"You ({own.name.lower()})"),
                 others=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
                 record=(sum(kept for kept, _ in records), sum(judged for _, judged in records)),
             )

@@ -124,8 +124,8 @@ class Page:
             look = dict(fn=self.look, inputs=seen, outputs=outputs, show_progress="hidden", queue=False)
             page.load(**look)
             gr.Timer(LOOK_S).tick(**look)
-            policy.input(guarded(self.crowd.set_policy), policy, None, queue=False, show_progress="hidden")
-            add.click(guarded(self.add), who, None, queue=False)
+            policy.input(guarded(self.crowd.set_policy), policy, None, concurrency_limit=None, show_progress="hidden")
+            add.click(guarded(self.add), who, None, concurrency_limit=None)
             page.unload(self.leave)
         return page
 
@@ -139,9 +139,9 @@ class Page:
                 remove = gr.Button("Remove", size="sm", min_width=60)
         change = guarded(lambda *values: self.crowd.change(number, wish_of(*values)))
         for event in (start.click, controls.target_ms.release, controls.has_target.input):
-            event(change, controls.all, None, queue=False, show_progress="hidden")
-        stop.click(guarded(lambda: self.crowd.stop(number)), None, None, queue=False)
-        remove.click(guarded(lambda: self.crowd.remove(number)), None, None, queue=False)
+            event(change, controls.all, None, concurrency_limit=None, show_progress="hidden")
+        stop.click(guarded(lambda: self.crowd.stop(number)), None, None, concurrency_limit=None)
+        remove.click(guarded(lambda: self.crowd.remove(number)), None, None, concurrency_limit=None)
         return Place(column, card, controls)
 
     def _own(self) -> gr.HTML:
@@ -156,8 +156,8 @@ class Page:
                     stop = gr.Button("Stop", min_width=80, elem_id="own-stop")
             with gr.Column(min_width=330, elem_classes=["user", "yours"]):
                 card = gr.HTML(apply_default_css=False, elem_id="own-card")
-        write.click(guarded(self.ask), controls.all, None, queue=False)
-        stop.click(guarded(self.stop_own), None, None, queue=False)
+        write.click(guarded(self.ask), controls.all, None, concurrency_limit=None)
+        stop.click(guarded(self.stop_own), None, None, concurrency_limit=None)
         return card
 
     # ---- what controls do
@@ -166,7 +166,7 @@ class Page:
         person, wish = self.people[name or next(iter(self.people))]
         self.crowd.add(person, wish)
 
-    def ask(self, *values: Any, request: gr.Request) -> None:
+    def ask(self, request: gr.Request, *values: Any) -> None:
         self.crowd.ask(str(request.session_hash), wish_of(*values))
 
     def stop_own(self, request: gr.Request) -> None:
