@@ -100,7 +100,7 @@ class TestWish:
 
     def test_simulated_users_differ_in_their_targets(self) -> None:
         wishes = [person.wish(0.1, is_embedded) for is_embedded in (True, False) for person in PEOPLE]
-        assert [wish.target_ms for wish in wishes[:4]] == [80, 150, 300, None]
+        assert [wish.target_ms for wish in wishes[:4]] == [90, 150, 300, None]
         assert len({wish.prompt for wish in wishes}) == len(wishes)
         assert PEOPLE[0].wish(1e-9, True).target_ms == 1
 

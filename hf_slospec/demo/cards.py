@@ -132,7 +132,7 @@ def _figures(view: View, share: float) -> str:
     accepted = f"{100 * own.accepted / own.drafted:.0f} %" if own is not None and own.drafted else "-"
     promised = ""
     if view.wish.target_ms is not None and own is not None and view.is_active:
-        promised = "promised" if own.guaranteed else "not promised: more than can be kept beside the others"
+        promised = "promised" if own.guaranteed else "not promised: it might not be kept"
     kept = f"{view.kept} of {view.judged}" if view.judged else "-"
     pairs = [
         ("budget share", f"{100 * share:.0f} %"),

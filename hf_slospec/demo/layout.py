@@ -130,7 +130,7 @@ class Page:
         return page
 
     def _place(self, number: int) -> Place:
-        with gr.Column(min_width=330, visible=False, elem_classes="user", elem_id=f"user-{number}") as column:
+        with gr.Column(min_width=300, visible=False, elem_classes="user", elem_id=f"user-{number}") as column:
             card = gr.HTML(apply_default_css=False)
             controls = Controls.of(next(iter(self.people.values()))[1], self.most_ms, is_folded=True)
             with gr.Row():

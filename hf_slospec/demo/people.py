@@ -88,7 +88,7 @@ PEOPLE = (
         code='def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as f:\n'
         "        return f.readlines()\n\n\ndef write_lines(path, lines):\n",
         question="Write a Python function that returns the lines of a file, and one that writes them.",
-        target=0.8,
+        target=0.9,
         temperature=0.4,
     ),
     Person(
