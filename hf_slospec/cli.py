@@ -86,6 +86,8 @@ def bench(
     """Compare ours with stock generate, assisted generation and prompt lookup on this machine.
 
     All contestants are interleaved in one process; speed-ups are medians of ratios within a repeat.
+
+    Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
     settings = settings_of(config)
     models = pair_of(target, assistant, size, dtype, device)
@@ -121,7 +123,10 @@ def profile(
     json_path: ResultPath = None,
     keep: Annotated[bool, typer.Option(help="Use the result from now on, in place of a shorter measurement.")] = True,
 ) -> None:
-    """Measure what forwards of both models cost on this machine, and how well the fit predicts other sizes."""
+    """Measure what forwards of both models cost on this machine, and how well the fit predicts other sizes.
+
+    Example:  hf_slospec profile --size 0.3B --seconds 20 --plot curves.png
+    """
     models = dict(zip(("target", "draft"), pair_of(target, assistant, size, dtype, device)[:2], strict=True))
     records = {name: profiling.profile(name, model, seconds, keep) for name, model in models.items()}
     console = Console()
@@ -166,7 +171,10 @@ def simulate(
     csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every request to this file.")] = None,
     json_path: ResultPath = None,
 ) -> None:
-    """Replay a load under several systems on simulated models: the real scheduler and policies, a virtual clock."""
+    """Replay a load under several systems on simulated models: the real scheduler and policies, a virtual clock.
+
+    Example:  hf_slospec simulate --system auto --system vllm --rate 2 --rate 4 --plot attained.png
+    """
     logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is in the results
     if metric not in METRICS:
         raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}")

@@ -36,7 +36,7 @@ PASSWORD = "only for tests"
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Crowd, str]]:
     crowd, page = prepare(Options(size=SIZE))
-    yield crowd, launch(page, Options(), is_waiting=False)
+    yield crowd, launch(page, Options())
     page.close(verbose=False)
     crowd.generator.stop(drain=False)
 
@@ -232,7 +232,7 @@ def test_with_a_password_nobody_else_comes_in(browser: Any, served: tuple[Crowd,
     options = Options(password=PASSWORD)
     crowd = served[0]
     closed = Page(crowd, {"x": (None, crowd.look("x").simulated[0].wish)}, 100, "").build()  # type: ignore[dict-item, union-attr]
-    url = launch(closed, options, is_waiting=False)
+    url = launch(closed, options)
     try:
         visit = Visit(browser, url, viewport=DESKTOP)
         name, password = visit.page.locator("input").nth(0), visit.page.locator("input[type=password]")

@@ -47,7 +47,8 @@ def serve(options: Options, say: Callable[[str], None] = print) -> None:
     say("loading models")
     crowd, page = prepare(options, say)
     try:
-        launch(page, options)
+        say(f"open {launch(page, options)} (Ctrl-C ends it)")
+        page.block_thread()
     finally:
         crowd.generator.stop(drain=False)
 
@@ -91,8 +92,8 @@ def plain_pace(generator: SLOSpecGenerator) -> float:
     return min(measured)  # others may use the machine for a moment
 
 
-def launch(page: gr.Blocks, options: Options, is_waiting: bool = True) -> str:
-    """-> the page's address"""
+def launch(page: gr.Blocks, options: Options) -> str:
+    """Serve in threads of its own.  -> the page's address"""
     import gradio as gr
     from starlette.middleware import Middleware
 
@@ -108,8 +109,8 @@ def launch(page: gr.Blocks, options: Options, is_waiting: bool = True) -> str:
         share=False,
         ssr_mode=False,
         footer_links=[],
-        prevent_thread_lock=not is_waiting,
-        quiet=not is_waiting,
+        prevent_thread_lock=True,
+        quiet=True,
     )
     return str(url)
 
