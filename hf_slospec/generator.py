@@ -151,6 +151,16 @@ class SLOSpecGenerator:
         them. The batcher may be started again."""
         self._serving.stop(drain, timeout)
 
+    def set_policy(self, config: SLOSpecConfig) -> None:
+        """Let this config's policy, with its settings, decide from the batcher's next step on. What runs goes on.
+
+        Everything else (``max_batch``, ``kv_tokens``, ``admission``, ...) stays as the generator was made.
+
+        Raises:
+            InvalidInputError: the policy's trees may be larger than those of the generator's own config.
+        """
+        self._serving.set_policy(config)
+
     def __enter__(self) -> SLOSpecGenerator:
         return self.start()
 

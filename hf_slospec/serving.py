@@ -8,9 +8,9 @@ import math
 import numbers
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import psutil
 import torch
@@ -34,6 +34,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.hf import Call, Decoder
 from hf_slospec.models.sampling import Samplers
+from hf_slospec.policies import max_tree_nodes
 from hf_slospec.speculator import Speculator, clock
 from hf_slospec.targets import Targets
 from hf_slospec.telemetry import Collector, Stats, Telemetry
@@ -64,6 +65,8 @@ class Serving(Observer):
         self._pumps: WeakSet[threading.Thread] = WeakSet()
         self._batcher: Batcher | None = None
         self._limits: Limits | None = None
+        self._deciding = decoder.config  # whose policy decides
+        self._engine: Callable[[], Engine | None] = lambda: None  # a weak reference: it holds all K/V
         self._index = itertools.count()
         self._lock = FairLock()
 
@@ -108,7 +111,22 @@ class Serving(Observer):
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
         target = speculator.new_target(self._samplers, slots)
         drafter = speculator.new_drafter(slots, keeps_rng=False)  # every request has noise of its own
-        return Engine(target, drafter, speculator.policy(), scheduler, clock, self.config.check_invariants)
+        policy = speculator.policy(self._deciding)
+        engine = Engine(target, drafter, policy, scheduler, clock, self.config.check_invariants)
+        self._engine = ref(engine)
+        return engine
+
+    def set_policy(self, config: SLOSpecConfig) -> None:
+        speculator = self.decoder.speculator
+        if (needed := max_tree_nodes(config)) > speculator.max_nodes:
+            raise InvalidInputError(
+                f"policy {config.policy!r} may draft {needed} tokens of a request at a time and the generator has room "
+                f"for {speculator.max_nodes}; lower max_depth or max_width, or make a generator with larger ones"
+            )
+        with speculator.turns:  # between two steps
+            self._deciding = config
+            if (engine := self._engine()) is not None:
+                engine.policy = speculator.policy(config)
 
     def on_step(self, step: StepEvent) -> None:
         self.telemetry.on_step(step)

@@ -105,9 +105,11 @@ class Speculator:
             self._costs = StepCosts(verify, draft_level)
         return self._costs
 
-    def policy(self) -> Policy:
-        """A policy for one run; what it learns is kept for the next."""
-        return new_policy(self.config, self.costs, self._experience)
+    def policy(self, config: SLOSpecConfig | None = None) -> Policy:
+        """A policy for one run, of another config if one is given; what it learns is kept for the next."""
+        config = config or self.config
+        is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
+        return new_policy(config, self.costs, self._experience if is_same_shape else Experience(config))
 
     def new_target(self, sampler: Sampler, max_slots: int | None = None, holds_finished: bool = False) -> PackedTarget:
         """Room for K/V; with ``holds_finished``, that of finished requests stays readable."""

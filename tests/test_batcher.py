@@ -20,7 +20,8 @@ import pytest
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.batcher import Batcher, Observer
 from hf_slospec.engine.continuous import Continuous, Limits
-from hf_slospec.engine.handle import RequestHandle, _TextStream
+from hf_slospec.engine.events import Commit, PhaseTimes
+from hf_slospec.engine.handle import RequestHandle, TextStream
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Chunk, Plan
@@ -113,6 +114,31 @@ def test_results_streams_and_awaits_agree(server: Server) -> None:
         assert result.text == "".join(handle) == "".join(map(str, alone(new)))
         assert (result.finish_reason, handle.done(), result.metrics.tokens) == ("length", True, new)
     assert {request.index for request in server.books.ended} == {1, 2, 3}
+
+
+def test_a_handle_says_which_tokens_the_draft_had_proposed(server: Server) -> None:
+    handle = server.submit(12)
+    handle.result(WAIT_S)
+    origins, commits = handle.from_draft, handle.commits
+    assert len(origins) == 12 == commits[-1].num_emitted
+    assert sum(origins) == handle.metrics.accepted > 0
+    assert not origins[0]  # chosen behind the prompt, where nothing is drafted
+    ends = [commit.num_emitted for commit in commits]
+    assert ends == sorted(set(ends))
+    assert not any(origins[end - 1] for end in ends)  # a step's last token is the target's own
+    assert [commit.at_s for commit in commits] == sorted(commit.at_s for commit in commits)
+    assert sum(commit.num_nodes - 1 for commit in commits) == handle.metrics.drafted
+
+
+def test_what_is_not_shown_yet_has_no_origin_either() -> None:
+    request = Request(0, [0, 1, 2], 10)
+    handle = RequestHandle(request, None, lambda handle, error: None, None)
+    request.emit(1)
+    request.account(0, 0, 1.0, PhaseTimes(), 1.0)
+    assert handle.from_draft == handle.commits == handle.token_ids == []
+    handle.advance()
+    assert handle.from_draft == [False]
+    assert handle.commits == [Commit(1, 1.0, 1, 0)]
 
 
 def test_output_arrives_while_the_request_goes_on(server: Server) -> None:
@@ -460,7 +486,7 @@ def test_pieces_sum_to_the_text_whatever_tokens_have_none() -> None:
 
     for ids in ([1, 3, 2, 3, 3, 4], [3, 2, 4], [2, 3, 3, 3, 1], [3, 3]):
         for size in (1, 2, 3):
-            stream, pieces = _TextStream(to_text), list[str]()
+            stream, pieces = TextStream(to_text), list[str]()
             for begin in range(0, len(ids), size):
                 pieces.append(stream.push(ids[begin : begin + size], begin + size >= len(ids)))
             assert "".join(pieces) == to_text(ids), (ids, size)

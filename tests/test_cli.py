@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from hf_slospec import __version__
+from hf_slospec import __version__, load_tiny_pair
 from hf_slospec.cli import app
 
 RUN = CliRunner()
@@ -71,3 +73,85 @@ def test_bad_options_are_named(options: list[str], word: str) -> None:
 def test_version_and_help() -> None:
     assert __version__ in RUN.invoke(app, ["--version"]).output
     assert "bench" in RUN.invoke(app, ["--help"]).output
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "bench", "profile", "simulate"])
+def test_help_teaches_by_example(command: str) -> None:
+    output = RUN.invoke(app, [command, "--help"]).output
+    assert f"hf_slospec {command} " in output
+    assert "\x1b" not in output  # colours are for terminals
+
+
+TEXT = "def f(x):\n    return"
+FAST = ["--max-new-tokens", "12", "--dtype", "float32"]
+
+
+def stock(text: str, **options: Any) -> str:
+    target, _, tokenizer = load_tiny_pair()
+    inputs = tokenizer(text, return_tensors="pt")
+    out = target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12, **options)
+    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_generate_writes_the_text_to_the_output_and_figures_beside_it() -> None:
+    result = RUN.invoke(app, ["generate", TEXT, "--slo-tpot", "10", *FAST])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == stock(TEXT) + "\n"
+    assert "12 tokens" in result.stderr
+    assert "target 10000 ms met" in result.stderr
+    assert "\x1b" not in result.output
+
+
+def test_generate_reads_a_pipe_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.py"
+    path.write_text(TEXT)
+    for options, piped in (([], TEXT), (["-"], TEXT), (["--file", str(path)], None)):
+        result = RUN.invoke(app, ["generate", *options, *FAST], input=piped)
+        assert result.stdout == stock(TEXT) + "\n", result.output
+
+
+def test_generate_samples_as_stock_does_and_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "result.json"
+    options = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "40", "--seed", "3"]
+    result = RUN.invoke(app, ["generate", TEXT, *options, *FAST, "--json", str(path)])
+    written = json.loads(path.read_text())
+    torch.manual_seed(3)
+    assert written["text"] + "\n" == result.stdout
+    assert written["text"] == stock(TEXT, do_sample=True, temperature=0.8, top_p=0.9, top_k=40)
+    assert (written["seed"], written["finish_reason"], written["metrics"]["tokens"]) == (3, "length", 12)
+    assert len(written["from_draft"]) == len(written["token_ids"]) == 12
+    result = RUN.invoke(app, ["generate", TEXT, *FAST, "--json", "-"])
+    assert json.loads(result.stdout)["prompt"] == TEXT  # and nothing else there
+
+
+def test_generate_stops_at_a_text_and_says_when_a_target_was_missed() -> None:
+    result = RUN.invoke(app, ["generate", TEXT, *FAST, "--stop", "x"])
+    assert result.stdout.rstrip("\n").endswith("x")
+    result = RUN.invoke(app, ["generate", TEXT, *FAST, "--slo-tpot", "1e-9", "--strict"])
+    assert (result.exit_code, "missed" in result.stderr) == (3, True)
+    assert RUN.invoke(app, ["generate", TEXT, *FAST, "--slo-tpot", "1e-9"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ([""], "empty"),
+        (["--file", "nowhere.txt"], "nowhere.txt"),
+        ([TEXT, "--file", "nowhere.txt"], "not both"),
+        ([TEXT, "--slo-tpot", "-1"], "slo_tpot"),
+        ([TEXT, "--top-p", "2"], "--top-p"),
+        ([TEXT, "--max-new-tokens", "0"], "--max-new-tokens"),
+        ([TEXT, "--size", "7T"], "--size"),
+        ([TEXT, "--chat"], "chat template"),
+    ],
+)
+def test_generate_names_what_is_wrong(options: list[str], word: str) -> None:
+    result = RUN.invoke(app, ["generate", *options])
+    assert result.exit_code == 2, result.output
+    assert word in result.output
+
+
+def test_demo_names_what_is_wrong() -> None:
+    result = RUN.invoke(app, ["demo", "--size", "7T"])
+    assert result.exit_code == 2, result.output
+    assert "--size" in result.output

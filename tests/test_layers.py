@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "hf": {"checks", "context", "engine", "errors", "lockstep", "models", "row_processors", "rows", "speculator"}
     | {"targets"},
     "telemetry": {"engine"},
-    "serving": {"checks", "engine", "errors", "hf", "models", "speculator", "targets", "telemetry"},
+    "serving": {"checks", "engine", "errors", "hf", "models", "policies", "speculator", "targets", "telemetry"},
     "generator": {"engine", "hf", "serving", "targets", "telemetry"},
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
@@ -37,7 +37,11 @@ MAY_IMPORT = {
     "simulate": {"errors", "sim"},
     "recording": {"sim"},
     "bench": {"engine", "generator", "recording", "sim"},
-    "cli": {"bench", "engine", "errors", "inflate", "profiling", "sim", "simulate", "tiny", "trace"},
+    "pairs": {"errors", "inflate", "tiny"},
+    "demo": {"engine", "errors", "generator", "pairs", "speculator"},
+    "commands": {"bench", "demo", "engine", "errors", "generator", "inflate", "pairs", "profiling", "sim", "simulate"}
+    | {"tiny", "trace"},
+    "cli": {"commands"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies", "sim"}
 KNOWS_GENERATE = {"checks", "context", "row_processors", "rows", "targets", "lockstep", "hf"}

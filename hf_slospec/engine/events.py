@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class PhaseTimes:
             self.verify_s + other.verify_s,
             self.host_s + other.host_s,
         )
+
+
+class Commit(NamedTuple):
+    """What a request had after one of its steps. Of the tokens a step added, accepted drafts are the first."""
+
+    num_emitted: int  # new tokens of the request so far
+    at_s: float  # on the engine's clock
+    num_nodes: int  # verified in the step, root included
+    num_accepted: int  # of the tokens it added, those the draft had proposed
 
 
 @dataclass(frozen=True)

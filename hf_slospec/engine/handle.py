@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
+from hf_slospec.engine.events import Commit
 from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
 from hf_slospec.errors import NotRunningError, RequestCancelledError
 
@@ -77,6 +78,20 @@ class RequestHandle:
         return self.request.tokens[self.request.prompt_len + at : self.request.prompt_len + self._num_ready]
 
     @property
+    def commits(self) -> list[Commit]:
+        """What each step so far added, when, and how much of it the draft had proposed."""
+        return [commit for commit in list(self.request.commits) if commit.num_emitted <= self._num_ready]
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """For each of the new tokens so far, whether it is an accepted draft; else the target chose it alone."""
+        origins: list[bool] = []
+        for commit in self.commits:
+            num_new = commit.num_emitted - len(origins)
+            origins += [place < commit.num_accepted for place in range(num_new)]
+        return origins
+
+    @property
     def metrics(self) -> RequestMetrics:
         """What was promised and measured so far."""
         return self.request.metrics()
@@ -120,7 +135,7 @@ class RequestHandle:
         if self._to_text is None:
             yield from self.tokens()
             return
-        text = _TextStream(self._to_text)
+        text = TextStream(self._to_text)
         for new, is_last in self._steps():
             if piece := text.push(new, is_last):
                 yield piece
@@ -154,7 +169,7 @@ class RequestHandle:
         return self._result()
 
     async def __aiter__(self) -> AsyncIterator[str | int]:
-        text, at, is_done = None if self._to_text is None else _TextStream(self._to_text), 0, False
+        text, at, is_done = None if self._to_text is None else TextStream(self._to_text), 0, False
         while not is_done:
             await self._more(at)
             with self._changed:
@@ -216,7 +231,7 @@ class _Waker:
             self.future.set_result(None)
 
 
-class _TextStream:
+class TextStream:
     """Text of tokens that come bit by bit: whole characters only, decoded in the company of those before them."""
 
     def __init__(self, to_text: ToText):

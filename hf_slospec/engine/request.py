@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
-from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.events import Commit, PhaseTimes
 
 IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether something ends with the last one
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -49,6 +49,7 @@ class Request:
     num_accepted: int = 0  # of those, committed
     expected_tokens: float = 0.0  # what the policy expected of those steps
     phases: PhaseTimes = field(default_factory=PhaseTimes)  # of all its steps together
+    commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +57,6 @@ class Request:
         self._stage, self._stage_behind, self._stage_ended = 0, 0, False
         self._stage_begin: tuple[float, int] | None = None  # when the stage began, and the tokens it began behind
         self._missed_stage = False
-        self._commits: list[tuple[int, float]] = []  # tokens emitted, and when
 
     @property
     def is_finished(self) -> bool:
@@ -124,7 +124,7 @@ class Request:
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.phases += phases
-        self._commits.append((self.num_emitted, now_s))
+        self.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
         if self._stage_ended:
             self._missed_stage |= self._is_late(now_s)
             self._stage, self._stage_behind, self._stage_ended = self._stage + 1, self.num_emitted, False
@@ -163,7 +163,7 @@ class Request:
             drafted=self.num_drafted,
             accepted=self.num_accepted,
             slack_s=None if self.target_s is None else self.target_s * emitted - elapsed_s,
-            worst_tpot_s=worst_tpot_s(self._commits),
+            worst_tpot_s=worst_tpot_s([(commit.num_emitted, commit.at_s) for commit in self.commits]),
             expected_tokens=self.expected_tokens,
             phases=self.phases,
             ttft_target_s=self.ttft_target_s,

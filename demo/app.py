@@ -1,0 +1,6 @@
+"""The demo as a Space runs it: ``python app.py``."""
+
+from hf_slospec.demo.serve import Options, serve
+
+if __name__ == "__main__":
+    serve(Options())

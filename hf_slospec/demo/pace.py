@@ -1,0 +1,55 @@
+"""Speeds, from what the steps of requests committed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from hf_slospec.engine.events import Commit
+
+WINDOW_S = 3.0  # "now"
+HISTORY_S = 30
+
+
+class Gain(NamedTuple):
+    """What one step gave one user."""
+
+    at_s: float
+    tokens: int
+    nodes: int  # of the step's budget
+    accepted: int
+
+
+def gains(commits: Sequence[Commit]) -> list[Gain]:
+    """Of one request. Its first token came of reading the prompt, which says nothing about the pace of writing."""
+    return [
+        Gain(now.at_s, now.num_emitted - before.num_emitted, now.num_nodes, now.num_accepted)
+        for before, now in pairwise(commits)
+    ]
+
+
+def recent(all_gains: Iterable[Gain], now_s: float, window_s: float = WINDOW_S) -> list[Gain]:
+    return [gain for gain in all_gains if now_s - window_s < gain.at_s <= now_s]
+
+
+def tokens_per_s(own: Iterable[Gain], now_s: float, begun_s: float) -> float:
+    """Over the last :data:`WINDOW_S` seconds, or since ``begun_s`` if that is less."""
+    span_s = min(WINDOW_S, now_s - begun_s)
+    return sum(gain.tokens for gain in recent(own, now_s, span_s)) / span_s if span_s > 0 else 0.0
+
+
+def history(own: Iterable[Gain], now_s: float) -> list[float]:
+    """Tokens per second in each of the last :data:`HISTORY_S` seconds, the oldest first."""
+    counts = [0.0] * HISTORY_S
+    for gain in own:
+        age_s = now_s - gain.at_s
+        if 0 <= age_s < HISTORY_S:
+            counts[HISTORY_S - 1 - int(age_s)] += gain.tokens
+    return counts
+
+
+def shares(nodes: Sequence[int]) -> list[float]:
+    """Of everything verified, each one's part."""
+    total = sum(nodes)
+    return [own / total if total else 0.0 for own in nodes]

@@ -1,0 +1,43 @@
+"""The pair a command works on: the embedded one at any size, or models by name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.tiny import load_tiny_pair
+
+DTYPES = ("bfloat16", "float16", "float32")
+SIZES = ("tiny", *SHAPES)
+
+
+class Pair(NamedTuple):
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> Pair:
+    """Models from the Hub or folders, or with neither named the embedded pair, its target inflated to ``size``.
+
+    Raises:
+        InvalidInputError: what is asked for makes no sense, in the words of the command line.
+    """
+    if (target is None) != (assistant is None):
+        raise InvalidInputError("--target and --assistant go together")
+    if dtype not in DTYPES:
+        raise InvalidInputError("--dtype must be bfloat16, float16 or float32")
+    if target is not None and assistant is not None:
+        load: Any = AutoModelForCausalLM.from_pretrained
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return Pair(load(target, dtype=dtype).to(device), load(assistant, dtype=dtype).to(device), tokenizer)
+    if size not in SIZES:
+        raise InvalidInputError(f"--size must be tiny or one of {', '.join(SHAPES)}")
+    model, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
+    model, draft = model.to(device), draft.to(device)
+    return Pair(model if size == "tiny" else inflate(model, SHAPES[size]), draft, tokenizer)
