@@ -211,10 +211,12 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
     page.writes("#user-0")
     engine: Any = served[0].generator._serving._engine()
     engine.target.verify = fails
-    page.says("#user-0 .error", "the accelerator fell off")
+    failed = page.page.locator(".user:has(.error)").first  # of those it served in that step
+    sync_api.expect(failed.locator(".error")).to_have_text("the accelerator fell off", timeout=WAIT_MS)
     page.shoot("failed")
-    page.page.locator("#user-0").get_by_role("button", name="Start again").click()
-    page.grows("#user-0")
+    place = f"#{failed.get_attribute('id')}"
+    page.page.locator(place).get_by_role("button", name="Start again").click()
+    page.grows(place)
 
 
 @pytest.mark.parametrize("colors", ["light", "dark"])
