@@ -3,16 +3,19 @@
     python benchmarks/fidelity.py --json benchmarks/results/fidelity-cpu-2core.json
 
 Profiles the embedded pair, serves Poisson loads with the real batcher, records how the draft saw what was written, and
-replays the same arrivals and texts in the simulator, fed with the profile. Host time per step is the one thing taken
-from real steps: those of the warm-up.
+replays the same arrivals and texts in the simulator, fed with the profile. Taken from real steps, those of a warm-up right
+before: host time per step, and by what factor forwards took longer than the profile says, since a shared machine drifts and
+the batcher's thread has threads of its own.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +24,7 @@ from rich.table import Table
 from serving import CLASSES, SYSTEMS, load_of, models, plain_token_s
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.bench import provenance
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.profiling import profile
@@ -45,9 +49,24 @@ class Watched:
 
         telemetry.on_step = kept  # type: ignore[method-assign]  # a benchmark may look where users do not
 
-    def host_s(self) -> float:
+    def as_of_now(self, hardware: Hardware) -> Hardware:
+        """The profile, corrected by what the steps so far took."""
         decoding = [step for step in self.steps if not step.is_prefill]
-        return mean(step.phases.select_s + step.phases.host_s for step in decoding)
+        host_s = mean(step.phases.select_s + step.phases.host_s for step in decoding)
+        target, draft = hardware.target, hardware.draft
+        verify = [s.phases.verify_s / float(target(s.nodes + s.prefill_tokens, s.num_decoding)) for s in decoding]
+        levels = [
+            s.phases.draft_s / (s.depth * float(draft(s.num_decoding * s.width, s.num_decoding)))
+            for s in decoding
+            if s.phases.draft_s and s.depth
+        ]
+        slower = median(levels) if levels else 1.0
+        return replace(hardware, target=scaled(target, median(verify)), draft=scaled(draft, slower), host_s=host_s)
+
+
+def scaled(cost: ForwardCost, factor: float) -> ForwardCost:
+    curve = LatencyCurve(cost.curve.num_tokens, tuple(factor * seconds for seconds in cost.curve.seconds))
+    return ForwardCost(curve, factor * cost.per_request_s, factor * cost.per_key_s)
 
 
 def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) -> tuple[list[Any], list[RecordedText]]:
@@ -98,6 +117,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Real and simulated figures, system by system."""
+    logging.disable(logging.WARNING)
     target, draft, tokenizer = models(size, dtype)
     fits = {
         name: profile(name, model, seconds, keep=True)["fit"] for name, model in (("target", target), ("draft", draft))
@@ -110,13 +130,14 @@ def main(
         config = SLOSpecConfig(**SYSTEMS[name])
         watched = Watched(SLOSpecGenerator(target, draft, tokenizer, config))
         with watched.generator:
+            plain_token_s(watched.generator, tokenizer)  # the first steps of a process are slow
             measured_s = plain_token_s(watched.generator, tokenizer)
         token_s = token_s or measured_s
         for pressure in map(float, pressures.split(",")):
             rate = pressure * 8 / (token_s * 40)  # outputs have 40 tokens on average
+            watched.steps.clear()
             served(watched.generator, load_of(10**6, "poisson", rate, 16, token_s, tokenizer), draft)  # warm-up
-            costs = dict(host_ms=1e3 * watched.host_s(), kv_tokens=watched.generator._serving.limits.kv_tokens)
-            hardware = HardwareFile.model_validate({**fits, **costs}).hardware()
+            hardware = watched.as_of_now(HardwareFile.model_validate(fits).hardware())
             load = load_of(0, "poisson", rate, number, token_s, tokenizer)
             metrics, texts = served(watched.generator, load, draft)
             real, simulated = figures(metrics), figures(replayed(load, texts, hardware, config).outcomes)
