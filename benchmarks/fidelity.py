@@ -2,10 +2,10 @@
 
     python benchmarks/fidelity.py --json benchmarks/results/fidelity-cpu-2core.json
 
-Profiles the embedded pair, serves Poisson loads with the real batcher, records how the draft saw what was written, and
-replays the same arrivals and texts in the simulator, fed with the profile. The profile is corrected by real steps, since
-a shared machine drifts and the batcher's thread has threads of its own: once by those of a warm-up right before, once by
-those of the very run, which leaves what the simulator itself gets wrong.
+Profiles the embedded pair, serves Poisson loads with the real batcher, records how the draft saw what was written,
+and replays the same arrivals and texts in the simulator, fed with the profile. The profile is corrected by real steps,
+since a shared machine drifts and the batcher's thread has threads of its own: once by those of a warm-up right before,
+once by those of the very run, which leaves what the simulator itself gets wrong.
 """
 
 from __future__ import annotations
