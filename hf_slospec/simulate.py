@@ -78,7 +78,8 @@ def compare(
     runs: dict[str, list[Run]] = {system: [] for system in configs}
     number = sum(len(load.jobs) for _, load, _ in made)
     with tqdm(total=number, unit=" requests", disable=not sys.stderr.isatty()) as bar:
-        for system, load, simulation in made:
+        while made:
+            system, load, simulation = made.pop(0)  # and its requests are freed when it has run
             bar.set_description(f"{system} at {load.label}")
             runs[system].append(simulation.run(system, on_end=bar.update))
     return runs

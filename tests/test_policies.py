@@ -21,7 +21,7 @@ from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import max_tree_nodes, new_policy
-from hf_slospec.policies.auto import Experience
+from hf_slospec.policies.auto import LOOKED_AT, Experience
 from hf_slospec.policies.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
 from hf_slospec.policies.slos_serve import SLOsServePolicy
 from hf_slospec.policies.smartspec import RECENT, SmartSpecPolicy
@@ -376,3 +376,43 @@ def test_slos_serve_decodes_what_cannot_be_kept_by_goodput() -> None:
     assert lengths(policy, both) == [policy._best_length(policy._useful(both))] * 2
     # Beside one that can be kept, it is served as that one is.
     assert len({*lengths(policy, [hopeless, Request(1, [1, 2], 50, (Stage(0.8),))])}) == 1
+
+
+def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
+    """Drafting for all would have the draft read everybody's prompts, for nothing."""
+    config = SLOSpecConfig(max_depth=4, max_width=1)
+    policy = new_policy(config, costs(0.05), Experience(config))
+    requests = requests_of(20)
+    looks = list[int]()
+    for _ in range(200):
+        plan = policy.plan(requests, 0.0)
+        drafting = requests if plan.drafting is None else plan.drafting
+        useless = [0.01] * plan.depth  # and refused
+        trees = [chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0) for r in requests]
+        policy.select(requests, trees, plan)
+        policy.observe(requests, [[] for _ in requests], NO_TIME)
+        if plan.depth:
+            looks.append(len(drafting))
+    assert set(looks) == {20, LOOKED_AT} and looks == sorted(looks, reverse=True)
+    assert looks.count(LOOKED_AT) > 1
+
+
+def test_auto_learns_from_a_few_as_from_all() -> None:
+    """What a look at some says of a drafting request does not depend on how many are not drafted for."""
+    config = SLOSpecConfig(max_depth=4, max_width=1)
+    found = []
+    for number in (LOOKED_AT, 40):
+        experience = Experience(config)
+        experience.depths.is_on = False
+        experience.depths.num_observed = 99
+        policy = new_policy(config, costs(1e-6, 1e-6), experience)
+        requests = requests_of(number)
+        while not (plan := policy.plan(requests, 0.0)).depth:
+            policy.select(requests, [TokenTree.root_only(0)] * number, plan)
+            policy.observe(requests, [[] for _ in requests], NO_TIME)
+        assert plan.drafting is not None and len(plan.drafting) == LOOKED_AT
+        trees = [chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0) for request in requests]
+        policy.select(requests, trees, plan)
+        policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME)
+        found.append(experience.depths.mass[:3, 0].tolist())
+    assert found[0] == pytest.approx(found[1]) and found[0][2] > 0.5

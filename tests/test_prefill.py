@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.engine.pace import Pace
-from hf_slospec.engine.prefill import AHEAD, SLOWDOWN, STALL, num_fed, tokens_per_s
+from hf_slospec.engine.prefill import IN_TIME, SLOWDOWN, STALL, num_fed, tokens_per_s
 from hf_slospec.engine.request import Request, Stage
 
 
@@ -40,7 +40,7 @@ def test_without_a_deadline_prompts_take_what_makes_nobody_late(allowed_s: float
 def test_what_is_due_is_fed_whoever_becomes_late() -> None:
     pace = new_pace()
     # 30 tokens within 0.95 x 10 s: 3.16 tokens/s; c tokens beside one that decodes take 1.1 + 0.1 c: 6 / 1.7 = 3.5.
-    assert tokens_per_s([prompt(30, ttft_s=10.0)], pace, 0.0) == pytest.approx(30 / (AHEAD * 10.0))
+    assert tokens_per_s([prompt(30, ttft_s=10.0)], pace, 0.0) == pytest.approx(30 / (IN_TIME * 10.0))
     assert num_fed("beside", pace, 1, [prompt(30, ttft_s=10.0)], 64, 0.0, 0.0) == 6
     assert num_fed("beside", pace, 1, [prompt(30, ttft_s=10.0)], 64, 0.0, 10.0) == 64  # too late: all that may be
     assert num_fed("beside", pace, 1, [prompt(30, ttft_s=1e9)], 64, 0.0, 0.0) == 1
@@ -49,13 +49,21 @@ def test_what_is_due_is_fed_whoever_becomes_late() -> None:
 def test_without_a_target_for_the_first_token_a_multiple_of_the_time_alone_is_soon_enough() -> None:
     alone_s = 0.1 * 20 + 1.0
     assert tokens_per_s([prompt(20, arrived_s=7.0)], new_pace(), 7.0) == pytest.approx(
-        20 / (AHEAD * SLOWDOWN * alone_s)
+        20 / (IN_TIME * SLOWDOWN * alone_s)
     )
+
+
+def test_a_prompt_is_due_when_it_was_due_before_it_was_fed_in_part() -> None:
+    half_fed, fed_again = prompt(20), prompt(20)
+    half_fed.num_cached = 10
+    assert tokens_per_s([half_fed], new_pace(), 5.0) == pytest.approx(10 / (IN_TIME * (SLOWDOWN * 3.0 - 5.0)))
+    fed_again.emit(1)  # its first token is out; 21 tokens take 3.1 s
+    assert tokens_per_s([fed_again], new_pace(), 99.0) == pytest.approx(21 / (IN_TIME * SLOWDOWN * 3.1))
 
 
 def test_a_prompt_waits_for_those_before_it() -> None:
     both = tokens_per_s([prompt(10, ttft_s=100.0), prompt(40, ttft_s=20.0)], new_pace(), 0.0)
-    assert both == pytest.approx(50 / (AHEAD * 20.0))
+    assert both == pytest.approx(50 / (IN_TIME * 20.0))
 
 
 def test_rules_of_other_systems() -> None:

@@ -94,10 +94,12 @@ def test_summaries_count_and_weigh() -> None:
 
 def test_every_request_of_every_run_is_a_line_of_csv(tmp_path: Path) -> None:
     own = outcome_of([(1, 1.0), (1, 2.0)], 0.3, kind='a, "b"')
-    write_requests([Run("x", (own, own), Totals(), 0), Run("y", (own,), Totals(), 0)], tmp_path / "r.csv")
+    runs = [("1/s", Run("x", (own, own), Totals(), 0)), ("2/s", Run("y", (own,), Totals(), 0))]
+    write_requests(runs, METRICS["adaserve"], tmp_path / "r.csv")
     with (tmp_path / "r.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["system"] for row in rows] == ["x", "x", "y"]
+    assert [(row["load"], row["system"]) for row in rows] == [("1/s", "x"), ("1/s", "x"), ("2/s", "y")]
+    assert {row["attained"] for row in rows} == {str(METRICS["adaserve"](own))}
     assert {row["kind"] for row in rows} == {'a, "b"'} and rows[0]["finish_s"] == "2.0"
 
 
@@ -115,7 +117,7 @@ def test_settings_alone_are_a_system() -> None:
 @pytest.mark.parametrize(
     ("system", "fault"),
     [
-        ("vlm", "unknown system 'vlm'; known are: auto, vllm"),
+        ("vlm", "unknown system 'vlm'; known are: auto, oracle, vllm"),
         ("", "known are"),
         ("auto x", "unknown system 'auto x'"),
         ("x {}", "unknown system 'x'"),

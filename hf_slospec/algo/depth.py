@@ -49,8 +49,19 @@ class DepthControl:
         self.goodput = 0.0  # expected tokens per second and request, of the last shape chosen by averages
         self._steps_off, self._interval = 0, self.SHORTEST
 
-    def observe(self, forest: Forest, path_probs: FloatArray, is_verified: np.ndarray, depth: int, width: int) -> None:
-        """Take in which candidates of a step were verified, and with what path probabilities.  [num_nodes] each"""
+    def observe(
+        self,
+        forest: Forest,
+        path_probs: FloatArray,
+        is_verified: np.ndarray,
+        depth: int,
+        width: int,
+        num_drafting: int | None = None,
+    ) -> None:
+        """Take in which candidates of a step were verified, and with what path probabilities.  [num_nodes] each
+
+        ``num_drafting``: trees that were drafted to this depth and width, the others being roots; None: all.
+        """
         self.num_observed += 1
         usual = max(self.WEIGHT, 1.0 / self.num_observed)
         seen = np.s_[1 : depth + 1, :width]
@@ -59,7 +70,9 @@ class DepthControl:
         max_depth, max_width = self.nodes.shape[0] - 1, self.nodes.shape[1]
         at = np.minimum(forest.depths, max_depth) * max_width + np.minimum(beam_ranks(forest), max_width - 1)
         for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
-            now = np.bincount(at, values, minlength=average.size).reshape(average.shape) / len(forest.trees)
+            now = np.bincount(at, values, minlength=average.size).reshape(average.shape) / (
+                num_drafting or len(forest.trees)
+            )
             average[seen] += weights * (now[seen] - average[seen])
         self.steps_since[seen] = 0
 

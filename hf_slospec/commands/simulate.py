@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +60,6 @@ def simulate(
 
     Example:  hf_slospec simulate --system auto --system vllm --rate 2 --rate 4 --plot attained.png
     """
-    logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is in the results
     if metric not in METRICS:
         raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}")
     _refuse_unused(context, trace, recording, arrivals)
@@ -77,8 +78,9 @@ def simulate(
             else:
                 jobs = traced if own_rate is None else simulation.at_rate(traced, own_rate)
             loads.append(simulation.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
-        runs = simulation.compare(system, loads, device, replicas=replicas, seed=seed)
-    except (InvalidInputError, ValueError) as error:
+        with _unlogged():
+            runs = simulation.compare(system, loads, device, replicas=replicas, seed=seed)
+    except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
     console = Console()
     console.print(simulation.table(runs, loads, metric))
@@ -86,7 +88,8 @@ def simulate(
         simulation.draw(runs, loads, metric, plot)
         console.print(f"drawn to {plot}")
     if csv_path is not None:
-        write_requests([run for own in runs.values() for run in own], csv_path)
+        pairs = [(load.label, run) for own in runs.values() for load, run in zip(loads, own, strict=True)]
+        write_requests(pairs, METRICS[metric], csv_path)
     if json_path is not None:
         facts = benchmark.provenance(
             systems={name: config_of(name).model_dump() for name in system}, hardware=hardware, metric=metric,
@@ -96,6 +99,18 @@ def simulate(
             replicas=replicas, seed=seed,
         )  # fmt: skip
         write_results(json_path, facts, simulation.records(runs, loads, metric))
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Within, nobody hears of single requests that are late: they are in the results."""
+    logger = logging.getLogger("hf_slospec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str) -> None:

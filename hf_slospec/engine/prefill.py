@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +11,7 @@ from hf_slospec.engine.config import PrefillName
 from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.request import Request
 
-AHEAD = 0.95  # of the time to its deadline a prompt should be through in
+IN_TIME = 0.95  # of the time to its deadline a prompt should be through in
 SLOWDOWN = 5.0  # times what a prompt takes alone is soon enough (SLOs-Serve's loose target)
 STALL = 3.0  # times a step without prefill: what a prompt may make of it where nobody is late
 
@@ -52,13 +51,19 @@ def num_fed(
 def tokens_per_s(promised: Sequence[Request], pace: Pace, now_s: float) -> float:
     """The rate at which prompts must be fed, in this order, so that each is through in time; 0 without any.
 
-    Those without a target for the first token should be through in :data:`SLOWDOWN` times what they take alone.
+    Those without a target for the first token should be through in :data:`SLOWDOWN` times what they take alone, and so
+    should those that lost their K/V and are fed once more, from now on.
     """
     rate, behind = 0.0, 0
     for request in promised:
         behind += request.num_uncached
-        due_s = prefill_deadline_s(request)
-        if due_s == math.inf:
-            due_s = request.arrived_s + SLOWDOWN * float(pace.step_s(0, request.num_uncached))
-        rate = max(rate, behind / max(AHEAD * (due_s - now_s), 1e-6))
+        rate = max(rate, behind / max(IN_TIME * (_due_s(request, pace, now_s) - now_s), 1e-6))
     return rate
+
+
+def _due_s(request: Request, pace: Pace, now_s: float) -> float:
+    if request.num_emitted:
+        return now_s + SLOWDOWN * float(pace.step_s(0, request.num_uncached))
+    if request.ttft_target_s is None:
+        return request.arrived_s + SLOWDOWN * float(pace.step_s(0, request.prompt_len))
+    return prefill_deadline_s(request)

@@ -26,6 +26,7 @@ SPAN = 16  # nodes over which the cost of one more node is averaged
 HOPELESS = 2.0  # times what whole candidate trees yield on average: a request that needs more cannot be helped
 SURE = 8  # steps with drafts before any request is given up
 FADE = 0.1  # weight of a step in running figures
+LOOKED_AT = 8  # requests that are drafted for to see whether speculation pays again: for all, all prompts would be read
 LEFTOVER = 0.5  # weight of a best-effort request
 
 
@@ -58,12 +59,16 @@ class AutoPolicy:
     def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
         self._num_fed = num_fed
         self._num_keys = sum(len(request.tokens) for request in requests)
-        self._weights = self._urgency(requests, begun_s)
+        self._urgency = self._urgency_of(requests, begun_s)
+        self._weights = self._urgency * np.array([LEFTOVER if request.is_best_effort else 1.0 for request in requests])
         num_requests, depths = len(requests), self.learned.depths
         max_depth = useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         depth, width = depths.best(max_depth, max_width, self._shape_time(num_requests, num_requests))
-        if depth == 0 and (self._weights > 1.0).any():
+        # The same ones again and again: the draft knows them.
+        drafting = requests if depths.is_on else requests[:LOOKED_AT]
+        if depth == 0 and (self._urgency > 1.0).any():
+            drafting = requests
             depth, width = self._shape_for_the_late(num_requests, max_depth, max_width)
         # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
         goodput = depths.goodput * num_requests
@@ -73,14 +78,16 @@ class AutoPolicy:
             depth,
             width,
             min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput,
-            min_gain=level_s * goodput,
+            min_gain=level_s * goodput * len(drafting) / num_requests,
+            drafting=drafting,
         )
+        self._num_drafting = len(drafting)
         return self._plan
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         forest, num_requests = Forest.of(candidates), len(requests)
         prediction = self.learned.acceptance.predict(requests, forest)
-        draft_s = self.costs.draft_s(num_requests, int(forest.depths.max()), plan.width, self._num_keys)
+        draft_s = self.costs.draft_s(self._num_drafting, int(forest.depths.max()), plan.width, self._num_keys)
 
         def step_s(num_nodes: IntArray) -> FloatArray:
             return draft_s + self._verify_s(num_nodes, num_requests)
@@ -110,19 +117,20 @@ class AutoPolicy:
         if not plan.depth:
             return
         depth = int(forest.depths.max())
-        self.costs.observe_draft(phases.draft_s, num_requests, depth, plan.width, self._num_keys)
+        num_drafting = self._num_drafting
+        self.costs.observe_draft(phases.draft_s, num_drafting, depth, plan.width, self._num_keys)
         seen = depth if _was_cut_short(forest, plan) else plan.depth
-        learned.depths.observe(forest, prediction.path_probs, verified, seen, plan.width)
+        learned.depths.observe(forest, prediction.path_probs, verified, seen, plan.width, num_drafting)
         surprise = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(verified)
         learned.tokens += FADE * ((1.0 + len(own) / num_requests) - learned.tokens)
         learned.variance += FADE * (float((surprise**2).mean()) - learned.variance)
-        learned.most_tokens += FADE * (float(prediction.path_probs.sum()) / num_requests - learned.most_tokens)
+        most_tokens = 1.0 + (float(prediction.path_probs.sum()) - num_requests) / num_drafting  # roots count 1 each
+        learned.most_tokens += FADE * (most_tokens - learned.most_tokens)
 
-    def _urgency(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
-        """Weights of the requests.  -> [num_requests] f64"""
-        base = np.array([LEFTOVER if request.is_best_effort else 1.0 for request in requests])
+    def _urgency_of(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
+        """How much more the tokens of late requests count.  -> [num_requests] f64"""
         if all(request.target_s is None for request in requests):
-            return base
+            return np.ones(len(requests))
         learned = self.learned
         rows = [(r.target_s or np.inf, *r.decoded(begun_s), r.num_left_in_stage) for r in requests]
         standing = Standing(*np.array(rows, np.float64).T)
@@ -131,7 +139,7 @@ class AutoPolicy:
         for index in np.flatnonzero(is_hopeless).tolist():
             self._warn_once(requests[index], float(needed[index]))
         cushion = standing.cushion(learned.step_s, learned.tokens, learned.variance**0.5)
-        return base * urgency(standing.late(learned.step_s), cushion, is_hopeless, self.config.urgency)
+        return urgency(standing.late(learned.step_s), cushion, is_hopeless, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
@@ -158,7 +166,7 @@ class AutoPolicy:
 
     def _shape_for_the_late(self, num_requests: int, max_depth: int, max_width: int) -> tuple[int, int]:
         """Where speculation does not pay for all, it may still be faster for those that get all of its nodes."""
-        num_late = int((self._weights > 1.0).sum())
+        num_late = int((self._urgency > 1.0).sum())
         depth, width, best, plain = self.learned.depths.best_shape(
             max_depth, max_width, self._shape_time(num_requests, num_late)
         )

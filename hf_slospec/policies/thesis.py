@@ -52,7 +52,7 @@ class ThesisSLOPolicy(ThesisPolicy):
     def __init__(self, config: SLOSpecConfig, costs: StepCosts, capped: bool = False):
         """``capped`` adds AdaServe's limits, without which a request that cannot meet its target takes all there is."""
         super().__init__(config, costs)
-        self.costs, self.capped = costs, capped
+        self.capped = capped
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
     @property

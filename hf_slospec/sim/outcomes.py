@@ -15,8 +15,6 @@ from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.request import Request
 from hf_slospec.sim.workload import Job
 
-SLOS_SERVE_WINDOW = 10  # tokens over which it looks at the time per token
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -106,12 +104,13 @@ class Totals:
 
     num_steps: int = 0  # that decoded
     num_prefills: int = 0  # that did not
+    prefill_s: float = 0.0  # of these
     requests: int = 0  # decoding, summed over steps
     nodes: int = 0
     committed: int = 0  # by those that decode
     expected: float = 0.0
     depth: int = 0
-    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    phases: PhaseTimes = field(default_factory=PhaseTimes)  # of steps that decoded
 
 
 @dataclass(frozen=True)
@@ -178,11 +177,13 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
 
 
-def write_requests(runs: Sequence[Run], path: Path) -> None:
-    """Every request of every run as a line of CSV."""
+def write_requests(runs: Sequence[tuple[str, Run]], metric: Metric, path: Path) -> None:
+    """Every request of every run, each under its load, as a line of CSV; ``attained`` is by the metric."""
     names = [field.name for field in fields(Outcome)]
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["system", *names])
+        writer = csv.DictWriter(file, ["load", "system", *names])
         writer.writeheader()
-        for run in runs:
-            writer.writerows({"system": run.system, **asdict(outcome)} for outcome in run.outcomes)
+        for load, run in runs:
+            for outcome in run.outcomes:
+                row = asdict(outcome) | {"attained": metric(outcome)}
+                writer.writerow({"load": load, "system": run.system, **row})

@@ -177,7 +177,7 @@ class Simulation:
         replica.scheduler.promise(replica.clock.now_s)
         for request in (*replica.scheduler.waiting, *replica.scheduler.running):
             visit, is_declined = self._visits[request.index], request.has_targets and not request.is_promised
-            if is_declined and not request.num_emitted and visit.hops < self.max_hops:
+            if is_declined and not request.num_cached and visit.hops < self.max_hops:
                 replica.engine.retire([request])
                 request.is_best_effort = False  # that is for the next one to say
                 visit.hops += 1
@@ -200,10 +200,11 @@ def _request(index: int, job: Job) -> Request:
 
 
 def _book(totals: Totals, event: StepEvent) -> None:
-    totals.phases += event.phases
     if event.is_prefill:
         totals.num_prefills += 1
+        totals.prefill_s += event.phases.total_s
         return
+    totals.phases += event.phases
     totals.num_steps += 1
     totals.requests += event.num_decoding
     totals.depth += event.depth
