@@ -44,6 +44,7 @@ class Options:
 
 def serve(options: Options, say: Callable[[str], None] = print) -> None:
     """Serve until interrupted."""
+    logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is on the page
     say("loading models")
     crowd, page = prepare(options, say)
     try:
@@ -61,7 +62,6 @@ def prepare(options: Options, say: Callable[[str], None] = lambda words: None) -
         InvalidInputError: an option makes no sense.
     """
     os.environ.update(QUIET)  # before gradio is imported
-    logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is on the page
     from hf_slospec.demo.layout import EMBEDDED, Page
 
     pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
