@@ -37,10 +37,11 @@ MAY_IMPORT = {
     "simulate": {"errors", "sim"},
     "recording": {"sim"},
     "bench": {"engine", "generator", "recording", "sim"},
+    "quiet": set(),
     "pairs": {"errors", "inflate", "tiny"},
-    "demo": {"engine", "errors", "generator", "pairs", "speculator"},
-    "commands": {"bench", "demo", "engine", "errors", "generator", "inflate", "pairs", "profiling", "sim", "simulate"}
-    | {"tiny", "trace"},
+    "demo": {"engine", "errors", "generator", "pairs", "quiet", "speculator"},
+    "commands": {"bench", "demo", "engine", "errors", "generator", "inflate", "pairs", "profiling", "quiet", "sim"}
+    | {"simulate", "tiny", "trace"},
     "cli": {"commands"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies", "sim"}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +14,7 @@ from hf_slospec import bench as benchmark
 from hf_slospec import simulate as simulation
 from hf_slospec.commands.options import ResultPath, write_results
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.quiet import unlogged
 from hf_slospec.sim.hardware import HARDWARE, hardware_of
 from hf_slospec.sim.outcomes import METRICS, write_requests
 from hf_slospec.sim.systems import SYSTEMS, config_of
@@ -78,7 +76,7 @@ def simulate(
             else:
                 jobs = traced if own_rate is None else simulation.at_rate(traced, own_rate)
             loads.append(simulation.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
-        with _unlogged():
+        with unlogged():
             runs = simulation.compare(system, loads, device, replicas=replicas, seed=seed)
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
@@ -99,18 +97,6 @@ def simulate(
             replicas=replicas, seed=seed,
         )  # fmt: skip
         write_results(json_path, facts, simulation.records(runs, loads, metric))
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Within, nobody hears of single requests that are late: they are in the results."""
-    logger = logging.getLogger("hf_slospec")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import statistics
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from hf_slospec.demo.people import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TARGET
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.generator import SLOSpecGenerator
 from hf_slospec.pairs import load_pair
+from hf_slospec.quiet import unlogged
 from hf_slospec.speculator import clock
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class Options:
 
 def serve(options: Options, say: Callable[[str], None] = print) -> None:
     """Serve until interrupted."""
-    logging.getLogger("hf_slospec").setLevel(logging.ERROR)  # what becomes late is on the page
-    say("loading models")
-    crowd, page = prepare(options, say)
-    try:
-        say(f"open {launch(page, options)} (Ctrl-C ends it)")
-        page.block_thread()
-    finally:
-        crowd.generator.stop(drain=False)
+    with unlogged():
+        say("loading models")
+        crowd, page = prepare(options, say)
+        try:
+            say(f"open {launch(page, options)} (Ctrl-C ends it)")
+            page.block_thread()
+        finally:
+            crowd.generator.stop(drain=False)
 
 
 def prepare(options: Options, say: Callable[[str], None] = lambda words: None) -> tuple[Crowd, gr.Blocks]:
