@@ -137,8 +137,9 @@ class Continuous:
         highest = max((request.priority for request in self.waiting), default=0)
         if len(self.running) >= self.limits.max_batch and not self._spare(highest):
             return preempted
-        for request in sorted(self.waiting, key=lambda request: self._rank(request, now_s)):
-            may_preempt = self._rank(request, now_s)[0] < LAST_RANK
+        ranks = {request: self._rank(request, now_s) for request in self.waiting}
+        for request in sorted(self.waiting, key=ranks.__getitem__):
+            may_preempt = ranks[request][0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:
                 break  # nobody overtakes it, or a large request would never find room
