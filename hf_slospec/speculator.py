@@ -24,6 +24,7 @@ from hf_slospec.models.measure import measure
 from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
+from hf_slospec.models.threads import release_team
 from hf_slospec.models.trial import check_by_trial
 from hf_slospec.policies import max_tree_nodes, new_policy
 from hf_slospec.policies.auto import Experience
@@ -85,7 +86,7 @@ class Speculator:
         if assistant_model is not None:
             _check_pair(target.model, assistant_model)
             self.draft = TriedModel(assistant_model, config.attention, MEASURE_S["draft"])
-        self.turns = FairLock()  # runs of several threads take turns, step by step
+        self.turns = FairLock(release_team)  # runs of several threads take turns, step by step
         self._costs: StepCosts | None = None
         self._experience = Experience(config)
 
@@ -136,6 +137,7 @@ class Speculator:
         finally:
             for request in scheduler.running:  # abandoned, by an error or the user
                 drafter.release(request)
+            self.turns.rest()
 
     @property
     def max_nodes(self) -> int:

@@ -17,6 +17,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.handle import RequestHandle
 from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.turns import FairLock
 from hf_slospec.errors import NotRunningError, QueueFull
 
 NewEngine = Callable[[Continuous], Engine]
@@ -44,7 +45,7 @@ class Batcher:
         new_scheduler: Callable[[], Continuous],
         new_engine: NewEngine,
         max_queue: int,
-        turns: AbstractContextManager[None],
+        turns: FairLock,
         observer: Observer,
         in_thread: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
@@ -92,6 +93,7 @@ class Batcher:
                 self._thread.join()
             scheduler = self.new_scheduler()
             engine = self.new_engine(scheduler)
+            self.turns.rest()  # this thread may have loaded and measured the models
             thread = threading.Thread(target=self._run, args=(engine, scheduler), name="hf_slospec", daemon=True)
             with self._state:
                 self._ending, self._thread = None, thread
@@ -184,9 +186,10 @@ class Batcher:
 
     def _take_orders(self, engine: Engine, scheduler: Continuous) -> bool:
         """Wait for something to do.  -> whether to go on"""
+        if not (is_busy := bool(scheduler.running or scheduler.waiting)):
+            self.turns.rest()
         with self._state:
             self._count(scheduler)
-            is_busy = bool(scheduler.running or scheduler.waiting)
             self._state.wait_for(lambda: is_busy or self._arrivals or self._given_up or self._ending)
             arrivals, self._arrivals = self._arrivals, deque()
             given_up, self._given_up = self._given_up, deque()

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 
@@ -15,7 +16,9 @@ class FairLock:
     The thread that holds it may enter it again. In a forked child nobody holds it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, let_go: Callable[[], None] = lambda: None):
+        """``let_go`` is called by a thread that will not need for a while what it computes with."""
+        self._let_go = let_go
         self._free()
         _locks.add(self)
 
@@ -45,7 +48,13 @@ class FairLock:
             raise
         self._owner, self._depth = me, 1
 
+    def rest(self) -> None:
+        """The calling thread, which does not hold it, will not be back soon."""
+        self._let_go()
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._depth == 1 and self._waiting:
+            self._let_go()
         with self._guard:
             self._depth -= 1
             if self._depth == 0:

@@ -1,0 +1,66 @@
+"""Who has computed and rests keeps no OpenMP threads: more threads than cores slow everybody down."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hf_slospec.models.threads import release_team
+
+SCRIPT = """
+import json, os, time
+import torch
+import hf_slospec
+from hf_slospec.models.threads import release_team
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def settled(most):
+    until = time.monotonic() + 30.0
+    while count() > most and time.monotonic() < until:  # a thread that was let go takes a moment to end
+        time.sleep(0.01)
+    return count()
+
+def compute():
+    return torch.ones(1_000_000).sum().item()
+
+def generate():
+    gen.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=4)
+
+torch.set_num_threads(2)
+target, draft, tokenizer = hf_slospec.load_tiny_pair()
+gen = hf_slospec.SLOSpecGenerator(target, draft, tokenizer, hf_slospec.SLOSpecConfig(max_depth=2))
+generate()  # other libraries start threads of their own, once
+first, with_team = compute(), count()
+release_team()
+released, again = settled(with_team - 1), compute()
+generate()
+after_generate = settled(released)
+compute()
+with gen:
+    gen.submit("def f(", max_new_tokens=4).result(60)
+    at_rest = settled(released + 1)  # the batcher's own thread
+print(json.dumps(dict(with_team=with_team, released=released, same=first == again,
+                      after_generate=after_generate, at_rest=at_rest)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_teams_are_let_go_by_those_who_rest() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout.splitlines()[-1])
+    if seen["with_team"] == seen["released"]:
+        pytest.skip("torch does not compute with OpenMP here")
+    assert seen["same"]
+    assert seen["after_generate"] == seen["released"]
+    assert seen["at_rest"] == seen["released"] + 1
+
+
+def test_letting_go_twice_does_nothing() -> None:
+    release_team()
+    release_team()
