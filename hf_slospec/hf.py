@@ -197,7 +197,7 @@ class Decoder:
         self._override: tuple[PreTrainedModel, Speculator] | None = None  # the last call's own draft
         self._refusal = ""
         try:
-            self._target = TriedModel(self.model, self.config.attention, MEASURE_S["target"])
+            self._target = TriedModel(self.model, self.config, MEASURE_S["target"])
             self._speculator = Speculator(self._target, self.assistant_model, self.config, drafter)
         except UnsupportedModelError as error:
             if not fallback:

@@ -43,8 +43,8 @@ class TriedModel:
     none measures the other's load.
     """
 
-    def __init__(self, model: Any, attention: str, measure_s: float):
-        self.model, self.attention, self.measure_s = model, attention, measure_s
+    def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float):
+        self.model, self.config, self.measure_s = model, config, measure_s
         self._lock = threading.Lock()
         self._placement: tuple[Any, ...] | None = None
         self._cost: ForwardCost | None = None
@@ -55,7 +55,7 @@ class TriedModel:
         placement = _placement(self.model)
         with self._lock:
             if placement != self._placement:
-                packed = PackedModel(self.model, self.attention)
+                packed = PackedModel(self.model, self.config.attention, self.config.prepack)
                 check_by_trial(packed)
                 self._packed, self._placement, self._cost = packed, placement, None
             return self._packed
@@ -85,7 +85,7 @@ class Speculator:
         self.draft: TriedModel | None = None
         if assistant_model is not None:
             _check_pair(target.model, assistant_model)
-            self.draft = TriedModel(assistant_model, config.attention, MEASURE_S["draft"])
+            self.draft = TriedModel(assistant_model, config, MEASURE_S["draft"])
         self.turns = FairLock(release_team)  # runs of several threads take turns, step by step
         self._costs: StepCosts | None = None
         self._experience = Experience(config)
@@ -94,8 +94,8 @@ class Speculator:
         """Look at the models as they are now; refuses them if they were moved apart, say."""
         if self.draft is not None:
             _check_pair(self.target.model, self.draft.model)
-            _ = self.draft.packed
-        _ = self.target.packed
+            self.draft.packed.linears.renew()
+        self.target.packed.linears.renew()
 
     @property
     def costs(self) -> StepCosts:

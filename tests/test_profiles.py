@@ -11,6 +11,7 @@ import pytest
 
 from hf_slospec import profiles
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.profiles import identity, load_profile, save_profile
 from hf_slospec.speculator import TriedModel
@@ -154,7 +155,7 @@ def test_a_model_is_measured_once_and_again_after_its_profile_was_lost(
     monkeypatch.setattr("hf_slospec.speculator.measure", measure)
 
     def cost() -> ForwardCost:
-        return TriedModel(tiny_model("llama"), "auto", 1.5).cost
+        return TriedModel(tiny_model("llama"), SLOSpecConfig(), 1.5).cost
 
     assert cost() == cost() == COST
     assert calls == [1.5]

@@ -83,6 +83,12 @@ class SLOSpecConfig(BaseModel):
         "flash-attn package or else torch's own; CUDA, bf16 or fp16), sdpa for layers they cannot do. 4d_mask: the "
         "plain reference. auto: flash where the model can use it, else sdpa.",
     )
+    prepack: bool | None = Field(
+        None,
+        description="CPU: keep the weights of linear layers a second time, in the layout of the matrix kernels. Steps "
+        "become faster, and the models take up to twice their memory. None: where that is at most a quarter of the free "
+        "memory.",
+    )
     admission: AdmissionName = Field(
         "slo",
         description="Batcher: whose targets are promised. slo: those that can be met beside the others', by "

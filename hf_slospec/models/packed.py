@@ -15,6 +15,7 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import AttentionLayer, PackedForward, Span, active_forward, backend_for
 from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
+from hf_slospec.models.prepacked import PrepackedLinears
 
 # A 4D mask is passed through untouched by every mask builder; nothing reads this one.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
@@ -35,12 +36,14 @@ class Fresh:
 class PackedModel:
     """Packed forwards of ``model``, found by trial to compute what the model computes; otherwise refused by name."""
 
-    def __init__(self, model: Any, attention: str = "auto"):
+    def __init__(self, model: Any, attention: str = "auto", prepack: bool | None = None):
+        """``prepack``: see :class:`PrepackedLinears`."""
         self.model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_by_declaration(model)
         self.layers = _probe(model)
         self.backend = backend_for(attention, self.layers)
+        self.linears = PrepackedLinears(model, prepack)
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +93,8 @@ class PackedModel:
         forward = PackedForward(pool, spans, self.backend, self.layers)
         position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]
         keep = {"logits_to_keep": logit_rows} if self._keeps_logits else {}
-        logits = _run(self.model, forward, **self._inputs(parts), position_ids=position_ids, **keep)
+        with self.linears.in_use():
+            logits = _run(self.model, forward, **self._inputs(parts), position_ids=position_ids, **keep)
         return logits if keep else logits[logit_rows.to(logits.device)]
 
     def _inputs(self, parts: Sequence[Fresh]) -> dict[str, torch.Tensor]:

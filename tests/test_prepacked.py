@@ -1,0 +1,163 @@
+"""Linear layers with prepacked weights give what plain ones give, always of the weights as they are now."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.models import prepacked
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.prepacked import PrepackedLinears
+from tests.tiny_models import tiny_model
+
+needs_kernels = pytest.mark.skipif(not prepacked._works(torch.float32), reason="no oneDNN kernels on this machine")
+pytestmark = needs_kernels
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if prepacked._works(dtype)]
+
+
+def linear(inputs: int = 24, outputs: int = 40, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias, dtype=dtype)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def computed(module: nn.Module, input: torch.Tensor, linears: PrepackedLinears) -> torch.Tensor:
+    with torch.no_grad(), linears.in_use():
+        return module(input)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(24, 40), (1, 1), (7, 3), (33, 129)])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (5,), (2, 3), (1, 0), (1, 130)])
+def test_a_layer_gives_what_a_plain_one_gives(
+    dtype: torch.dtype, bias: bool, sizes: tuple[int, int], shape: tuple[int, ...]
+) -> None:
+    module, input = linear(*sizes, bias, dtype), rows(*shape, sizes[0], dtype=dtype)
+    ours, plain = computed(module, input, PrepackedLinears(module, True)), module(input).detach()
+    assert ours.shape == plain.shape and ours.dtype == plain.dtype
+    torch.testing.assert_close(ours, plain)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    module, input = linear(), rows(24, 6).T
+    torch.testing.assert_close(computed(module, input, PrepackedLinears(module, True)), module(input).detach())
+
+
+def test_the_kernels_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls = linear(), list[int]()
+    kernel = prepacked._linear
+    monkeypatch.setattr(prepacked, "_linear", lambda *given: calls.append(1) or kernel(*given))
+    computed(module, rows(1, 24), PrepackedLinears(module, True))
+    assert calls == [1]
+
+
+def multiply(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def replace(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 2
+
+
+def test_counted_changes_hold_from_the_next_forward_on() -> None:
+    for change in (multiply, replace):
+        module, input = linear(), rows(3, 24)
+        linears = PrepackedLinears(module, True)
+        before = computed(module, input, linears)
+        change(module.weight)
+        torch.testing.assert_close(computed(module, input, linears), 2 * before)
+        module.weight = nn.Parameter(4 * module.weight.detach())
+        torch.testing.assert_close(computed(module, input, linears), 8 * before)
+
+
+def test_generate_sees_what_is_written_through_data() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    gen = SLOSpecGenerator(model, tiny_model("llama"), config=SLOSpecConfig(max_depth=3))
+    ids = torch.arange(3, 15)[None]
+    before = gen.generate(ids, max_new_tokens=8)
+    assert len(gen._decoder.speculator.target.packed.linears)
+    torch.manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data += torch.randn_like(module.weight)
+    after = gen.generate(ids, max_new_tokens=8)
+    assert torch.equal(after, model.generate(ids, max_new_tokens=8)) and not torch.equal(after, before)
+
+
+def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, input, found = linear(), rows(3, 24), list[torch.Tensor]()
+    monkeypatch.setattr(prepacked, "_linear", lambda *_: pytest.fail("another thread's forward was ours"))
+    with PrepackedLinears(module, True).in_use():
+        assert "forward" in module.__dict__
+        thread = threading.Thread(target=lambda: found.append(module(input)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], F.linear(input, module.weight))
+
+
+def test_nothing_stays_on_the_layers() -> None:
+    module, input = nn.Sequential(linear(), nn.ReLU()), rows(3, 24)
+    linears, others = PrepackedLinears(module, True), PrepackedLinears(module, True)
+    before = set(module[0].__dict__)
+    with pytest.raises(KeyError), linears.in_use(), others.in_use():  # two at a time, and an error
+        raise KeyError
+    assert set(module[0].__dict__) == before
+    with linears.in_use():
+        with others.in_use():
+            pass
+        assert "forward" in module[0].__dict__  # the other one still runs
+    assert set(module[0].__dict__) == before
+    computed(module, input, linears)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(input), module(input))
+
+
+def test_copies_are_shared_by_all_who_forward_a_model() -> None:
+    model = tiny_model("llama")
+    first, second = PackedModel(model, prepack=True), PackedModel(model, prepack=True)
+    (one, _), (other, _) = first.linears._forwards[0], second.linears._forwards[0]
+    assert one is other and len(first.linears) == len(second.linears) > 0
+    weights = {id(m.weight): m.weight.nbytes for m in model.modules() if type(m) is nn.Linear}
+    assert first.linears.num_bytes == sum(weights.values())
+
+
+def test_copies_take_a_share_of_the_free_memory_at_most(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prepacked, "FREE_SHARE", 0.0)
+    with caplog.at_level("INFO"):
+        assert not len(PrepackedLinears(linear(), None))
+    assert "SLOSpecConfig(prepack=True)" in caplog.text
+    assert len(PrepackedLinears(linear(), True)) == 1
+    assert not len(PrepackedLinears(linear(), False))
+
+
+def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
+    hooked, replaced, inferred, compiled = linear(), linear(), linear(), linear()
+    hooked.register_forward_hook(lambda *_: None)
+    replaced.forward = lambda input: input
+    with torch.inference_mode():
+        inferred.weight = nn.Parameter(torch.ones(40, 24), requires_grad=False)
+    compiled.compile(backend="eager")
+    for module in (hooked, replaced, inferred, compiled, linear(dtype=torch.float64), nn.Conv1d(3, 3, 1)):
+        assert not len(PrepackedLinears(module, True)), module
+    with torch.autocast("cpu"):
+        assert not len(PrepackedLinears(linear(), True))
+
+
+def test_a_torch_without_the_kernels_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepacked._works.cache_clear()
+    monkeypatch.setattr(prepacked, "_linear", lambda *_: torch.ops.mkldnn.no_such_operator())
+    assert not len(PrepackedLinears(linear(), True))
+    prepacked._works.cache_clear()
