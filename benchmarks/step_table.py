@@ -1,10 +1,10 @@
 """Where the time of a step goes, by sampling the main thread's stack while ``generate`` runs.
 
     pip install py-spy
-    python benchmarks/step_table.py [--shape 0.6B] [--batches 1 8] [--seconds 40] [--json benchmarks/results/step-table.json]
+    python benchmarks/step_table.py [--shape 0.6B] [--batches 1 8] [--seconds 40] [--json FILE]
 
-py-spy looks at the process from outside, so nothing is slowed down by being looked at. A sample is counted for the innermost
-place of the table below that its stack passes through.
+py-spy looks at the process from outside, so nothing is slowed down by being looked at. A sample is counted for the
+innermost place of the table below that its stack passes through.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_slospec.inflate import SHAPES, inflate
 
 RATE = 500  # samples per second
 NEW_TOKENS = 48
-# What a frame of the stack, "function (file:line)", says of a sample: the first pattern found in it, innermost frame first.
+# What a frame of the stack, "function (file:line)", says of a sample; the innermost frame that says something counts.
 FORWARD = [
     ("linear layers", "torch/nn/modules/linear.py"),
     ("attention", "hf_slospec/models/attention/"),

@@ -85,9 +85,8 @@ class SLOSpecConfig(BaseModel):
     )
     prepack: bool | None = Field(
         None,
-        description="CPU: keep the weights of linear layers a second time, in the layout of the matrix kernels. Steps "
-        "become faster, and the models take up to twice their memory. None: where that is at most a quarter of the free "
-        "memory.",
+        description="CPU: keep the weights of linear layers a second time, in the layout of the matrix kernels: faster "
+        "steps for up to twice the models' memory. None: where that is at most a quarter of the free memory.",
     )
     admission: AdmissionName = Field(
         "slo",

@@ -69,8 +69,8 @@ class PrepackedLinears:
         new_bytes = sum(linear.weight.nbytes for linear in found if linear not in _copies)
         if found and wanted is None and new_bytes > FREE_SHARE * psutil.virtual_memory().available:
             logger.info(
-                "weights of %s are not kept a second time for speed: that would take %.1f GiB, more than a quarter of the "
-                "free memory; SLOSpecConfig(prepack=True) does it all the same",
+                "weights of %s are not kept a second time for speed: that would take %.1f GiB, more than a quarter "
+                "of the free memory; SLOSpecConfig(prepack=True) does it all the same",
                 type(model).__name__,
                 new_bytes / 2**30,
             )
