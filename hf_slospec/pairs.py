@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.models.threads import cores
 from hf_slospec.tiny import load_tiny_pair
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -24,9 +25,12 @@ class Pair(NamedTuple):
 def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> Pair:
     """Models from the Hub or folders, or with neither named the embedded pair, its target inflated to ``size``.
 
+    Torch's threads become no more than there are cores for this process.
+
     Raises:
         InvalidInputError: what is asked for makes no sense, in the words of the command line.
     """
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))
     if (target is None) != (assistant is None):
         raise InvalidInputError("--target and --assistant go together")
     if dtype not in DTYPES:

@@ -138,8 +138,9 @@ class Serving(Observer):
     def stats(self) -> Stats:
         batcher, limit = self._batcher, self._limits
         if batcher is None or limit is None:
-            return self.telemetry.stats(0, 0, 0, 0)
-        return self.telemetry.stats(batcher.num_running, batcher.num_waiting, batcher.kv_held, limit.kv_tokens)
+            return self.telemetry.stats(0, 0, 0, 0, None)
+        memory = self.decoder.speculator.memory(self._engine(), batcher.num_running)
+        return self.telemetry.stats(batcher.num_running, batcher.num_waiting, batcher.kv_held, limit.kv_tokens, memory)
 
     def collector(self) -> Collector:
         return Collector(lambda: self.telemetry.families(self.stats()))
@@ -240,17 +241,14 @@ def limits_of(speculator: Speculator, config: SLOSpecConfig) -> Limits:
 
 
 def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
-    models = [speculator.target.packed]
-    if speculator.draft is not None and speculator.max_nodes:
-        models.append(speculator.draft.packed)
-    bytes_per_token = sum(stored.num_bytes for model in models for layer in model.layers for stored in layer.shape)
-    device = models[0].device
+    bytes_per_token = sum(model.kv_bytes_per_token for model in speculator.models)
+    device = speculator.target.packed.device
     if device.type == "cuda":  # torch keeps memory that it has freed
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + kept
     else:
         free = psutil.virtual_memory().available
-    most = getattr(models[0].model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    most = getattr(speculator.target.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     return int(min(FREE_SHARE * free / bytes_per_token, max_batch * (most + speculator.max_nodes)))
 
 

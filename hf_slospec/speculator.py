@@ -21,10 +21,11 @@ from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.checked_drafter import CheckedDrafter
 from hf_slospec.models.measure import measure
+from hf_slospec.models.memory import Memory
 from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
-from hf_slospec.models.threads import release_team
+from hf_slospec.models.threads import release_team, warn_of_a_crowd
 from hf_slospec.models.trial import check_by_trial
 from hf_slospec.policies import max_tree_nodes, new_policy
 from hf_slospec.policies.auto import Experience
@@ -55,6 +56,8 @@ class TriedModel:
         placement = _placement(self.model)
         with self._lock:
             if placement != self._placement:
+                if input_device(self.model).type == "cpu":
+                    warn_of_a_crowd()
                 packed = PackedModel(self.model, self.config.attention, self.config.prepack)
                 check_by_trial(packed)
                 self._packed, self._placement, self._cost = packed, placement, None
@@ -138,6 +141,24 @@ class Speculator:
             for request in scheduler.running:  # abandoned, by an error or the user
                 drafter.release(request)
             self.turns.rest()
+
+    @property
+    def models(self) -> list[PackedModel]:
+        """Those that hold K/V."""
+        drafts = [] if self.draft is None or not self.max_nodes else [self.draft.packed]
+        return [self.target.packed, *drafts]
+
+    def memory(self, engine: Engine | None, num_running: int) -> Memory:
+        """What an engine of this speculator takes."""
+        parts = () if engine is None else (engine.target, engine.drafter)
+        pools = [part.sequences.pool.num_bytes for part in parts if isinstance(part, (PackedTarget, AssistantDrafter))]
+        target_kv, draft_kv = [*pools, 0, 0][:2]
+        return Memory(
+            target_kv=target_kv,
+            draft_kv=draft_kv,
+            staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in self.models),
+            prepacked=sum(model.linears.num_bytes for model in self.models),
+        )
 
     @property
     def max_nodes(self) -> int:

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "row_processors": set(),
     "hf": {"checks", "context", "engine", "errors", "lockstep", "models", "row_processors", "rows", "speculator"}
     | {"targets"},
-    "telemetry": {"engine"},
+    "telemetry": {"engine", "models"},
     "serving": {"checks", "engine", "errors", "hf", "models", "policies", "speculator", "targets", "telemetry"},
     "generator": {"engine", "hf", "serving", "targets", "telemetry"},
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "recording": {"sim"},
     "bench": {"engine", "generator", "recording", "sim"},
     "quiet": set(),
-    "pairs": {"errors", "inflate", "tiny"},
+    "pairs": {"errors", "inflate", "models", "tiny"},
     "demo": {"engine", "errors", "generator", "pairs", "quiet", "speculator"},
     "commands": {"bench", "demo", "engine", "errors", "generator", "inflate", "pairs", "profiling", "quiet", "sim"}
     | {"simulate", "tiny", "trace"},

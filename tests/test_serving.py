@@ -282,6 +282,7 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
     target, draft, tokenizer = pair
     generator = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
     assert generator.stats().steps == 0
+    assert generator.stats().memory is None
     with generator:
         handles = [generator.submit(p, max_new_tokens=15, slo_tpot=1e3, slo_ttft=1e3) for p in PROMPTS[:3]]
         for handle in handles:
@@ -290,7 +291,9 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
         doomed.cancel()
         with pytest.raises(Exception, match="cancelled"):
             doomed.result(WAIT_S)
+        assert generator.stats().memory.draft_kv > 0
     stats = generator.stats()
+    assert stats.memory.staging == 0  # nobody runs
     assert (stats.running, stats.waiting, stats.kv_tokens, stats.kv_limit) == (0, 0, 0, 20_000)
     assert stats.finished == {"length": 3, "cancelled": 1}
     assert (stats.attained, stats.missed, stats.promised, stats.broken) == (3, 0, 3, 0)

@@ -1,14 +1,16 @@
-"""Who has computed and rests keeps no OpenMP threads: more threads than cores slow everybody down."""
+"""More threads than cores slow everybody down: who rests keeps none, and too many are warned of."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-from hf_slospec.models.threads import release_team
+from hf_slospec.models.threads import cores, release_team, warn_of_a_crowd
 
 SCRIPT = """
 import json, os, time
@@ -64,3 +66,34 @@ def test_teams_are_let_go_by_those_who_rest() -> None:
 def test_letting_go_twice_does_nothing() -> None:
     release_team()
     release_team()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "20000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({}, 8),
+    ],
+)
+def test_a_containers_quota_counts(
+    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cores(tmp_path) == expected
+
+
+def test_a_crowd_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
+    warn_of_a_crowd.cache_clear()
+    warn_of_a_crowd()
+    warn_of_a_crowd()
+    assert caplog.text.count("10000 threads") == 1
+    warn_of_a_crowd.cache_clear()

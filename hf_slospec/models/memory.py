@@ -1,4 +1,4 @@
-"""Running out of memory, told apart from errors of the model."""
+"""What speculation takes, and running out of memory, told apart from errors of the model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from pydantic import BaseModel, Field
 
 # These say nothing about the model that met them.
 DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+class Memory(BaseModel):
+    """Bytes that speculation takes beside the models' own weights."""
+
+    target_kv: int = Field(description="The target's pool of K/V, free slots included.")
+    draft_kv: int = Field(description="The draft's.")
+    staging: int = Field(description="Of both, what is kept free behind running requests for the nodes of a step.")
+    prepacked: int = Field(description="Second copies of weights, see SLOSpecConfig.prepack.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

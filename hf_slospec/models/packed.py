@@ -55,6 +55,10 @@ class PackedModel:
         return vocab_size(self.model)
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(stored.num_bytes for layer in self.layers for stored in layer.shape)
+
+    @property
     def max_positions(self) -> int | None:
         """The longest sequence a learned position table can serve; None if the model has none such."""
         config = self.model.config.get_text_config()
