@@ -30,10 +30,12 @@ RATE = 500  # samples per second
 NEW_TOKENS = 48
 # What a frame of the stack, "function (file:line)", says of a sample; the innermost frame that says something counts.
 FORWARD = [
-    ("linear layers", "torch/nn/modules/linear.py"),
+    ("linear layers", r"torch/nn/modules/linear\.py|hf_slospec/models/prepacked\.py"),
     ("attention", "hf_slospec/models/attention/"),
-    ("K/V staging and lookup", "hf_slospec/models/kv_pool.py"),
-    ("other layers: norms, rotary, activations, Python", "transformers/models/"),
+    ("norms", r"Norm\.forward \("),
+    ("rotary embedding", r"rotary|rotate_half"),
+    ("activations", r"torch/nn/modules/activation\.py|transformers/activations\.py"),
+    ("the rest of the layers", "transformers/models/"),
     ("inputs and masks", "hf_slospec/models/packed.py"),
 ]
 PHASES = [
