@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -29,20 +29,16 @@ SAMPLES = 256  # elements of a weight that tell whether it was changed behind to
 TOLERANCE = 0.05  # relative; beyond rounding in any dtype
 
 
-@dataclass(eq=False)
 class _Copy:
-    """A weight in the kernels' layout, and what it was made of."""
+    """A layer's weight in the kernels' layout, and what it was made of."""
 
-    packed: torch.Tensor
-    weight: nn.Parameter
-    version: int
-    address: int
-    samples: torch.Tensor
+    def __init__(self, weight: nn.Parameter):
+        self.make(weight)
 
-    @classmethod
-    def of(cls, weight: nn.Parameter) -> _Copy:
+    def make(self, weight: nn.Parameter) -> None:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_TOKENS)
-        return cls(packed, weight, weight._version, weight.data_ptr(), _samples(weight))
+        self.packed, self.weight, self.version, self.address = packed, weight, weight._version, weight.data_ptr()
+        self.samples = _samples(weight)
 
     def is_of(self, weight: nn.Parameter) -> bool:
         """As far as torch counts changes."""
@@ -76,12 +72,17 @@ class PrepackedLinears:
             )
             found = []
         self._model = model
-        self._forwards = [(linear, _forward_of(linear)) for linear in found]
-        self.renew()
+        with torch.no_grad():
+            for linear in found:
+                if linear not in _copies:
+                    _copies[linear] = _Copy(linear.weight)
+        self._copies = {linear: _copies[linear] for linear in found}
+        self._forwards = [(linear, _forward_of(linear, copy)) for linear, copy in self._copies.items()]
+        self.renew()  # an older generator's copies may be of older weights
 
     @property
     def num_bytes(self) -> int:
-        return sum(_copies[linear].weight.nbytes for linear, _ in self._forwards)
+        return sum(copy.weight.nbytes for copy in self._copies.values())
 
     def __len__(self) -> int:
         return len(self._forwards)
@@ -89,9 +90,9 @@ class PrepackedLinears:
     def renew(self) -> None:
         """Make copies of weights that were changed, by whatever means."""
         with torch.no_grad():
-            for linear, _ in self._forwards:
-                if linear not in _copies or not _copies[linear].looks_like(linear.weight):
-                    _copies[linear] = _Copy.of(linear.weight)
+            for linear, copy in self._copies.items():
+                if not copy.looks_like(linear.weight):
+                    copy.make(linear.weight)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -99,9 +100,10 @@ class PrepackedLinears:
         if not self._forwards:
             yield
             return
-        for linear, _ in self._forwards:
-            if not _copies[linear].is_of(linear.weight):
-                _copies[linear] = _Copy.of(linear.weight)
+        for linear, copy in self._copies.items():
+            weight: Any = linear._parameters["weight"]  # at every forward: the attribute takes five times as long
+            if not copy.is_of(weight):
+                copy.make(weight)
         with _lock:  # threads may forward the same model at the same time: the last one out tidies up
             count, put_in = _in_use.get(id(self._model), (0, self._forwards))
             _in_use[id(self._model)] = count + 1, put_in
@@ -122,11 +124,11 @@ class PrepackedLinears:
                         linear.__dict__.pop("forward", None)
 
 
-def _forward_of(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward_of(linear: nn.Linear, copy: _Copy) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(input: torch.Tensor) -> torch.Tensor:
         if not _is_ours.get() or not input.numel():
             return F.linear(input, linear.weight, linear.bias)
-        return _linear(input, _copies[linear].packed, linear.bias)
+        return _linear(input, copy.packed, linear.bias)
 
     return forward
 
