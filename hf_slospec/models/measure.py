@@ -80,7 +80,7 @@ def measure(
     """Time forwards of many sizes in rounds for about ``limit_s`` seconds; a slow model is known at fewer sizes."""
     measured = Measured()
     sizes = [*CURVE[:3], *SLOPES, *CURVE[3:], *(HELD_OUT if held_out else ())]
-    forward_s = _Forwards(packed)
+    forward_s = Forwards(packed)
     forward_s(Size(1))  # pays one-off costs
     started_s = time.perf_counter()
     for repeat in range(repeats):
@@ -97,7 +97,7 @@ def _is_worthwhile(size: Size, measured: Measured) -> bool:
     return size.num_tokens <= 64 or measured.seconds[max(smaller)] < WORTHWHILE * measured.seconds[Size(1)]
 
 
-class _Forwards:
+class Forwards:
     """Seconds of a packed forward of a given size, in one pool that fits all of them."""
 
     def __init__(self, packed: PackedModel):

@@ -1,0 +1,98 @@
+"""How the cost of a verify step grows with batch, context and token budget.
+
+    python benchmarks/costs.py [--shape 0.6B] [--repeats 5] [--json FILE] [--plot PNG]
+
+Forwards of one model, with and without prepacked weights, all sizes once per round, medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+from hf_slospec import load_tiny_pair
+from hf_slospec.bench import provenance
+from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.models.measure import Forwards, Size
+from hf_slospec.models.packed import PackedModel, evaluating
+
+NODES, KEYS = 8, 256  # of each request, root included, and cached tokens, where nothing else is said
+AXES = {
+    "batch": [Size(NODES * batch, batch, KEYS) for batch in (1, 2, 4, 8, 16, 32, 64)],
+    "context": [Size(NODES, 1, keys) for keys in (128, 256, 512, 1024, 2048, 4096)],
+    "budget": [Size(tokens, 1, KEYS) for tokens in (1, 4, 8, 16, 32, 64, 128, 256)],
+}
+WAYS = {"prepacked": True, "as loaded": False}
+
+
+def measure(shape: str, repeats: int) -> list[dict[str, float | str]]:
+    tiny, _, _ = load_tiny_pair(torch.bfloat16)
+    model = inflate(tiny, SHAPES[shape])
+    forwards = {way: Forwards(PackedModel(model, prepack=prepack)) for way, prepack in WAYS.items()}
+    sizes = sorted({size for axis in AXES.values() for size in axis})
+    seconds: dict[tuple[str, Size], list[float]] = {(way, size): [] for way in WAYS for size in sizes}
+    with evaluating(model):
+        for way in WAYS:
+            forwards[way](Size(1))
+        for _ in tqdm(range(repeats), desc="rounds"):
+            for (way, size), own in seconds.items():
+                own.append(forwards[way](size))
+    return [
+        dict(weights=way, tokens=size.num_tokens, requests=size.num_requests, keys_each=size.keys_each,
+             ms=round(1e3 * median(own), 2))
+        for (way, size), own in seconds.items()
+    ]  # fmt: skip
+
+
+def draw(rows: list[dict[str, float | str]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = {
+        "batch": ("batch", lambda size: size.num_requests, f"{NODES} nodes each, {KEYS} cached tokens"),
+        "context": ("context (cached tokens)", lambda size: size.keys_each, f"one request, {NODES} nodes"),
+        "budget": ("token budget", lambda size: size.num_tokens, f"one request, {KEYS} cached tokens"),
+    }
+    ms = {(r["weights"], Size(r["tokens"], r["requests"], r["keys_each"])): r["ms"] for r in rows}
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharey=True)
+    for axis, (name, (label, x_of, title)) in zip(axes, labels.items(), strict=True):
+        for way, color, marker in zip(WAYS, ("#0072B2", "#D55E00"), "os", strict=True):
+            x = [x_of(size) for size in AXES[name]]
+            axis.plot(x, [ms[way, size] for size in AXES[name]], color=color, marker=marker, markersize=4, label=way)
+        axis.set(xscale="log", yscale="log", xlabel=label, title=title)
+        axis.set_xticks(x, [str(n) for n in x])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    ticks = [50, 100, 200, 500, 1000, 2000]
+    axes[0].set_yticks(ticks, [str(n) for n in ticks])
+    axes[0].set_ylabel("ms of a verify forward")
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6B")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    rows = measure(arguments.shape, arguments.repeats)
+    for row in rows:
+        print(row)
+    if arguments.json:
+        facts = provenance(shape=arguments.shape, dtype="bfloat16", repeats=arguments.repeats)
+        arguments.json.write_text(json.dumps({"provenance": facts, "rows": rows}, indent=1) + "\n")
+    if arguments.plot:
+        draw(rows, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
