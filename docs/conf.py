@@ -1,0 +1,57 @@
+"""Sphinx settings: ``make docs`` builds the site into build/docs, and fails on any warning."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import sphinx.pycode.parser
+from pydantic import BaseModel
+
+import hf_slospec
+
+project = "hf_slospec"
+author = "The hf_slospec developers"
+version = release = hf_slospec.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["pictures.py"]
+html_theme = "furo"
+html_title = f"hf_slospec {version}"
+html_show_copyright = False
+
+# Pages are read on GitHub too, so they are plain Markdown; links to files outside of docs/ become downloads.
+myst_heading_anchors = 3
+suppress_warnings: list[str] = []
+
+# Notebooks run in every build; what raises fails it.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "undoc-members": True}
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+
+# Nothing is fetched while building, so other projects' classes are no links.
+nitpick_ignore_regex = [("py:.*", r"(?!hf_slospec).*")]
+
+# The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds" only.
+sphinx.pycode.parser.comment_re = re.compile(r"^\s*#:? ?(.*)\r?\n?$")
+
+
+def describe_fields(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Give pydantic fields the descriptions and defaults that they were declared with."""
+    owner, _, field = name.rpartition(".")
+    model = getattr(hf_slospec, owner.rpartition(".")[2], None)
+    if isinstance(model, type) and issubclass(model, BaseModel) and field in model.model_fields:
+        info = model.model_fields[field]
+        lines[:] = [info.description or ""]
+        if not info.is_required():
+            lines += ["", f"Default: ``{info.default!r}``."]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", describe_fields)
