@@ -22,7 +22,7 @@ html_show_copyright = False
 
 # Pages are read on GitHub too, so they are plain Markdown; links to files outside of docs/ become downloads.
 myst_heading_anchors = 3
-suppress_warnings: list[str] = []
+suppress_warnings = ["toc.empty_glob"]  # there may be no notebooks yet
 
 # Notebooks run in every build; what raises fails it.
 nb_execution_mode = "force"
@@ -35,14 +35,16 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 
-# Nothing is fetched while building, so other projects' classes are no links.
-nitpick_ignore_regex = [("py:.*", r"(?!hf_slospec).*")]
+# Nothing is fetched while building, so other projects' classes and our own aliases of them are no links.
+nitpick_ignore_regex = [("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|collections|typing|types|pathlib|concurrent)\b.*")]
 
 # The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds" only.
 sphinx.pycode.parser.comment_re = re.compile(r"^\s*#:? ?(.*)\r?\n?$")
 
+_as_written: dict[str, list[str]] = {}
 
-def describe_fields(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+
+def describe_field(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Give pydantic fields the descriptions and defaults that they were declared with."""
     owner, _, field = name.rpartition(".")
     model = getattr(hf_slospec, owner.rpartition(".")[2], None)
@@ -51,7 +53,15 @@ def describe_fields(app: Any, what: str, name: str, thing: Any, options: Any, li
         lines[:] = [info.description or ""]
         if not info.is_required():
             lines += ["", f"Default: ``{info.default!r}``."]
+    if what in ("attribute", "property"):
+        _as_written[name] = lines[:]
+
+
+def keep_colons(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Of "tokens; 0: none" napoleon would make a type and a description."""
+    lines[:] = _as_written.pop(name, lines)
 
 
 def setup(app: Any) -> None:
-    app.connect("autodoc-process-docstring", describe_fields)
+    app.connect("autodoc-process-docstring", describe_field, priority=400)  # napoleon has 500
+    app.connect("autodoc-process-docstring", keep_colons, priority=600)
