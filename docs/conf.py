@@ -22,7 +22,6 @@ html_show_copyright = False
 
 # Pages are read on GitHub too, so they are plain Markdown; links to files outside of docs/ become downloads.
 myst_heading_anchors = 3
-suppress_warnings = ["toc.empty_glob"]  # there may be no notebooks yet
 
 # Notebooks run in every build; what raises fails it.
 nb_execution_mode = "force"
@@ -31,12 +30,16 @@ nb_execution_timeout = 300
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "undoc-members": True}
+autodoc_default_options = {"members": True, "undoc-members": True, "special-members": "__call__"}
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 
 # Nothing is fetched while building, so other projects' classes and our own aliases of them are no links.
-nitpick_ignore_regex = [("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|collections|typing|types|pathlib|concurrent)\b.*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|annotated_types)\b.*"),
+    ("py:.*", r"(collections|concurrent|pathlib|queue|threading|weakref)\b.*"),
+    ("py:.*", r"(Policy|Admission|Prefill)Name|hf_slospec\.telemetry\.Collector"),
+]
 
 # The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds" only.
 sphinx.pycode.parser.comment_re = re.compile(r"^\s*#:? ?(.*)\r?\n?$")
@@ -53,7 +56,7 @@ def describe_field(app: Any, what: str, name: str, thing: Any, options: Any, lin
         lines[:] = [info.description or ""]
         if not info.is_required():
             lines += ["", f"Default: ``{info.default!r}``."]
-    if what in ("attribute", "property"):
+    if what in ("attribute", "data", "property", "type"):
         _as_written[name] = lines[:]
 
 
