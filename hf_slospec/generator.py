@@ -102,7 +102,7 @@ class SLOSpecGenerator:
                 :class:`RequestMetrics` per row.
 
         Returns:
-            What ``generate`` returns: [batch, length] int64, or a :class:`SLOSpecOutput`.
+            As ``generate`` does, [batch, length] int64, or a :class:`SLOSpecOutput` in place of its own class.
 
         Raises:
             InvalidInputError, InvalidTypeError: an argument makes no sense.
