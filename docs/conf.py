@@ -17,7 +17,7 @@ author = "The hf_slospec developers"
 version = release = hf_slospec.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["pictures.py"]
+exclude_patterns = ["notebooks/*.ipynb"]  # made of the pages here
 html_theme = "furo"
 html_title = f"hf_slospec {version}"
 html_show_copyright = False
@@ -31,6 +31,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+nb_output_stderr = "remove"  # progress bars
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
