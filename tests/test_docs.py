@@ -25,7 +25,9 @@ from hf_slospec.tiny import FOLDER
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demo" / "README.md", *sorted((ROOT / "hf_slospec").glob("**/*.md"))]
-FENCE = re.compile(r"(?P<mark><!-- not run: .+ -->\n)?^```(?P<kind>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"(?P<mark><!-- not run: .+ -->\n)?^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 COMMAND = re.compile(r"(?:^|`|\$ )python -m hf_slospec ([a-z][^`\n]+)", re.MULTILINE)
 
 
