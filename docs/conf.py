@@ -35,7 +35,7 @@ nb_output_stderr = "remove"  # progress bars
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "undoc-members": True, "special-members": "__call__"}
+autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_preserve_defaults = True
 ALIASES = ("IntArray", "FloatArray", "BoolArray", "StepTime", "ShapeTime", "TreeTime", "Targets", "Prompt", "IsOver")
 autodoc_type_aliases = {name: name for name in ALIASES}  # shown as they are written,
