@@ -3,18 +3,22 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test lint bench clean
+.PHONY: run test lint docs bench clean
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
 
-test: lint
+test: lint docs
 	$(VENV)/bin/python -m pytest
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# Strict: a warning, a broken link or a notebook that raises fails the build.
+docs: $(VENV)/installed-dev
+	$(VENV)/bin/python -m sphinx -W --keep-going -n -q -b html docs build/docs
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m hf_slospec bench
@@ -26,7 +30,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install -c constraints.txt --group dev
+	$(PIP) install -c constraints.txt --group dev --group docs
 	touch $@
 
 clean:

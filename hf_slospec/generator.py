@@ -36,6 +36,9 @@ class SLOSpecGenerator:
         config: how to speculate.
         drafter: an object of your own that proposes token trees, see :class:`Drafter`.
         fallback: as in :func:`enable`.
+
+    Raises:
+        InvalidTypeError, UnsupportedModelError, IncompatibleDraftError: as in :func:`enable`.
     """
 
     def __init__(
@@ -97,6 +100,13 @@ class SLOSpecGenerator:
             fallback: overrides the generator's for this call.
             kwargs: everything else ``generate`` takes. ``return_dict_in_generate=True`` adds ``slo``, one
                 :class:`RequestMetrics` per row.
+
+        Returns:
+            As ``generate`` does, [batch, length] int64, or a :class:`SLOSpecOutput` in place of its own class.
+
+        Raises:
+            InvalidInputError, InvalidTypeError: an argument makes no sense.
+            UnsupportedOptionError: an option cannot be speculated; with ``fallback`` stock ``generate`` runs instead.
         """
         positional = {"inputs": inputs, "generation_config": generation_config}
         arguments = {"tokenizer": self.tokenizer, **kwargs} | {k: v for k, v in positional.items() if v is not None}

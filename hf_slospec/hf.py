@@ -58,8 +58,8 @@ from hf_slospec.targets import Targets, check_targets, stages_of, targets_by_row
 class SLOSpecOutput(GenerateDecoderOnlyOutput):
     """HF's output with one :class:`RequestMetrics` per row, and what happened in every step."""
 
-    slo: list[RequestMetrics] | None = None
-    steps: list[StepEvent] | None = None
+    slo: list[RequestMetrics] | None = None  # one per row
+    steps: list[StepEvent] | None = None  # in order, those that fed the prompts first
 
 
 def enable(

@@ -13,7 +13,12 @@ PHASES = ("draft", "select", "verify", "host")
 
 
 def write_chrome_trace(steps: Iterable[StepEvent], path: Path | str) -> None:
-    """Write what ``output.steps`` holds; open the file in a trace viewer."""
+    """Write steps into a JSON file, to be opened in a trace viewer.
+
+    Args:
+        steps: what ``output.steps`` holds, of one call or of several.
+        path: the file, which is overwritten.
+    """
     Path(path).write_text(json.dumps({"traceEvents": list(_events(steps)), "displayTimeUnit": "ms"}), encoding="utf-8")
 
 

@@ -16,8 +16,8 @@ def accept(tree: TokenTree, choose: Callable[[int], int], emit: Callable[[int], 
         emit: takes each token as it is committed; True when the request is finished with it.
 
     Returns:
-        The accepted nodes along the path, the root not among them. One token more was emitted: the bonus token,
-        which becomes the next root.
+        The accepted nodes along the path, the root not among them. One token more was emitted, the bonus token, which
+        becomes the next root.
     """
     node, accepted = ROOT, list[int]()
     while True:

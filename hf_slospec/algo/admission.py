@@ -31,7 +31,9 @@ def prefill_rate(
     max_tokens: int,
     draft_level_s: float = 0.0,
 ) -> float:
-    """Most prompt tokens per second that decoding requests leave, each keeping its target; see :func:`best_lengths`.
+    """Most prompt tokens per second that decoding requests leave, each keeping its target.
+
+    The arguments are those of :func:`~hf_slospec.algo.spec_lengths.best_lengths`.
 
     A fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps.
 

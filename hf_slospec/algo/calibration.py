@@ -18,6 +18,7 @@ class Conditionals:
 
     @classmethod
     def of(cls, forest: Forest) -> Conditionals:
+        """Those of its own path probabilities."""
         below = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, below, out=np.zeros(len(below)), where=below > 0.0)
         # Nodes of a tree ascend, so a stable sort by parent keeps siblings in order.
@@ -101,6 +102,7 @@ class Reliability:
         self._squares = 0.0
 
     def observe(self, predicted: FloatArray, was_hit: FloatArray) -> None:
+        """Take in predictions in [0, 1] and whether each came true, [n] both."""
         bins = np.minimum((predicted * self.BINS).astype(np.int64), self.BINS - 1)
         for sums, values in ((self.predicted, predicted), (self.accepted, was_hit), (self.count, None)):
             sums += np.bincount(bins, values, minlength=self.BINS)

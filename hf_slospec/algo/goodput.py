@@ -104,9 +104,11 @@ class MovingAcceptance:
 
     @property
     def rate(self) -> float:
+        """Accepted over tried, in [0, 1]."""
         return self._accepted / self._tried
 
     def observe(self, tried: int, accepted: int) -> None:
+        """Take in a step: tokens that were tried, and those of them that were accepted."""
         if tried:
             self._tried = self.KEEP * self._tried + (1.0 - self.KEEP) * tried
             self._accepted = self.KEEP * self._accepted + (1.0 - self.KEEP) * accepted

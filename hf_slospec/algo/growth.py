@@ -134,7 +134,7 @@ def important_nodes(
 
     Args:
         trees: one candidate tree per request.
-        required: tokens each request needs of this step, see :func:`required_tokens`.
+        required: tokens each request needs of this step, see :func:`~hf_slospec.algo.select.required_tokens`.
         targets_s: seconds per output token; None: no target.
         budget: nodes verified at most, roots included; roots are always verified.
         slack_s: epsilon, seconds to be ahead by.

@@ -17,7 +17,7 @@ class LatencyCurve:
     """Seconds of one forward by the number of tokens in it; linear between the measured points and beyond the last."""
 
     num_tokens: tuple[int, ...]  # ascending
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # of each, never falling
 
     @classmethod
     def fit(cls, num_tokens: Sequence[int], seconds: Sequence[float]) -> LatencyCurve:
@@ -35,6 +35,7 @@ class LatencyCurve:
         return cls(tuple(tokens for tokens, _ in points), monotone)
 
     def __call__(self, num_tokens: IntArray | FloatArray | int) -> FloatArray:
+        """Seconds of forwards of these sizes.  -> as given, f64"""
         x, y, slope = self._line
         inside: FloatArray = np.asarray(np.interp(num_tokens, x, y))
         beyond: FloatArray = np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
@@ -56,6 +57,7 @@ class ForwardCost:
     per_key_s: float = 0.0  # of every cached token that some request attends to
 
     def __call__(self, num_tokens: IntArray | FloatArray | int, num_requests: int = 1, num_keys: int = 0) -> FloatArray:
+        """Seconds; ``num_keys`` are the cached tokens of all requests together.  -> shape of ``num_tokens``, f64"""
         return self.curve(num_tokens) + self.per_request_s * (num_requests - 1) + self.per_key_s * num_keys
 
 
@@ -128,9 +130,11 @@ class StepCosts:
         return np.where(np.asarray(depth) > 0, first_s + level_s * (np.asarray(depth) - 1), 0.0)
 
     def observe_verify(self, measured_s: float, num_tokens: int, num_requests: int, num_keys: int) -> None:
+        """Take in what a step took without its drafting."""
         predicted_s = float(self.verify(num_tokens, num_requests, num_keys))
         self.verify_correction.observe(num_tokens, predicted_s, measured_s)
 
     def observe_draft(self, measured_s: float, num_requests: int, depth: int, width: int, num_keys: int) -> None:
+        """Take in what drafting took."""
         predicted_s = float(self._draft_s(num_requests, depth, width, num_keys))
         self.draft_correction.observe(num_requests * width, predicted_s, measured_s)

@@ -30,6 +30,13 @@ def adaptive_shape(
     """Depth and beam width for this many requests (AdaServe, equations 8 and 9 with D_min = 0 and c2 = 0).
 
     D_min = 0 lets speculation stop when the batch alone fills the verifier, which the paper's D_min >= 3 cannot.
+
+    Args:
+        num_requests: n, those that decode in the step.
+        verify_tokens: B1, nodes the target verifies per step at most, roots included.
+        draft_tokens: B2, tokens the draft forwards per level at most.
+        max_depth, max_width: D_max and W_max.
+        depth_offset: c1.
     """
     depth = verify_tokens // (num_requests + depth_offset) - 1
     width = draft_tokens // num_requests
@@ -119,6 +126,11 @@ def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget:
     """AdaServe's Algorithm 1 over finite trees: most expected tokens with every A(r) met; None if that is impossible.
 
     [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
+
+    Args:
+        trees: one candidate tree per request.
+        required: A(r) per request, see :func:`required_tokens`.
+        budget: nodes verified at most, roots included.
     """
     forest = Forest.of(trees)
     ranked = forest.canonical(forest.path_probs)

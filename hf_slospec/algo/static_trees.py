@@ -33,6 +33,7 @@ class StaticTree:
 
     @property
     def num_nodes(self) -> int:
+        """The root included."""
         return len(self.parents)
 
     @cached_property
@@ -45,6 +46,7 @@ class StaticTree:
 
     @property
     def max_depth(self) -> int:
+        """Of its deepest node; the root has 0."""
         return int(self.depths.max())
 
     @property
@@ -84,7 +86,7 @@ class StaticTree:
         return is_taken
 
 
-# SpecInfer (arXiv 2305.09781): 18 nodes, three chains from depth 2 on.
+# The tree of SpecInfer (arXiv 2305.09781), 18 nodes, three chains from depth 2 on.
 SPECINFER = StaticTree.of_expansion((1, 1, 3, 1, 1, 1, 1))
 
 

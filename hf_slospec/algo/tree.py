@@ -33,6 +33,7 @@ class TokenTree:
 
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
+        """A tree without guesses: the step decodes plainly."""
         return cls(np.array([token]), np.array([-1]), np.array([0]), np.array([1.0]))
 
     @classmethod
@@ -43,10 +44,12 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> int:
+        """The root included."""
         return len(self.tokens)
 
     @property
     def max_depth(self) -> int:
+        """0 if there is only a root."""
         return int(self.depths.max())
 
     @cached_property
@@ -110,6 +113,7 @@ class Forest:
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
+        """One forest of at least one tree."""
         sizes = [tree.num_nodes for tree in trees]
         tree_of = np.repeat(np.arange(len(trees)), sizes)
         parents = np.concatenate([tree.parents for tree in trees])

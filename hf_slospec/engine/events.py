@@ -10,13 +10,14 @@ from typing import NamedTuple
 class PhaseTimes:
     """Seconds of one step, or of several together, by what they were spent on."""
 
-    draft_s: float = 0.0
+    draft_s: float = 0.0  # the drafter's forwards
     select_s: float = 0.0  # planning and selection
     verify_s: float = 0.0  # the target's forward and the choice of tokens
     host_s: float = 0.0  # accepting, committing and book-keeping
 
     @property
     def total_s(self) -> float:
+        """All of it."""
         return self.draft_s + self.select_s + self.verify_s + self.host_s
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
@@ -45,7 +46,7 @@ class RequestStep:
     nodes: int  # verified, root included
     committed: int  # tokens
     expected: float  # tokens that were expected
-    target_s: float | None
+    target_s: float | None  # seconds per output token, of its stage
     elapsed_s: float  # since its stage began
     emitted: int  # tokens since its stage began
 
@@ -54,28 +55,31 @@ class RequestStep:
 class StepEvent:
     """One step of the engine. Times are seconds of the engine's monotonic clock."""
 
-    begun_s: float
+    begun_s: float  # when it began
     num_decoding: int  # of the requests, which come first; the others chose their first token behind their prompts
     depth: int  # draft levels planned; 0: no speculation
-    width: int
-    phases: PhaseTimes
+    width: int  # of a request's beam, as planned
+    phases: PhaseTimes  # what it took
     predicted_s: float  # what the policy expected the step to take; 0 where it expects nothing
     requests: tuple[RequestStep, ...]  # those that chose tokens
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # of prompts, in the same forward
 
     @property
     def is_prefill(self) -> bool:
-        """And nothing else."""
+        """Whether it fed prompts and nothing else."""
         return self.num_decoding == 0
 
     @property
     def decoding(self) -> tuple[RequestStep, ...]:
+        """Those that had tokens before."""
         return self.requests[: self.num_decoding]
 
     @property
     def committed(self) -> int:
+        """Tokens, over all requests."""
         return sum(request.committed for request in self.requests)
 
     @property
     def nodes(self) -> int:
+        """Verified, over all requests, roots included: what counts against the token budget."""
         return sum(request.nodes for request in self.requests)

@@ -74,6 +74,7 @@ class Selection:
 
     @classmethod
     def of_roots(cls, trees: Sequence[TokenTree]) -> Selection:
+        """Plain decoding: one token each."""
         return cls(trees, [1.0] * len(trees))
 
     def with_roots(self, trees: Sequence[TokenTree]) -> Selection:

@@ -176,19 +176,19 @@ class Request:
 class RequestMetrics:
     """What was promised to a request and what it got."""
 
-    target_s: float | None  # of the stage it ended in
-    tpot_s: float | None  # (last - first token) / (tokens - 1); None for fewer than two tokens
-    ttft_s: float | None  # None before the first token
+    target_s: float | None  # seconds per output token, of the stage it ended in
+    tpot_s: float | None  # seconds, (last - first token) / (tokens - 1); None for fewer than two tokens
+    ttft_s: float | None  # seconds from arrival to the first token; None before it
     attained: bool | None  # every stage, and the time to the first token; None without a target or a token
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # nodes verified, roots not counted
     accepted: int  # of those, committed
-    slack_s: float | None  # time left to the deadline of its last token, negative when late; of its last stage
-    worst_tpot_s: float | None  # highest time per token over any 10 tokens in a row (SLOs-Serve); None below 11 tokens
+    slack_s: float | None  # seconds left to the deadline of its last token, negative when late; of its last stage
+    worst_tpot_s: float | None  # highest seconds per token over 10 tokens in a row (SLOs-Serve); None below 11
     expected_tokens: float  # what the policy expected the steps to commit, the prefill not counted
-    phases: PhaseTimes  # where the time of its steps went; steps are shared with the other requests
-    ttft_target_s: float | None = None
+    phases: PhaseTimes  # where the seconds of its steps went; steps are shared with the other requests
+    ttft_target_s: float | None = None  # seconds from arrival to the first token
     guaranteed: bool = False  # whether its targets were promised to it; the batcher only
     preempted: int = 0  # times it lost its K/V to another request; the batcher only
 

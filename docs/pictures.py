@@ -1,0 +1,293 @@
+"""Draws the pictures of docs/concepts.md: ``python docs/pictures.py``.
+
+Everything in them comes from the library: trees that the embedded draft proposes for real prompts, the mask of a real
+packed forward, the nodes that the default policy's selection takes at measured step times, the steps of a real run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+import torch
+from matplotlib import pyplot
+from matplotlib.patches import Patch, Rectangle
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, TokenTree, load_tiny_pair
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.select import best_ratio_nodes
+from hf_slospec.algo.tree import ROOT, Forest
+from hf_slospec.algo.urgency import urgency
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.models.assistant import AssistantDrafter
+from hf_slospec.models.attention.dense import masked_attention
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.sequences import Sequences
+
+HERE = Path(__file__).parent
+PROFILE = HERE.parent / "benchmarks" / "results" / "profile-cpu-2core-0.6B-bf16.json"
+PROMPT = "class Stack:\n    def __init__(self"
+ROWS = (PROMPT, "    def test_empty(self):\n        self.assertEqual(", "def fibonacci(n):")
+DEPTH, WIDTH = 4, 3
+
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+BLUE, ORANGE, GREEN, GREY, PALE = "#0072B2", "#E69F00", "#009E73", "#767676", "#E6E6E6"
+ROW_COLOURS = (BLUE, ORANGE, GREEN)
+
+
+class Drawer:
+    """The embedded pair, and what it makes of prompts."""
+
+    def __init__(self) -> None:
+        self.target, self.draft, self.tokenizer = load_tiny_pair()
+
+    def request(self, text: str, index: int = 0) -> Request:
+        return Request(index, self.tokenizer(text)["input_ids"], max_new_tokens=64)
+
+    def candidates(self, requests: Sequence[Request], width: int = WIDTH) -> Sequence[TokenTree]:
+        drafter = AssistantDrafter(PackedModel(self.draft), DEPTH * width, self.target.config.vocab_size)
+        return drafter.draft(requests, Plan(DEPTH, width))
+
+    def shown(self, token: int) -> str:
+        """A token as a label: spaces and line ends visible."""
+        return self.tokenizer.decode([token]).replace("\n", "↵").replace(" ", "·")
+
+    def walk(self, request: Request, tree: TokenTree) -> tuple[list[int], str]:
+        """The nodes that plain decoding goes through, and the token it chooses after the last one."""
+        ids = torch.tensor([request.tokens])
+        out = self.target.generate(ids, max_new_tokens=tree.max_depth + 1, do_sample=False)[0, ids.shape[1] :].tolist()
+        path = [ROOT]
+        for token in out:
+            child = tree.child(path[-1], token)
+            if child is None:
+                return path, self.shown(token)
+            path.append(child)
+        raise AssertionError("the text is one token longer than the tree is deep")
+
+
+def boxed(axes: Any, x: float, y: float, text: str, **style: Any) -> None:
+    box = {"boxstyle": "round,pad=0.35", "facecolor": style.pop("face"), "edgecolor": style.pop("edge", GREY)}
+    box |= {"linestyle": style.pop("line", "-"), "linewidth": style.pop("line_width", 1.0)}
+    axes.text(x, y, text, ha="center", va="center", family="monospace", bbox=box, **style)
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def draw_tree(drawer: Drawer) -> None:
+    request = drawer.request(PROMPT)
+    (tree,) = drawer.candidates([request])
+    path, bonus = drawer.walk(request, tree)
+    figure, axes = pyplot.subplots(figsize=(9.5, 3.6), layout="constrained")
+    places = {ROOT: (0.0, 1.0)}
+    for depth in range(1, tree.max_depth + 1):
+        # Children in the order of their parents, so that few edges cross.
+        level = sorted(np.flatnonzero(tree.depths == depth), key=lambda v: (-places[tree.parents[v]][1], v))
+        places |= {int(v): (float(depth), float(len(level) - 1 - place)) for place, v in enumerate(level)}
+    places[len(places)] = places[path[-1]][0] + 1.0, places[path[-1]][1]
+    for node, (x, y) in list(places.items())[1:]:
+        is_bonus = node == tree.num_nodes
+        parent = path[-1] if is_bonus else int(tree.parents[node])
+        on_path = is_bonus or node in path
+        ends = [places[parent][0], x], [places[parent][1], y]
+        axes.plot(*ends, color=BLUE if on_path else "#B0B0B0", linewidth=2.5 if on_path else 1.0, zorder=0)
+    for node, (x, y) in places.items():
+        if node == ROOT:
+            boxed(axes, x, y, drawer.shown(request.tokens[-1]) + "\nroot", face=PALE, fontsize=10)
+        elif node == tree.num_nodes:
+            boxed(axes, x, y, bonus + "\nbonus", face="#F7DFA8", edge=ORANGE, line_width=2, fontsize=10)
+        else:
+            prob = tree.path_probs[node]
+            text = f"{drawer.shown(int(tree.tokens[node]))}\n{'<0.01' if prob < 0.01 else f'{prob:.2f}'}"
+            style = {"face": "#CCE3F2", "edge": BLUE, "line_width": 2} if node in path else {"face": "white"}
+            boxed(axes, x, y, text, fontsize=10, **style)
+    for x, text in enumerate(("last token", "depth 1", "depth 2", "depth 3", "depth 4", "from the target")):
+        axes.text(x, 2.62, text, ha="center", color=GREY)
+    axes.set(xlim=(-0.5, 5.5), ylim=(-0.45, 2.85))
+    axes.axis("off")
+    save(figure, "token-tree.png")
+
+
+def draw_packed_row(drawer: Drawer) -> None:
+    requests = [drawer.request(text, index) for index, text in enumerate(("for i in range(", "with open(path"))]
+    trees = [tree.subtree(np.arange(nodes)) for tree, nodes in zip(drawer.candidates(requests), (6, 5), strict=True)]
+    packed, rows = PackedModel(drawer.target), []
+    sequences = Sequences(packed, max_nodes=max(tree.num_nodes for tree in trees))
+    sequences.reserve(requests)
+    for request in requests:
+        sequences.feed(request, len(request.tokens) - 1)
+
+    def attend(query: Any, keys: Any, values: Any, row: Any, *rest: Any) -> Any:
+        rows.append(row)
+        return masked_attention(query, keys, values, row, *rest)
+
+    packed.backend = attend
+    parts = [sequences.chain_and_tree(r, r.tokens[-1:], tree) for r, tree in zip(requests, trees, strict=True)]
+    sequences.forward(parts, torch.arange(sum(tree.num_nodes for tree in trees)))
+
+    spans = rows[0].spans
+    num_tokens, num_keys = spans[-1].end, sum(span.num_visible for span in spans)
+    figure, axes = pyplot.subplots(figsize=(10, 6.4), layout="constrained")
+    columns, left = list[str](), 0
+    for span, request, tree, colour in zip(spans, requests, trees, ROW_COLOURS, strict=False):
+        is_seen = (span.mask(None, torch.zeros(())) == 0).numpy()  # [num_tokens, num_visible] of this request
+        committed = span.sequence.length
+        for row, column in np.argwhere(is_seen):
+            alpha = 0.35 if column < committed else 1.0
+            axes.add_patch(Rectangle((left + column, span.begin + row), 1, 1, facecolor=colour, alpha=alpha))
+        end = left + span.num_visible
+        axes.add_patch(
+            Rectangle((left, span.begin), end - left, span.num_tokens, fill=False, edgecolor=colour, linewidth=2)
+        )
+        columns += [drawer.shown(token) for token in (*request.tokens[:-1], *tree.tokens)]
+        for begin, stop, name in ((left, left + committed, "committed"), (left + committed, end, "this step")):
+            axes.annotate(
+                "", (begin + 0.1, -0.35), (stop - 0.1, -0.35), arrowprops={"arrowstyle": "<->", "color": GREY}
+            )
+            axes.text((begin + stop) / 2, -0.6, name, ha="center", color=GREY)
+        axes.text(
+            (left + end) / 2, -1.35, f"keys of request {request.index + 1}", ha="center", color=colour, weight="bold"
+        )
+        left = end
+    labels = []
+    for tree, part in zip(trees, parts, strict=True):
+        for node, position in enumerate(part.positions.tolist()):
+            name = "root" if node == ROOT else f"child of {drawer.shown(int(tree.tokens[tree.parents[node]]))}"
+            labels.append(f"{name}   {drawer.shown(int(tree.tokens[node]))}   position {position}")
+    axes.set(xlim=(0, num_keys), ylim=(num_tokens, -1.9))
+    axes.set_xticks(np.arange(num_keys) + 0.5, columns, rotation=90, family="monospace")
+    axes.set_yticks(np.arange(num_tokens) + 0.5, labels, family="monospace")
+    axes.hlines(range(num_tokens + 1), 0, num_keys, color=PALE, linewidth=0.6, zorder=0)
+    axes.vlines(range(num_keys + 1), 0, num_tokens, color=PALE, linewidth=0.6, zorder=0)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("what may be attended to")
+    axes.set_ylabel("tokens of the packed row, in order")
+    save(figure, "packed-row.png")
+
+
+def step_seconds(num_rows: int) -> Any:
+    """Seconds of a step with four draft levels, by its nodes, as measured for the 0.6 B pair on two CPU cores."""
+    results = json.loads(PROFILE.read_text())["results"]
+    costs = StepCosts(*(cost_of(results[name]["fit"]) for name in ("target", "draft")))
+    draft_s = costs.draft_s(num_rows, DEPTH, WIDTH)
+    return lambda num_nodes: draft_s + costs.verify_s(num_nodes, num_rows)
+
+
+def cost_of(fit: dict[str, Any]) -> ForwardCost:
+    curve = LatencyCurve(tuple(fit["tokens"]), tuple(ms / 1e3 for ms in fit["ms"]))
+    return ForwardCost(curve, fit["ms_per_further_request"] / 1e3, fit["ms_per_1000_keys"] / 1e6)
+
+
+def draw_budget(drawer: Drawer) -> None:
+    forest = Forest.of(drawer.candidates([drawer.request(text, index) for index, text in enumerate(ROWS)]))
+    seconds = step_seconds(len(ROWS))
+    best = int(best_ratio_nodes(forest, forest.path_probs, len(forest.depths), seconds).sum())
+    order = forest.canonical(forest.path_probs)
+    nodes = np.arange(len(ROWS), len(forest.depths) + 1)
+    tokens = len(ROWS) + np.concatenate(([0.0], np.cumsum(forest.path_probs[order])))
+    step_s = seconds(nodes)
+    figure, panels = pyplot.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
+    for panel, values, title, colour in zip(
+        panels,
+        (tokens, step_s * 1e3, tokens / step_s),
+        ("tokens expected of the step", "milliseconds the step takes", "expected tokens per second"),
+        (BLUE, ORANGE, GREEN),
+        strict=True,
+    ):
+        panel.plot(nodes, values, color=colour, linewidth=2)
+        panel.axvline(best, color=GREY, linestyle="--", linewidth=1)
+        panel.plot(best, values[nodes == best], "o", color=colour)
+        panel.set(title=title, xlabel="nodes verified, over all rows", ylim=(0, values.max() * 1.1))
+        panel.grid(alpha=0.3)
+    panels[2].text(best + 0.8, 2, f"best: {best} nodes", color=GREY)
+    save(figure, "budget.png")
+
+
+def draw_selection(drawer: Drawer) -> None:
+    requests = [drawer.request(text, index) for index, text in enumerate(ROWS)]
+    trees = drawer.candidates(requests)
+    forest, seconds = Forest.of(trees), step_seconds(len(ROWS))
+    late = np.array([-np.inf, -2.0, 2.0])  # tokens: no target, ahead, late
+    weights = urgency(late, np.zeros(3), np.zeros(3, np.bool_), SLOSpecConfig().urgency)
+    names = ("no target", "ahead", "2 tokens late")
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
+    for panel, w, title in zip(panels, (np.ones(3), weights), ("nobody has a target", "with targets"), strict=True):
+        taken = best_ratio_nodes(forest, w[forest.tree_of] * forest.path_probs, len(forest.depths), seconds)
+        x, ticks = 0.0, []
+        for index, (name, colour) in enumerate(zip(names, ROW_COLOURS, strict=True)):
+            own = np.flatnonzero((forest.tree_of == index) & (forest.depths > 0))
+            own = own[np.argsort(-forest.path_probs[own], kind="stable")]
+            for place, node in enumerate(own):
+                style = {"facecolor": colour} if taken[node] else {"facecolor": "white", "hatch": "////"}
+                panel.bar(x + place, forest.path_probs[node], width=0.8, edgecolor=colour, linewidth=0.8, **style)
+            expected = 1.0 + forest.path_probs[own][taken[own]].sum()
+            standing = f"\n{name}, w = {w[index]:.1f}" if w is weights else ""
+            label = f"row {index + 1}{standing}\n{counted(taken[own].sum(), 'node')}, {expected:.1f} tokens"
+            ticks.append((x + (len(own) - 1) / 2, label))
+            x += len(own) + 1.5
+        panel.set_xticks(*zip(*ticks, strict=True))
+        panel.tick_params(axis="x", length=0)
+        panel.set_title(f"{title}: {int(taken.sum()) - len(ROWS)} nodes beside the roots")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("path probability of a candidate node")
+    handles = [Patch(facecolor=GREY, edgecolor=GREY), Patch(facecolor="white", edgecolor=GREY, hatch="////")]
+    figure.legend(handles, ("verified", "left out"), loc="outside lower center", ncols=2, frameon=False)
+    save(figure, "selection.png")
+
+
+def draw_steps(drawer: Drawer) -> None:
+    gen = SLOSpecGenerator(
+        drawer.target, drawer.draft, drawer.tokenizer, SLOSpecConfig(policy="fixed", max_depth=DEPTH, max_width=WIDTH)
+    )
+    with gen:
+        handle = gen.submit(PROMPT, max_new_tokens=36, do_sample=False)
+        handle.result()
+    tokens, is_drafted, begin = handle.token_ids, handle.from_draft, 0
+    figure, axes = pyplot.subplots(figsize=(9, 0.36 * len(handle.commits) + 0.9), layout="constrained")
+    for line, commit in enumerate(handle.commits):
+        x = 0.0
+        for token, drafted in zip(
+            tokens[begin : commit.num_emitted], is_drafted[begin : commit.num_emitted], strict=True
+        ):
+            text = drawer.shown(token)
+            face, edge = ("#CCE3F2", BLUE) if drafted else ("#F7DFA8", ORANGE)
+            axes.add_patch(Rectangle((x, line + 0.1), len(text) + 1.0, 0.8, facecolor=face, edgecolor=edge))
+            axes.text(
+                x + (len(text) + 1.0) / 2, line + 0.5, text, ha="center", va="center", family="monospace", fontsize=9
+            )
+            x += len(text) + 1.5
+        name = "prompt" if line == 0 else f"step {line}"
+        count = counted(commit.num_emitted - begin, "token")
+        axes.text(-1.0, line + 0.5, f"{name}: {count}", ha="right", va="center", color=GREY)
+        begin = commit.num_emitted
+    axes.set(xlim=(-13, 47), ylim=(len(handle.commits), -0.1))
+    axes.axis("off")
+    handles = [Patch(facecolor="#CCE3F2", edgecolor=BLUE), Patch(facecolor="#F7DFA8", edgecolor=ORANGE)]
+    figure.legend(handles, ("drafted and accepted", "the target's own (bonus)"), loc="outside lower center", ncols=2,
+                  frameon=False)  # fmt: skip
+    save(figure, "steps.png")
+
+
+def save(figure: Any, name: str) -> None:
+    figure.savefig(HERE / "images" / name, dpi=130, facecolor="white", metadata={"Software": None})
+    pyplot.close(figure)
+    print(name)
+
+
+def main() -> None:
+    drawer = Drawer()
+    for draw in (draw_tree, draw_packed_row, draw_budget, draw_selection, draw_steps):
+        draw(drawer)
+
+
+if __name__ == "__main__":
+    main()
