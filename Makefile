@@ -1,9 +1,11 @@
-# make run: install and run the quickstart.  make test: everything CI checks.
+# make run: install and run the quickstart.  make test: everything CI checks.  make notebooks: run them into build/.
 PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test lint docs bench clean
+NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
+
+.PHONY: run test lint docs bench notebooks clean
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
@@ -23,6 +25,13 @@ docs: $(VENV)/installed-dev
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m hf_slospec bench
 
+notebooks: $(VENV)/installed-docs
+	mkdir -p build/notebooks
+	for name in $(NOTEBOOKS); do \
+	    $(VENV)/bin/jupytext --quiet --to ipynb --output build/notebooks/$$name.ipynb docs/notebooks/$$name.md || exit 1; \
+	done
+	$(VENV)/bin/jupyter-execute --inplace --timeout 300 $(NOTEBOOKS:%=build/notebooks/%.ipynb)
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade -c constraints.txt pip
@@ -31,6 +40,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install -c constraints.txt --group dev --group docs
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) install -c constraints.txt --group docs
 	touch $@
 
 clean:

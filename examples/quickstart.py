@@ -16,7 +16,6 @@ from transformers.generation import BaseStreamer
 import hf_slospec
 from hf_slospec.inflate import SHAPES, inflate
 
-NEW_TOKENS = 96
 TARGETS = [0.02, 0.05, 0.1, None]  # seconds per output token; None: no promise
 PROMPTS = [
     'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self',
@@ -29,8 +28,8 @@ PROMPTS = [
 class Progress(BaseStreamer):
     """Moves a bar by one for every token that all rows have."""
 
-    def __init__(self, title: str):
-        self.bar = tqdm(total=NEW_TOKENS, desc=title, unit="tok")
+    def __init__(self, title: str, new_tokens: int):
+        self.bar = tqdm(total=new_tokens, desc=title, unit="tok")
         self.is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
@@ -41,13 +40,14 @@ class Progress(BaseStreamer):
         self.bar.close()
 
 
-def timed(generate: Any, title: str, **options: Any) -> tuple[Any, float]:
+def timed(generate: Any, title: str, new_tokens: int, **options: Any) -> tuple[Any, float]:
     started_s = time.perf_counter()
-    out = generate(**options, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=Progress(title))
+    progress = Progress(title, new_tokens)
+    out = generate(**options, max_new_tokens=new_tokens, do_sample=False, streamer=progress)
     return out, time.perf_counter() - started_s
 
 
-def main() -> None:
+def main(new_tokens: int = 96) -> None:
     tiny, draft, tokenizer = hf_slospec.load_tiny_pair(torch.float32)
     model = inflate(tiny, SHAPES["0.1B"])
     hf_slospec.enable(model, assistant_model=draft)
@@ -55,8 +55,9 @@ def main() -> None:
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     model.generate(**batch, max_new_tokens=2, slo_tpot=0.1)  # warm-up: step times are measured on the first call
 
-    plain, plain_s = timed(model.generate, "plain generate    ", **batch)
-    out, ours_s = timed(model.generate, "with slo_tpot     ", **batch, slo_tpot=TARGETS, return_dict_in_generate=True)
+    plain, plain_s = timed(model.generate, "plain generate    ", new_tokens, **batch)
+    ours = dict(slo_tpot=TARGETS, return_dict_in_generate=True)
+    out, ours_s = timed(model.generate, "with slo_tpot     ", new_tokens, **batch, **ours)
 
     for row, metrics in zip(out.sequences, out.slo, strict=True):
         print("-" * 100)

@@ -5,7 +5,7 @@ from hf_slospec.divergence import Divergence, DivergenceReport, divergence_repor
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.handle import RequestHandle, RequestResult
-from hf_slospec.engine.protocols import Drafter, Plan
+from hf_slospec.engine.protocols import Drafter, Plan, Policy, Selection
 from hf_slospec.engine.request import Request, RequestMetrics
 from hf_slospec.errors import (
     FallbackWarning,
@@ -39,6 +39,7 @@ __all__ = [
     "Percentiles",
     "PhaseTimes",
     "Plan",
+    "Policy",
     "QueueFull",
     "Request",
     "RequestCancelledError",
@@ -51,6 +52,7 @@ __all__ = [
     "SLOSpecGenerator",
     "SLOSpecOutput",
     "SLOStage",
+    "Selection",
     "Stats",
     "StepEvent",
     "TokenTree",

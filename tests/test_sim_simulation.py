@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hf_slospec.engine.config import PolicyName
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.policies.smartspec import SmartSpecPolicy
 from hf_slospec.sim.hardware import Hardware, lines
 from hf_slospec.sim.outcomes import Run
 from hf_slospec.sim.simulation import Simulation
@@ -203,6 +204,7 @@ JOB = Job(0.0, 100, 50)
         ([JOB], 'adaserve {"max_width": 5}', {}, "max_width is 5, and the texts hold 4"),
         ([replace(JOB, arrival_s=1e300)], "vllm", {}, "come within"),
         ([replace(JOB, arrival_s=math.nan)], "vllm", {}, "come within"),
+        ([JOB], "vllm", {"hindsight": True, "make_policy": SmartSpecPolicy}, "two policies"),
     ],
 )
 def test_impossible_simulations_are_refused(jobs: list[Job], system: str, options: dict, fault: str) -> None:
@@ -213,6 +215,23 @@ def test_impossible_simulations_are_refused(jobs: list[Job], system: str, option
 def test_every_request_needs_a_text() -> None:
     with pytest.raises(InvalidInputError, match="2 requests and 1 texts"):
         Simulation([JOB, JOB], library_of([JOB]), HARDWARE, config_of("vllm"))
+
+
+def test_a_policy_of_ones_own_decides() -> None:
+    jobs = some_jobs(0, 8)
+    config = config_of('{"policy": "none", "max_depth": 6, "max_width": 1}')  # what it is called does not count
+
+    def run(**options: Any) -> Run:
+        return Simulation(jobs, library_of(jobs), HARDWARE, config, replicas=2, **options).run()
+
+    own, named = (
+        run(make_policy=SmartSpecPolicy),
+        Simulation(
+            jobs, library_of(jobs), HARDWARE, config.model_copy(update={"policy": "smartspec"}), replicas=2
+        ).run(),
+    )
+    assert own.outcomes == named.outcomes
+    assert own.totals.nodes > run().totals.nodes
 
 
 def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:

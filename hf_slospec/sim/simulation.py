@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hf_slospec.algo.latency import StepCosts
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.continuous import Continuous, Limits
 from hf_slospec.engine.events import StepEvent
@@ -25,6 +26,7 @@ from hf_slospec.sim.texts import Library
 from hf_slospec.sim.workload import MOST_S, Job
 
 MOST_REPLICAS = 1000
+NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]
 
 
 @dataclass
@@ -41,12 +43,20 @@ class _Visit:
 class Replica:
     """One engine with hardware and a clock of its own."""
 
-    def __init__(self, config: SLOSpecConfig, hardware: Hardware, library: Library, seed: int, hindsight: bool):
+    def __init__(
+        self,
+        config: SLOSpecConfig,
+        hardware: Hardware,
+        library: Library,
+        seed: int,
+        hindsight: bool,
+        make_policy: NewPolicy | None,
+    ):
         self.clock = VirtualClock()
         costs = hardware.costs()
         limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_tree_nodes(config))
         self.scheduler = Continuous(limits, Pace(costs), config.admission, config.prefill)
-        policy: Policy = new_policy(config, costs, Experience(config))
+        policy: Policy = make_policy(config, costs) if make_policy else new_policy(config, costs, Experience(config))
         if hindsight:
             policy = HindsightPolicy(library, config, hardware, seed)
         self.engine = Engine(
@@ -88,16 +98,20 @@ class Simulation:
         max_hops: int | None = None,
         seed: int = 0,
         hindsight: bool = False,
+        make_policy: NewPolicy | None = None,
     ):
         """``max_hops``: how often a request that a replica promises nothing goes to the next; None: to all of them.
 
-        With ``hindsight`` an oracle takes the place of the config's policy.
+        With ``hindsight`` an oracle takes the place of the config's policy; with ``make_policy`` one of your own, which
+        bounds its plans by the config's ``max_depth`` and ``max_width``.
 
         Raises:
             InvalidInputError: something of this is impossible.
         """
         if not jobs:
             raise InvalidInputError("the load holds no requests")
+        if hindsight and make_policy is not None:
+            raise InvalidInputError("hindsight and make_policy are two policies; give one of them")
         if not 1 <= replicas <= MOST_REPLICAS:
             raise InvalidInputError(f"replicas must lie within 1..{MOST_REPLICAS}, got {replicas}")
         if len(library.lengths) != len(jobs):
@@ -108,7 +122,9 @@ class Simulation:
             )
         if not all(0.0 <= job.arrival_s <= MOST_S for job in jobs):
             raise InvalidInputError(f"requests must come within 0..{MOST_S:g} seconds")
-        self.replicas = [Replica(config, hardware, library, seed + place, hindsight) for place in range(replicas)]
+        self.replicas = [
+            Replica(config, hardware, library, seed + place, hindsight, make_policy) for place in range(replicas)
+        ]
         self.max_hops = replicas - 1 if max_hops is None else min(max_hops, replicas - 1)
         limits = self.replicas[0].scheduler.limits
         for index, job in enumerate(jobs):  # before requests of any size are made

@@ -1,0 +1,77 @@
+"""A policy of one's own, compared with ``auto`` and with plain decoding on the same requests, in the simulator.
+
+    python examples/custom_policy.py
+
+A policy says how deep and wide to draft in a step and which of the drafted nodes are verified. This one speculates for
+those requests only that are behind their targets. Engine, scheduler and admission are the real ones; target, draft and
+clock are simulated (docs/simulator.md), with published latencies of a large model, so a minute of load takes a second
+or two and the same comes out every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+
+from hf_slospec import Plan, Request, Selection, SLOSpecConfig, TokenTree
+from hf_slospec.algo.latency import StepCosts
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.sim.hardware import HARDWARE
+from hf_slospec.sim.simulation import Simulation
+from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.texts import TextModel
+from hf_slospec.sim.workload import jobs_of, mix_of, poisson
+from hf_slospec.simulate import Load, table
+
+
+class OnlyTheLate:
+    """Chains for requests that are behind their targets; the others decode plainly.
+
+    The engine calls ``plan``, ``select`` and ``observe`` once per step, in this order.
+    """
+
+    def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+        self.config, self.costs = config, costs
+        self.step_s = float(costs.verify_s(1))  # what steps take lately
+
+    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+        late = [request for request in requests if self.is_late(request, begun_s)]
+        longest = max((request.num_left - 1 for request in late), default=0)  # what can still be committed
+        return Plan(depth=min(self.config.max_depth, longest), width=1, drafting=late)
+
+    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        """All that was drafted; requests that were not drafted for come with a tree that is a root only."""
+        trees = [tree.up_to(request.num_left - 1) for request, tree in zip(requests, candidates, strict=True)]
+        return Selection(trees, expected=[float(tree.path_probs.sum()) for tree in trees])
+
+    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
+        self.step_s += 0.1 * (phases.total_s - self.step_s)
+
+    def is_late(self, request: Request, now_s: float) -> bool:
+        """Whether one more token at the end of this step would be behind the target's pace."""
+        elapsed_s, emitted = request.decoded(now_s)
+        return request.target_s is not None and elapsed_s + self.step_s > request.target_s * (emitted + 1)
+
+
+def main(number: int = 60, rates: Sequence[float] = (1.0, 3.0)) -> None:
+    hardware, loads = HARDWARE["llama-70b-4xa100"], []
+    for rate in rates:
+        rng = np.random.default_rng(0)
+        times_s = poisson(rng, rate, number)
+        jobs = jobs_of(mix_of("adaserve"), times_s, rng, lambda tokens: float(hardware.target(tokens)))
+        loads.append(Load.of(f"{rate:g}/s", jobs, TextModel(), rng))
+
+    def run(name: str, load: Load):
+        if name != "only the late":
+            return Simulation(load.jobs, load.library, hardware, config_of(name)).run(name)
+        config = SLOSpecConfig(max_depth=4, max_width=1)  # bounds of what it may draft
+        return Simulation(load.jobs, load.library, hardware, config, make_policy=OnlyTheLate).run(name)
+
+    runs = {name: [run(name, load) for load in loads] for name in ("only the late", "auto", "vllm-spec4", "vllm")}
+    Console().print(table(runs, loads, "tpot"))
+
+
+if __name__ == "__main__":
+    main()
