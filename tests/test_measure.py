@@ -68,7 +68,7 @@ class FakeForwards:
 
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_module, "_Forwards", FakeForwards)
+    monkeypatch.setattr(measure_module, "Forwards", FakeForwards)
     monkeypatch.setattr(measure_module.time, "perf_counter", lambda: FakeForwards.now_s)
 
 
@@ -97,7 +97,7 @@ def test_sizes_that_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_forwards_of_a_real_model() -> None:
-    forward_s = measure_module._Forwards(PackedModel(tiny_model("llama")))
+    forward_s = measure_module.Forwards(PackedModel(tiny_model("llama")))
     assert list(forward_s._split(Size(7, 3))) == [2, 2, 3]
     assert forward_s(Size(7, 3, 20)) > 0.0
     assert forward_s(Size(2, 1, 30)) > 0.0
