@@ -67,7 +67,7 @@ class Bench:
         config: SLOSpecConfig | None = None,
         times_forwards: bool = True,
     ):
-        """``times_forwards``: a GPU is made to wait at both ends of every forward, which hides what runs beside them."""
+        """``times_forwards``: the host waits for the GPU at both ends of every forward; nothing runs beside it then."""
         self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
         self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
         self.config, self.times_forwards = config, times_forwards
