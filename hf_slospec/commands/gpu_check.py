@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from hf_slospec import bench as benchmark
 from hf_slospec import gpu_check as checking
@@ -63,6 +64,6 @@ def gpu_check(
             plan, lambda so_far: write_results(json_path, facts, so_far), lambda text: console.print(text, style="dim")
         )
     for table in checking.tables(results):
-        console.print(table)
+        console.print(table, soft_wrap=isinstance(table, Text))
     console.print(f"written to {json_path}", markup=False)
     raise typer.Exit(checking.exit_code(results))

@@ -31,11 +31,11 @@ class ContinuousBatching:
             pad_token_id=target.generation_config.pad_token_id,
         )
         # By default its K/V takes nine tenths of the free memory, which others need too; so it gets what these texts
-        # fill, and as many again. Whole prompts fit into a batch.
+        # fill and half as much again, as it starts no prompt while little is free. All prompts fit into one forward.
         pages = -(-(prompt_tokens + new_tokens) // PAGE)
         self._config = ContinuousBatchingConfig(
             page_size=PAGE,
-            num_blocks=2 * batch * pages + 2,
+            num_blocks=batch * pages * 3 // 2 + 4,
             max_batch_tokens=max(PAGE, batch * prompt_tokens),
             max_requests_per_batch=batch,
             # Where the `kernels` package is installed, switching downloads.
@@ -46,6 +46,7 @@ class ContinuousBatching:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        idle = _idle_bytes()
         with self.target.continuous_batching_context_manager(
             generation_config=self._generation,
             continuous_batching_config=self._config,
@@ -53,6 +54,10 @@ class ContinuousBatching:
             timeout=LIMIT_S,
         ) as self._manager:
             yield
+        # It gave all memory that was free for reuse back to the device: the next one's time is not for getting it anew.
+        if (missing := idle - _idle_bytes()) > 0:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(missing, dtype=torch.uint8, device=self.target.device)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class ContinuousBatching:
         while len(done) < len(names):
             result = self._manager.get_result(timeout=0.5)
             if result is not None and result.error is not None:
-                raise RuntimeError(f"continuous batching: {result.error}")
+                raise (MemoryError if "out of memory" in result.error else RuntimeError)(result.error)
             if result is not None and result.is_finished():
                 done[result.request_id] = result.generated_tokens
             elif result is None and not (self._manager.is_running() and time.monotonic() < until_s):
@@ -85,3 +90,8 @@ class ContinuousBatching:
         """Give its memory back."""
         self._manager = None
         self.target.destroy_cached_continuous_batching_manager()
+
+
+def _idle_bytes() -> int:
+    """Held by torch's allocator, and used by nothing."""
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0

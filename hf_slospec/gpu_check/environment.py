@@ -29,8 +29,8 @@ def why_no_device(device: str) -> str | None:
     else:
         count = torch.cuda.device_count()
         why = (
-            f"torch {torch.__version__}, built for {torch.version.cuda or torch.version.hip}, sees {count} devices; see "
-            "whether `nvidia-smi` lists one, whether the driver is as new as that build wants, and "
+            f"torch {torch.__version__}, built for {torch.version.cuda or torch.version.hip}, sees {count} devices; "
+            "see whether `nvidia-smi` lists one, whether the driver is as new as that build wants, and "
             "what CUDA_VISIBLE_DEVICES says"
         )
     return f"no CUDA device: torch.cuda.is_available() is False. {why}. `hf_slospec bench` runs on a CPU."

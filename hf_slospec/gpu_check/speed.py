@@ -29,6 +29,7 @@ def measure_speed(bench: Bench, batch: int, repeats: int, budget: Budget, own_s:
 class _Race:
     def __init__(self, bench: Bench, batch: int, budget: Budget, own: Budget):
         self.bench, self.batch, self.budget, self.own = bench, batch, budget, own
+        self.continuous = ContinuousBatching(bench.target, batch, bench.prompt_tokens, bench.new_tokens)
         self.running: dict[str, Contestant] = {}
         self.samples: dict[str, list[Sample]] = {}
         self.memory: dict[str, tuple[float, float]] = {}  # GiB: at most, and of that, beyond what was held before
@@ -36,14 +37,13 @@ class _Race:
         self._backends: dict[tuple[str, str], str] = {}  # (backend, rest of the config) -> the variant that has it
 
     def run(self, repeats: int) -> dict[str, Any]:
-        continuous = ContinuousBatching(self.bench.target, self.batch, self.bench.prompt_tokens, self.bench.new_tokens)
         try:
-            makers = self._makers(continuous)
+            makers = self._makers()
             for name, make in makers.items():
                 self._warm_up(name, make)
             rounds = self._rounds(repeats)
         finally:
-            continuous.close()
+            self.continuous.close()
             self.running.clear()
             free_memory()
         own = {(name, self.batch): samples for name, samples in self.samples.items() if samples}
@@ -54,7 +54,7 @@ class _Race:
             "steps": self._steps(),
         }
 
-    def _makers(self, continuous: ContinuousBatching) -> dict[str, Callable[[], Contestant]]:
+    def _makers(self) -> dict[str, Callable[[], Contestant]]:
         """By name, most wanted first: who is warmed up last finds least time left."""
         bench, batch = self.bench, self.batch
         found: dict[str, Callable[[], Contestant]] = {PLAIN: lambda: Contestant(PLAIN, batch, bench.stock())}
@@ -67,11 +67,10 @@ class _Race:
             found[ASSISTED] = lambda: Contestant(ASSISTED, batch, bench.stock(assistant_model=bench.draft))
 
         def run_continuous(encoded: dict[str, torch.Tensor]) -> torch.Tensor:
-            sequences = continuous(encoded)
-            self.facts[CONTINUOUS] = continuous.facts
-            return sequences
+            self.facts[CONTINUOUS] = self.continuous.facts
+            return self.continuous(encoded)
 
-        found[CONTINUOUS] = lambda: Contestant(CONTINUOUS, batch, run_continuous, continuous.running)
+        found[CONTINUOUS] = lambda: Contestant(CONTINUOUS, batch, run_continuous, self.continuous.running)
         return found | variants
 
     def _ours(self, name: str, config: SLOSpecConfig) -> Callable[[dict[str, torch.Tensor]], Any]:
@@ -127,6 +126,8 @@ class _Race:
         self.samples.pop(name, None)
         self.facts[name] = self.facts.get(name, {}) | outcome_of(error)
         error.__traceback__ = None  # it would keep what the call made
+        if name == CONTINUOUS:
+            self.continuous.close()
         free_memory()
 
     def _record(self, name: str, row: dict[str, Any] | None) -> dict[str, Any]:

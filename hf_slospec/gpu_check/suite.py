@@ -15,7 +15,10 @@ from typing import Any
 import hf_slospec
 
 ROOT = Path(hf_slospec.__file__).parent.parent
-OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
+# `file::name OUTCOME (reason) [ 12%]`; a name may hold blanks and words like these
+OUTCOME = re.compile(
+    r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?: +\[ *\d+%\])?$", re.MULTILINE
+)
 SHOWN = 40  # lines of a failing run's output that are kept
 
 
