@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 PAGE = 256  # tokens: transformers' default
-LIMIT_S = 60.0  # of a call, so that a thread that hangs does not hold up everything
+LIMIT_S = 40.0  # of a call, so that a thread that hangs does not hold up everything
 
 
 class ContinuousBatching:

@@ -21,7 +21,7 @@ from hf_slospec.pairs import SIZES, load_pair
 from hf_slospec.tiny import tiny_prompts
 
 TESTS_SHARE, IDENTITY_SHARE = 0.35, 0.15  # of the time, at most; the rest is for speed
-LEAST_S = 8.0  # no shape is built with less time than this left
+LEAST_S = 15.0  # no shape is built with less time than this left
 
 Results = dict[str, Any]
 

@@ -34,6 +34,7 @@ class _Race:
         self.samples: dict[str, list[Sample]] = {}
         self.memory: dict[str, tuple[float, float]] = {}  # GiB: at most, and of that, beyond what was held before
         self.facts: dict[str, dict[str, Any]] = {}
+        self._round_s = self._longest_s = 0.0  # of calls: what a round takes, as far as is known, and the longest one
         self._backends: dict[tuple[str, str], str] = {}  # (backend, rest of the config) -> the variant that has it
 
     def run(self, repeats: int) -> dict[str, Any]:
@@ -82,28 +83,29 @@ class _Race:
         return self.bench.ours(config)
 
     def _warm_up(self, name: str, make: Callable[[], Contestant]) -> None:
-        if self.budget.left_s <= 0:
+        if self.budget.left_s <= self._longest_s:
             self.facts[name] = {"status": "skipped", "reason": "no time was left"}
             return
         try:
             contestant = make()
-            self.bench.time(contestant, 0)
+            seconds = self.bench.time(contestant, 0).seconds
         except _SameAsError as same:
             self.facts[name] |= {"status": "skipped", "reason": f"it would be the same as {same}"}
         except Exception as error:  # noqa: BLE001  recorded
             self._drop(name, error)
         else:
             self.running[name], self.samples[name] = contestant, []
+            self._round_s, self._longest_s = self._round_s + seconds, max(self._longest_s, seconds)
 
     def _rounds(self, repeats: int) -> int:
-        lasted_s, done = 0.0, 0
+        done = 0
         while self.running and done < repeats:
-            if (self.own if done >= FEWEST else self.budget).left_s <= lasted_s:
+            if (self.own if done >= FEWEST else self.budget).left_s <= self._round_s:
                 break
             begun_s = self.budget.spent_s
             for name, contestant in list(self.running.items()):
                 self._repeat(name, contestant, done)
-            lasted_s, done = self.budget.spent_s - begun_s, done + 1
+            self._round_s, done = self.budget.spent_s - begun_s, done + 1
         return done
 
     def _repeat(self, name: str, contestant: Contestant, repeat: int) -> None:
