@@ -20,6 +20,7 @@ from hf_slospec.gpu_check.variants import VARIANTS
 from hf_slospec.pairs import SIZES, load_pair
 from hf_slospec.tiny import tiny_prompts
 
+BEGIN_SHARE = 0.95  # of the time; what is begun by then may end later
 TESTS_SHARE, IDENTITY_SHARE = 0.35, 0.15  # of the time, at most; the rest is for speed
 LEAST_S = 15.0  # no shape is built with less time than this left
 
@@ -43,7 +44,7 @@ class Plan:
 
 def check(plan: Plan, on_phase: Callable[[Results], None], say: Callable[[str], None]) -> Results:
     """Run all phases; ``on_phase`` is given the results so far after each, and ``say`` what happens."""
-    budget, device = Budget(plan.budget_s), torch.device(plan.device)
+    budget, device = Budget(BEGIN_SHARE * plan.budget_s), torch.device(plan.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     results: Results = {"environment": environment(device)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -22,12 +23,13 @@ def tables(results: dict[str, Any]) -> Iterator[Table | Text]:
     yield _speed(
         [(cell["size"], r) for cell in speed for r in cell.get("contestants", ()) if r["status"] == "measured"]
     )
+    reasons: dict[str, list[str]] = {}  # -> where
     for cell in speed:
-        place = f"{cell['size']} at batch {cell['batch']}"
-        if cell["status"] != "measured":
-            yield Text(f"{place}: {_why(cell)}")
-        others = [r for r in cell.get("contestants", ()) if r["status"] != "measured"]
-        yield from (Text(f"{place}, {r['name']}: {_why(r)}") for r in others)
+        for r in (cell, *cell.get("contestants", ())):
+            if r["status"] != "measured":
+                what = f"{r['name']}: {_why(r)}" if "name" in r else _why(r)
+                reasons.setdefault(what, []).append(f"{cell['size']} at batch {cell['batch']}")
+    yield from (Text(f"{what} ({', '.join(places)})") for what, places in reasons.items())
     yield _floor([r for r in floors if "floor_ms" in r], results["copy_gb_per_s"])
     yield from (Text(f"{r['size']} at batch {r['batch']}: {_why(r)}") for r in floors if "floor_ms" not in r)
 
@@ -37,17 +39,17 @@ def _why(record: dict[str, Any]) -> str:
 
 
 def _table(title: str, names: tuple[str, ...], figures: tuple[str, ...]) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
         table.add_column(name, no_wrap=True)
     for figure in figures:
-        table.add_column(figure, justify="right")
+        table.add_column(figure, justify="right", no_wrap=True)
     return table
 
 
 def _identity(records: list[dict[str, Any]]) -> Table:
     table = _table(
-        "Against stock's output", ("dtype", "method", "must be", "outcome"), ("tokens", "divergences", "near-ties")
+        "Against stock's output", ("dtype", "method", "must be", "outcome"), ("tokens", "apart", "near-ties")
     )
     for r in records:
         figures = [str(r[key]) for key in ("tokens", "divergences", "near_ties")]
@@ -59,7 +61,7 @@ def _speed(rows: list[tuple[str, dict[str, Any]]]) -> Table:
     table = _table(
         "Speed against stock generate, same batch, same repeat (medians)",
         ("target", "batch", "method"),
-        ("speed-up", "tokens/s", "ms/token", "accept", "equal", "GiB"),
+        ("speed-up", "tok/s", "ms/tok", "accept", "equal", "GiB"),
     )
     for size, r in rows:
         table.add_row(
@@ -75,7 +77,7 @@ def _floor(rows: list[dict[str, Any]], gb_per_s: float) -> Table:
     table = _table(
         f"A verify step against its floor: bytes at the {gb_per_s} GB/s of a copy here",
         ("target", "batch"),
-        ("tokens", "weights GB", "K/V GB", "floor ms", "forward ms", "ratio", "phase ms"),
+        ("tokens", "weights GB", "K/V GB", "floor ms", "alone ms", "ratio", "phase ms"),
     )
     for r in rows:
         table.add_row(
@@ -83,7 +85,7 @@ def _floor(rows: list[dict[str, Any]], gb_per_s: float) -> Table:
             f"{r['floor_ms']:.3f}", f"{r['forward_ms']:.3f}", f"{r['forward_over_floor']:.2f}x",
             _figure(r["verify_ms"], ".3f"),
         )  # fmt: skip
-    table.caption = f"forward: alone; phase: a whole verify phase of ours. Goal of the ratio at batch 1: {GOAL}x"
+    table.caption = f"alone: a packed forward; phase: whole verify phases of ours. Goal at batch 1: {GOAL}x"
     return table
 
 
