@@ -23,6 +23,8 @@ from hf_slospec.gpu_check.phases import order_of
 from hf_slospec.gpu_check.speed import CONTINUOUS, measure_speed
 from hf_slospec.gpu_check.suite import gpu_tests
 from hf_slospec.gpu_check.variants import VARIANTS
+from hf_slospec.models.attention import choice
+from tests.flash_stand_in import StandIn
 
 RUN = CliRunner()
 ON_CPU = ["gpu-check", "--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]
@@ -119,6 +121,14 @@ def test_who_fails_is_left_out_and_the_rest_goes_on(at_repeat: int, monkeypatch:
     assert rows[ASSISTED]["status"] == "out of memory"
     assert rows[PLAIN]["status"] == rows[OURS]["status"] == "measured"
     assert calls == {CONTINUOUS: 1 + at_repeat, ASSISTED: 1 + at_repeat}
+
+
+def test_flash_is_a_contestant_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "KERNELS", (StandIn,))
+    rows = {row["name"]: row for row in measure_speed(bench(), 2, 1, Budget(1000.0), 1000.0)["contestants"]}
+    assert rows[f"{OURS}, flash"]["status"] == "measured"
+    assert rows[f"{OURS}, flash"]["attention"] == "flash_attention[stand-in]"
+    assert rows[f"{OURS}, flash"]["rows_equal_to_generate"] == "2/2"
 
 
 def test_speed_without_stock_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "tf32": torch.get_float32_matmul_precision() != "highest",
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "nvidia_smi": nvidia_smi(getattr(properties, "uuid", None)),
     }
 

@@ -21,7 +21,7 @@ from hf_slospec.pairs import SIZES, load_pair
 from hf_slospec.tiny import tiny_prompts
 
 BEGIN_SHARE = 0.95  # of the time; what is begun by then may end later
-TESTS_SHARE, IDENTITY_SHARE = 0.35, 0.15  # of the time, at most; the rest is for speed
+TESTS_SHARE, IDENTITY_SHARE = 0.42, 0.15  # of the time, at most; the rest is for speed
 LEAST_S = 15.0  # no shape is built with less time than this left
 
 Results = dict[str, Any]
@@ -49,7 +49,7 @@ def check(plan: Plan, on_phase: Callable[[Results], None], say: Callable[[str], 
         device = torch.device("cuda", torch.cuda.current_device())
     results: Results = {"environment": environment(device)}
     on_phase(results)
-    say("tests")
+    say("gpu tests")
     results["tests"] = _tests(plan, device, budget)
     on_phase(results)
     say(f"identity of the output at {plan.identity_size}")

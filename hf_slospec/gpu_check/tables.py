@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +38,7 @@ def _why(record: dict[str, Any]) -> str:
 
 
 def _table(title: str, names: tuple[str, ...], figures: tuple[str, ...]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold")
     for name in names:
         table.add_column(name, no_wrap=True)
     for figure in figures:
@@ -48,12 +47,10 @@ def _table(title: str, names: tuple[str, ...], figures: tuple[str, ...]) -> Tabl
 
 
 def _identity(records: list[dict[str, Any]]) -> Table:
-    table = _table(
-        "Against stock's output", ("dtype", "method", "must be", "outcome"), ("tokens", "apart", "near-ties")
-    )
+    table = _table("Against stock's output", ("dtype", "method", "outcome"), ("tokens", "apart", "near-ties"))
     for r in records:
         figures = [str(r[key]) for key in ("tokens", "divergences", "near_ties")]
-        table.add_row(r["dtype"], r["name"], r["rule"], r["status"], *figures)
+        table.add_row(f"{r['dtype']}: {r['rule']}", r["name"], r["status"], *figures)
     return table
 
 
