@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,23 @@ def test_a_shape_that_cannot_be_built_is_tried_once(monkeypatch: pytest.MonkeyPa
     results = check(plan(batches=(1, 2)), lambda _: None, lambda _: None)
     assert [cell["status"] for cell in results["speed"]] == ["out of memory"] * 2
     assert tried == ["tiny"] and list(tables(results))
+
+
+def test_one_shape_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Bench]] = []
+
+    def build(_: Plan, __: torch.device, ___: str) -> Bench:
+        assert all(ref() is None for ref in held)
+        made = bench()
+        held.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(phases, "_bench", build)
+    monkeypatch.setattr(phases, "identity", lambda *_: [])
+    monkeypatch.setattr(phases, "measure_speed", lambda *_: {"contestants": [], "steps": None})
+    results = check(plan(sizes=("tiny", "0.1B"), batches=(1, 2)), lambda _: None, lambda _: None)
+    assert [cell["size"] for cell in results["speed"]] == ["0.1B", "tiny", "tiny", "0.1B"] and len(held) == 3
+    assert all("floor_ms" in row and row["verify_ms"] is None for row in results["floor"])
 
 
 def bench() -> Bench:

@@ -37,10 +37,10 @@ def gpu_check(
 
     Example:  hf_slospec gpu-check --json result.json
     """
-    sizes = tuple(dict.fromkeys(shapes.split(",")))
+    sizes = tuple(dict.fromkeys(shapes.replace(" ", "").split(",")))
     if unknown := {*sizes, identity_shape} - set(SIZES):
         raise typer.BadParameter(f"--shapes must be of {', '.join(SIZES)}, not {', '.join(sorted(unknown))}")
-    numbers = dict.fromkeys(batches.split(","))
+    numbers = dict.fromkeys(batches.replace(" ", "").split(","))
     if not all(number.isdecimal() and int(number) for number in numbers):
         raise typer.BadParameter("--batches must be numbers from 1 on, such as 1,4")
     console = Console()

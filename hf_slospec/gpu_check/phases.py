@@ -98,7 +98,8 @@ def _speed(plan: Plan, device: torch.device, budget: Budget, say: Callable[[str]
     results: Results = {"copy_gb_per_s": round(bandwidth / 1e9, 2), "speed": [], "floor": []}
     yield results
     order = order_of(plan.sizes, plan.batches)
-    built: tuple[str, Bench] | None = None
+    bench: Bench | None = None
+    built: str | None = None  # its size
     too_large: dict[str, dict[str, str]] = {}
     for index, (size, batch) in enumerate(order):
         cell: Results = {"size": size, "batch": batch}
@@ -109,16 +110,16 @@ def _speed(plan: Plan, device: torch.device, budget: Budget, say: Callable[[str]
         say(f"{size} at batch {batch}; {budget.left_s:.0f} s left")
         begun_s = budget.spent_s
         try:
-            if built is None or built[0] != size:
-                built = None
+            if built != size:
+                bench = built = None  # two shapes may not fit beside each other
                 free_memory()
-                built = size, _bench(plan, device, size)
+                bench, built = _bench(plan, device, size), size
         except Exception as error:  # noqa: BLE001  recorded
             cell |= outcome_of(error)
             too_large[size] = outcome_of(error)
             yield results
             continue
-        bench = built[1]
+        assert bench is not None
         own_s = budget.left_s / (len(order) - index)
         cell |= {"status": "measured", "parameters": bench.target.num_parameters()}
         cell |= measure_speed(bench, batch, plan.repeats, budget, own_s)

@@ -10,6 +10,8 @@ from rich.text import Text
 
 from hf_slospec.gpu_check.floor import GOAL
 
+SHOWN = 20  # names of failed tests; the JSON has all
+
 
 def tables(results: dict[str, Any]) -> Iterator[Table | Text]:
     """All of it, in order; under each table, what was not measured and why."""
@@ -17,6 +19,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table | Text]:
     yield Text("\n".join(f"{name}: {value}" for name, value in environment.items()))
     counts = ", ".join(f"{number} {outcome}" for outcome, number in tests.get("counts", {}).items())
     yield Text("; ".join(filter(None, (f"gpu tests: {tests['status']}", counts, tests.get("reason")))))
+    yield from (Text(f"failed: {name}") for name in tests.get("failed", ())[:SHOWN])
     yield _identity([r for r in results["identity"] if "tokens" in r])
     yield from (Text(f"{r['dtype']}, {r['name']}: {_why(r)}") for r in results["identity"] if "tokens" not in r)
     yield _speed(
