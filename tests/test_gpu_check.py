@@ -13,12 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_slospec import load_tiny_pair, tiny_prompts
+from hf_slospec import UnsupportedModelError, UnsupportedOptionError, load_tiny_pair, tiny_prompts
 from hf_slospec.bench import ASSISTED, OURS, PLAIN, Bench
 from hf_slospec.cli import app
 from hf_slospec.gpu_check import Plan, check, environment, exit_code, phases, tables
 from hf_slospec.gpu_check.budget import Budget
 from hf_slospec.gpu_check.continuous import ContinuousBatching
+from hf_slospec.gpu_check.failures import outcome_of
 from hf_slospec.gpu_check.floor import weight_bytes
 from hf_slospec.gpu_check.phases import order_of
 from hf_slospec.gpu_check.speed import CONTINUOUS, measure_speed
@@ -196,6 +197,22 @@ def test_continuous_batching_says_what_stock_says() -> None:
     assert not hasattr(target, "_cached_continuous_batching_manager")
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+        (MemoryError("9 KV slots"), "out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out of memory"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "failed"),
+        (UnsupportedOptionError("no kernel"), "refused"),
+        (UnsupportedModelError("its forward failed on a packed row"), "failed"),
+    ],
+)
+def test_what_an_error_says(error: Exception, status: str) -> None:
+    found = outcome_of(error)
+    assert found["status"] == status and str(error) in found["reason"]
+
+
 def test_small_batches_first_and_the_largest_shape_before_all() -> None:
     assert order_of(["1B", "8B"], [64, 1, 4]) == [("8B", 1), ("1B", 1), ("1B", 4), ("8B", 4), ("8B", 64), ("1B", 64)]
 
@@ -219,6 +236,12 @@ pytestmark = pytest.mark.gpu
 """
 
 
+SKIPPED = """
+@pytest.mark.skip
+def test_left_out(): pass
+"""
+
+
 def test_gpu_tests_are_counted(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_gpu_small.py").write_text(TESTS)
@@ -227,6 +250,9 @@ def test_gpu_tests_are_counted(tmp_path: Path) -> None:
     assert record["status"] == "failed" and record["counts"] == {"passed": 1, "failed": 2, "skipped": 1}
     assert len(record["failed"]) == 2 and any("2 failed" in line for line in record["output"])
     assert gpu_tests(0.0, tmp_path)["status"] == "cut off"
+    (tmp_path / "tests" / "test_gpu_small.py").write_text("import pytest\npytestmark = pytest.mark.gpu\n" + SKIPPED)
+    record = gpu_tests(300.0, tmp_path)
+    assert (record["status"], record["reason"]) == ("failed", "none of them ran")
     (tmp_path / "tests" / "test_gpu_small.py").write_text("import nothing_of_that_name")
     assert gpu_tests(300.0, tmp_path)["status"] == "failed"
     assert gpu_tests(300.0, tmp_path / "elsewhere")["status"] == "not present"

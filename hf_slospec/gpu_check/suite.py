@@ -48,7 +48,9 @@ def gpu_tests(limit_s: float, root: Path = ROOT) -> dict[str, Any]:
         text = output.read()
     outcomes = dict(OUTCOME.findall(text))
     failed = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
-    status = "failed" if failed or code not in (0, None) else "cut off" if code is None else "passed"
+    has_run = "PASSED" in outcomes.values()
+    is_wrong = failed or code not in (0, None) or (code == 0 and not has_run)
+    status = "failed" if is_wrong else "cut off" if code is None else "passed"
     record = {
         "status": status,
         "counts": dict(Counter(outcome.lower() for outcome in outcomes.values())),
@@ -56,6 +58,8 @@ def gpu_tests(limit_s: float, root: Path = ROOT) -> dict[str, Any]:
     }
     if code is None:
         record["reason"] = f"{limit_s:.0f} s were over"
+    elif not has_run and not failed:
+        record["reason"] = "none of them ran"
     if status == "failed":
         record["output"] = text.splitlines()[-SHOWN:]
     return record
