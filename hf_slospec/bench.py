@@ -29,13 +29,17 @@ PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
 
+Run = Callable[[dict[str, torch.Tensor]], Any]  # encoded prompts -> sequences, or an output that holds them
+
+
 @dataclass(frozen=True)
 class Contestant:
     """One way to generate, at one batch size."""
 
     name: str
     batch: int
-    run: Callable[[dict[str, torch.Tensor]], Any]  # encoded prompts -> sequences, or an output that holds them
+    run: Run
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # entered before the clock
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Sample:
     """One timed call."""
 
     seconds: float
-    forward_s: float  # of them, within either model's forward
+    forward_s: float | None  # of them, within either model's forward; None if that was not timed
     sequences: torch.Tensor  # [batch, length]
     slo: Any  # per-row metrics; None for stock
     steps: Any  # what happened in each step; None for stock
@@ -61,33 +65,35 @@ class Bench:
         prompt_tokens: int,
         new_tokens: int,
         config: SLOSpecConfig | None = None,
+        times_forwards: bool = True,
     ):
+        """``times_forwards``: the host waits for the GPU at both ends of every forward; nothing runs beside it then."""
         self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
         self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
-        self.generator = SLOSpecGenerator(target, draft, tokenizer, config)
+        self.config, self.times_forwards = config, times_forwards
         for model in (target, draft):
             model.generation_config.eos_token_id = None  # every contestant writes exactly new_tokens per row
 
     def contestants(self, batches: list[int], constants: list[int]) -> list[Contestant]:
         """Stock ones at batch 1 include assisted generation with each constant number of assistant tokens."""
-        found = []
+        found, ours = [], self.ours(self.config)
         for batch in batches:
-            found.append(Contestant(PLAIN, batch, self._stock()))
+            found.append(Contestant(PLAIN, batch, self.stock()))
             if batch == 1:
                 found.append(Contestant(ASSISTED, 1, self._assisted(None)))
                 found += [Contestant(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
-                found.append(Contestant("prompt lookup, 10", 1, self._stock(prompt_lookup_num_tokens=10)))
-            found.append(Contestant(OURS, batch, self._ours))
+                found.append(Contestant("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
+            found.append(Contestant(OURS, batch, ours))
         return found
 
     def run(self, contestants: list[Contestant], repeats: int) -> dict[tuple[str, int], list[Sample]]:
         samples: dict[tuple[str, int], list[Sample]] = {(c.name, c.batch): [] for c in contestants}
         for contestant in contestants:  # warm-up; ours also measures its step costs here
             if contestant.name in (PLAIN, OURS, ASSISTED):
-                self._time(contestant, 0)
+                self.time(contestant, 0)
         rounds = [(repeat, contestant) for repeat in range(repeats) for contestant in contestants]
         for repeat, contestant in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
-            samples[contestant.name, contestant.batch].append(self._time(contestant, repeat))
+            samples[contestant.name, contestant.batch].append(self.time(contestant, repeat))
         return samples
 
     def _encoded(self, batch: int, repeat: int) -> dict[str, torch.Tensor]:
@@ -110,24 +116,27 @@ class Bench:
                     texts.append(recorded(self.draft, sequence[len(row) - prompt_len :].tolist(), prompt_len))
         return texts
 
-    def _time(self, contestant: Contestant, repeat: int) -> Sample:
+    def time(self, contestant: Contestant, repeat: int) -> Sample:
+        """One call, on the repeat's prompts."""
         encoded = self._encoded(contestant.batch, repeat)
-        with forward_time(self.target, self.draft) as spent:
+        timing = forward_time(self.target, self.draft) if self.times_forwards else contextlib.nullcontext()
+        with contestant.around(), timing as spent:
+            synchronize(self.target.device)
             started_s = time.perf_counter()
             output = contestant.run(encoded)
-            _synchronize(self.target)
+            synchronize(self.target.device)
             seconds = time.perf_counter() - started_s
-        sequences = getattr(output, "sequences", output)
-        return Sample(seconds, spent[0], sequences, getattr(output, "slo", None), getattr(output, "steps", None))
+        sequences, forward_s = getattr(output, "sequences", output), spent[0] if spent else None
+        return Sample(seconds, forward_s, sequences, getattr(output, "slo", None), getattr(output, "steps", None))
 
-    def _stock(self, **options: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
+    def stock(self, **options: Any) -> Run:
         def run(encoded: dict[str, torch.Tensor]) -> Any:
             return self.target.generate(**encoded, do_sample=False, max_new_tokens=self.new_tokens, **options)
 
         return run
 
-    def _assisted(self, constant: int | None) -> Callable[[dict[str, torch.Tensor]], Any]:
-        run = self._stock(assistant_model=self.draft)
+    def _assisted(self, constant: int | None) -> Run:
+        run = self.stock(assistant_model=self.draft)
         if constant is None:
             return run
 
@@ -146,10 +155,15 @@ class Bench:
 
         return run_constant
 
-    def _ours(self, encoded: dict[str, torch.Tensor]) -> Any:
-        return self.generator.generate(
-            **encoded, do_sample=False, max_new_tokens=self.new_tokens, return_dict_in_generate=True
-        )
+    def ours(self, config: SLOSpecConfig | None) -> Run:
+        generator = SLOSpecGenerator(self.target, self.draft, self.tokenizer, config)
+
+        def run(encoded: dict[str, torch.Tensor]) -> Any:
+            return generator.generate(
+                **encoded, do_sample=False, max_new_tokens=self.new_tokens, return_dict_in_generate=True
+            )
+
+        return run
 
 
 @contextlib.contextmanager
@@ -158,11 +172,11 @@ def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
     spent, started = [0.0], [0.0]
 
     def before(module: torch.nn.Module, *_: Any) -> None:
-        _synchronize(module)
+        synchronize(next(module.parameters()).device)
         started[0] = time.perf_counter()
 
     def after(module: torch.nn.Module, *_: Any) -> None:
-        _synchronize(module)
+        synchronize(next(module.parameters()).device)
         spent[0] += time.perf_counter() - started[0]
 
     hooks = [model.register_forward_pre_hook(before) for model in models]
@@ -174,31 +188,33 @@ def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
             hook.remove()
 
 
-def _synchronize(model: torch.nn.Module) -> None:
-    if (device := next(model.parameters()).device).type == "cuda":
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> list[dict[str, Any]]:
-    """One row per contestant; speed-ups are medians of ratios within the same repeat."""
+    """One row per contestant; speed-ups are medians of ratios within the same repeat, None where stock has not run."""
     rows = []
     for (name, batch), own in samples.items():
-        plain = samples[PLAIN, batch]
+        plain = samples.get((PLAIN, batch), own)
         ratios = [p.seconds / s.seconds for p, s in zip(plain, own, strict=True)]
         pairs = [pair for p, s in zip(plain, own, strict=True) for pair in zip(p.sequences, s.sequences, strict=True)]
         equal = [torch.equal(theirs, ours) for theirs, ours in pairs]
+        is_compared = (PLAIN, batch) in samples
+        shares = [1 - s.forward_s / s.seconds for s in own if s.forward_s is not None]
         lengths = [m.acceptance_length for s in own if s.slo for m in s.slo if m.steps]
         rows.append(
             {
                 "batch": batch,
                 "name": name,
-                "speedup_vs_generate": round(statistics.median(ratios), 3),
-                "speedup_per_repeat": [round(ratio, 3) for ratio in ratios],
+                "speedup_vs_generate": round(statistics.median(ratios), 3) if is_compared else None,
+                "speedup_per_repeat": [round(ratio, 3) for ratio in ratios] if is_compared else None,
                 "tokens_per_s": round(batch * new_tokens / statistics.median(s.seconds for s in own), 2),
                 "ms_per_token_and_row": round(1e3 * statistics.median(s.seconds for s in own) / new_tokens, 2),
-                "host_share": round(statistics.median(1 - s.forward_s / s.seconds for s in own), 4),
+                "host_share": round(statistics.median(shares), 4) if shares else None,
                 "acceptance_length": round(statistics.mean(lengths), 3) if lengths else None,
-                "rows_equal_to_generate": f"{sum(equal)}/{len(equal)}",
+                "rows_equal_to_generate": f"{sum(equal)}/{len(equal)}" if is_compared else None,
             }
         )
     return rows

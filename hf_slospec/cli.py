@@ -10,6 +10,7 @@ from hf_slospec import __version__
 from hf_slospec.commands.bench import bench
 from hf_slospec.commands.demo import demo
 from hf_slospec.commands.generate import generate
+from hf_slospec.commands.gpu_check import gpu_check
 from hf_slospec.commands.profile import profile
 from hf_slospec.commands.simulate import simulate
 
@@ -31,5 +32,5 @@ def main(
     """Tree speculation with a speed target per request."""
 
 
-for command in (generate, demo, bench, profile, simulate):
+for command in (generate, demo, bench, profile, gpu_check, simulate):
     app.command()(command)

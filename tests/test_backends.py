@@ -73,6 +73,17 @@ def test_keys_and_values_of_different_sizes(backend: Any) -> None:
     agrees(backend, case(SPANS, NUM_KV_HEADS, DIM, 6), window=4)
 
 
+def test_sdpa_whatever_the_layout_of_what_torch_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's memory-efficient kernel, which is what takes a mask there, has a query's heads side by side."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def heads_last(*arguments: Any, **options: Any) -> torch.Tensor:
+        return real(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", heads_last)
+    agrees(sdpa_attention, case(SPANS, NUM_KV_HEADS, DIM, DIM))
+
+
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("name", ROWS)
 def test_whatever_a_kernel_says_of_no_keys(name: str) -> None:

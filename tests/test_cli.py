@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_slospec import __version__, load_tiny_pair
+from hf_slospec import bench as benchmark
 from hf_slospec.cli import app
 
 RUN = CliRunner()
@@ -32,6 +33,18 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
     for row in written["results"]:
         assert row["rows_equal_to_generate"] == f"{2 * row['batch']}/{2 * row['batch']}"
         assert 0 <= row["host_share"] <= 1
+
+
+def test_bench_where_forwards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    plain = benchmark.Bench.__init__
+    monkeypatch.setattr(
+        benchmark.Bench, "__init__", lambda *a, **options: plain(*a, **options | {"times_forwards": False})
+    )
+    options = "--size tiny --dtype float32 --new-tokens 4 --repeats 1 --no-tune --batch 2".split()
+    result = RUN.invoke(app, ["bench", *options])
+    assert result.exit_code == 0, result.output
+    assert "%" not in result.output
 
 
 def test_bench_writes_a_trace_of_our_steps(tmp_path: Path) -> None:
@@ -75,7 +88,7 @@ def test_version_and_help() -> None:
     assert "bench" in RUN.invoke(app, ["--help"]).output
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "bench", "profile", "simulate"])
+@pytest.mark.parametrize("command", ["generate", "demo", "bench", "profile", "gpu-check", "simulate"])
 def test_help_teaches_by_example(command: str) -> None:
     output = RUN.invoke(app, [command, "--help"]).output
     assert f"hf_slospec {command} " in output

@@ -40,8 +40,20 @@ MAY_IMPORT = {
     "quiet": set(),
     "pairs": {"errors", "inflate", "models", "tiny"},
     "demo": {"engine", "errors", "generator", "pairs", "quiet", "speculator"},
-    "commands": {"bench", "demo", "engine", "errors", "generator", "inflate", "pairs", "profiling", "quiet", "sim"}
-    | {"simulate", "tiny", "trace"},
+    "gpu_check": {"bench", "divergence", "engine", "errors", "generator", "models", "pairs", "tiny"},
+    "commands": {
+        "bench",
+        "demo",
+        "engine",
+        "errors",
+        "generator",
+        "gpu_check",
+        "inflate",
+        "pairs",
+        "profiling",
+        "quiet",
+    }
+    | {"sim", "simulate", "tiny", "trace"},
     "cli": {"commands"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies", "sim"}

@@ -92,10 +92,10 @@ def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str
     options = {"return_dict_in_generate": True, **options}
     torch.manual_seed(7)
     stock = type(model).generate(model, **copy.deepcopy(inputs), **copy.deepcopy(options))
-    state = torch.get_rng_state()
+    states = _rng_states()
     torch.manual_seed(7)
     ours = generate(**inputs, **options)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(_rng_states(), states, strict=True))
     if not options["return_dict_in_generate"]:
         assert torch.equal(ours, stock)
         return ours
@@ -108,6 +108,10 @@ def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str
             torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
     assert_same_cache(ours.past_key_values, stock.past_key_values, inputs.get("attention_mask"))
     return ours
+
+
+def _rng_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
 
 
 def assert_same_cache(ours: Any, stock: Any, attention_mask: torch.Tensor | None = None) -> None:

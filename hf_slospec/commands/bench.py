@@ -63,7 +63,9 @@ def bench(
         new_tokens=new_tokens, repeats=repeats,
         config=settings.model_dump(),
     )  # fmt: skip
-    runner = benchmark.Bench(*models, tiny_prompts(), prompt_tokens, new_tokens, settings)
+    runner = benchmark.Bench(
+        *models, tiny_prompts(), prompt_tokens, new_tokens, settings, times_forwards=models.target.device.type == "cpu"
+    )
     contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
     samples = runner.run(contestants, repeats)
     rows = benchmark.summarize(samples, new_tokens)
@@ -85,10 +87,10 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         style = "bold" if row["name"] == benchmark.OURS else None
-        length = row["acceptance_length"]
+        length, host = row["acceptance_length"], row["host_share"]
         table.add_row(
             str(row["batch"]), row["name"], f"{row['speedup_vs_generate']:.2f}x", f"{row['tokens_per_s']:.1f}",
-            f"{row['ms_per_token_and_row']:.1f}", f"{row['host_share']:.1%}", f"{length:.2f}" if length else "",
-            row["rows_equal_to_generate"], style=style,
+            f"{row['ms_per_token_and_row']:.1f}", "" if host is None else f"{host:.1%}",
+            f"{length:.2f}" if length else "", row["rows_equal_to_generate"], style=style,
         )  # fmt: skip
     return table

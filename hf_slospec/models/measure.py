@@ -100,8 +100,9 @@ def _is_worthwhile(size: Size, measured: Measured) -> bool:
 class Forwards:
     """Seconds of a packed forward of a given size, in one pool that fits all of them."""
 
-    def __init__(self, packed: PackedModel):
-        self.packed = packed
+    def __init__(self, packed: PackedModel, max_nodes: int = CURVE[-1].num_tokens):
+        """``max_nodes``: tokens of one request at most."""
+        self.packed, self.max_nodes = packed, max_nodes
         self._room: dict[tuple[int, int], tuple[Sequences, list[Request]]] = {}
 
     def __call__(self, size: Size) -> float:
@@ -118,7 +119,7 @@ class Forwards:
         key = size.num_requests, size.keys_each
         if key not in self._room:
             requests = [Request(i, [0] * size.keys_each, max_new_tokens=0) for i in range(size.num_requests)]
-            sequences = Sequences(self.packed, max_nodes=CURVE[-1].num_tokens)
+            sequences = Sequences(self.packed, max_nodes=self.max_nodes)
             sequences.reserve(requests)
             for request in requests:
                 sequences.of(request).length = size.keys_each

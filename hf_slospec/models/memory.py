@@ -23,7 +23,8 @@ class Memory(BaseModel):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Of the device or of the host, where torch has no error class of its own for it."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    messages = "can't allocate memory", "_STATUS_ALLOC_FAILED"  # of the host; of cuBLAS and cuDNN
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in messages)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ def sdpa_attention(
             mask = span.mask(window, query, groups)
             grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
             own = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask, scale=scaling)
-            own = own.view(num_heads, -1, values.shape[-1])
+            own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA heads may stand last
         else:
             own = dense_attention(own_query, key, value, span.mask(window, query), scaling, softcap, sinks)
         out[span.begin : span.end] = own.transpose(0, 1)
