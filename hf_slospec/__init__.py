@@ -22,6 +22,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.generator import SLOSpecGenerator
 from hf_slospec.hf import SLOSpecOutput, disable, enable
+from hf_slospec.models.memory import MemoryUse
 from hf_slospec.targets import SLOStage
 from hf_slospec.telemetry import Percentiles, Stats
 from hf_slospec.tiny import load_tiny_pair, tiny_prompts
@@ -35,6 +36,7 @@ __all__ = [
     "IncompatibleDraftError",
     "InvalidInputError",
     "InvalidTypeError",
+    "MemoryUse",
     "NotRunningError",
     "Percentiles",
     "PhaseTimes",

@@ -25,6 +25,7 @@ from hf_slospec.recording import recorded
 from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
+AS_LOADED = "hf_slospec, weights as loaded"  # not prepacked, which is done on CPUs only
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
@@ -70,26 +71,28 @@ class Bench:
         """``times_forwards``: the host waits for the GPU at both ends of every forward; nothing runs beside it then."""
         self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
         self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
-        self.config, self.times_forwards = config, times_forwards
+        self.config, self.times_forwards = config or SLOSpecConfig(), times_forwards
         for model in (target, draft):
             model.generation_config.eos_token_id = None  # every contestant writes exactly new_tokens per row
 
     def contestants(self, batches: list[int], constants: list[int]) -> list[Contestant]:
         """Stock ones at batch 1 include assisted generation with each constant number of assistant tokens."""
-        found, ours = [], self.ours(self.config)
+        found, ours = [], {OURS: self.ours(self.config)}
+        if self.target.device.type == "cpu":
+            ours[AS_LOADED] = self.ours(self.config.model_copy(update={"prepack": False}))
         for batch in batches:
             found.append(Contestant(PLAIN, batch, self.stock()))
             if batch == 1:
                 found.append(Contestant(ASSISTED, 1, self._assisted(None)))
                 found += [Contestant(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
                 found.append(Contestant("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
-            found.append(Contestant(OURS, batch, ours))
+            found += [Contestant(name, batch, run) for name, run in ours.items()]
         return found
 
     def run(self, contestants: list[Contestant], repeats: int) -> dict[tuple[str, int], list[Sample]]:
         samples: dict[tuple[str, int], list[Sample]] = {(c.name, c.batch): [] for c in contestants}
         for contestant in contestants:  # warm-up; ours also measures its step costs here
-            if contestant.name in (PLAIN, OURS, ASSISTED):
+            if contestant.name in (PLAIN, OURS, AS_LOADED, ASSISTED):
                 self.time(contestant, 0)
         rounds = [(repeat, contestant) for repeat in range(repeats) for contestant in contestants]
         for repeat, contestant in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):

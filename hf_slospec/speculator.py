@@ -21,7 +21,7 @@ from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.checked_drafter import CheckedDrafter
 from hf_slospec.models.measure import measure
-from hf_slospec.models.memory import Memory
+from hf_slospec.models.memory import MemoryUse
 from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
@@ -148,12 +148,12 @@ class Speculator:
         drafts = [] if self.draft is None or not self.max_nodes else [self.draft.packed]
         return [self.target.packed, *drafts]
 
-    def memory(self, engine: Engine | None, num_running: int) -> Memory:
+    def memory(self, engine: Engine | None, num_running: int) -> MemoryUse:
         """What an engine of this speculator takes."""
         parts = () if engine is None else (engine.target, engine.drafter)
         pools = [part.sequences.pool.num_bytes for part in parts if isinstance(part, (PackedTarget, AssistantDrafter))]
         target_kv, draft_kv = [*pools, 0, 0][:2]
-        return Memory(
+        return MemoryUse(
             target_kv=target_kv,
             draft_kv=draft_kv,
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in self.models),

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.turns import FairLock
-from hf_slospec.models.memory import Memory
+from hf_slospec.models.memory import MemoryUse
 
 REMEMBERED = 1024  # finished requests whose times percentiles are taken of
 PREFIX = "hf_slospec:"
@@ -39,7 +39,7 @@ class Stats(BaseModel):
     waiting: int = Field(description="Requests that do not run yet, or not any more.")
     kv_tokens: int = Field(description="Tokens of K/V that running requests may come to hold.")
     kv_limit: int = Field(description="Tokens of K/V there may be.")
-    memory: Memory | None = Field(description="None before the batcher was first started.")
+    memory: MemoryUse | None = Field(description="None before the batcher was first started.")
     finished: dict[str, int] = Field(description="Requests by how they ended: stop, length, cancelled, error.")
     attained: int = Field(description="Finished requests that met their targets.")
     missed: int = Field(description="Finished requests that did not.")
@@ -118,7 +118,7 @@ class Telemetry:
                 self._counts["promised"] += metrics.guaranteed
                 self._counts["broken"] += metrics.guaranteed and not metrics.attained
 
-    def stats(self, running: int, waiting: int, kv_tokens: int, kv_limit: int, memory: Memory | None) -> Stats:
+    def stats(self, running: int, waiting: int, kv_tokens: int, kv_limit: int, memory: MemoryUse | None) -> Stats:
         with self._lock:
             counts = self._counts
             return Stats(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
-class Memory(BaseModel):
+class MemoryUse(BaseModel):
     """Bytes that speculation takes beside the models' own weights."""
 
     target_kv: int = Field(description="The target's pool of K/V, free slots included.")
