@@ -1,5 +1,6 @@
 """Lossless batched tree speculation for Hugging Face models, with a speed target per request."""
 
+from hf_slospec.algo.latency import StepCosts
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.divergence import Divergence, DivergenceReport, divergence_report
 from hf_slospec.engine.config import SLOSpecConfig
@@ -56,6 +57,7 @@ __all__ = [
     "SLOStage",
     "Selection",
     "Stats",
+    "StepCosts",
     "StepEvent",
     "TokenTree",
     "UnsupportedInputError",

@@ -25,7 +25,7 @@ from hf_slospec.recording import recorded
 from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
-AS_LOADED = "hf_slospec, weights as loaded"  # not prepacked, which is done on CPUs only
+AS_LOADED = "hf_slospec, prepack off"  # not prepacked, which is done on CPUs only
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 

@@ -55,6 +55,16 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
     return model
 
 
+def check_make_policy(make_policy: Any) -> Any:
+    """Raises InvalidTypeError."""
+    if make_policy is not None and not callable(make_policy):
+        raise InvalidTypeError(
+            "make_policy must be a class or function that makes a policy of a config and StepCosts, got "
+            f"{type(make_policy).__name__}"
+        )
+    return make_policy
+
+
 def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None:
     """The assistant model, if that is what drafts."""
     if drafter is not None:

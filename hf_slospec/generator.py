@@ -18,6 +18,7 @@ from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.handle import RequestHandle
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.hf import Decoder
+from hf_slospec.policies import NewPolicy
 from hf_slospec.serving import Prompt, Serving
 from hf_slospec.targets import Targets
 from hf_slospec.telemetry import Collector, Stats
@@ -35,7 +36,7 @@ class SLOSpecGenerator:
         tokenizer: of both models.
         config: how to speculate.
         drafter: an object of your own that proposes token trees, see :class:`Drafter`.
-        fallback: as in :func:`enable`.
+        make_policy, fallback: as in :func:`enable`.
 
     Raises:
         InvalidTypeError, UnsupportedModelError, IncompatibleDraftError: as in :func:`enable`.
@@ -49,9 +50,12 @@ class SLOSpecGenerator:
         config: SLOSpecConfig | None = None,
         *,
         drafter: Drafter | None = None,
+        make_policy: NewPolicy | None = None,
         fallback: bool = False,
     ):
-        self._decoder = Decoder(model, assistant_model, drafter=drafter, config=config, fallback=fallback)
+        self._decoder = Decoder(
+            model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
+        )
         self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
         self.config = self._decoder.config
         self._serving = Serving(self._decoder, tokenizer)
@@ -64,6 +68,7 @@ class SLOSpecGenerator:
         *,
         config: SLOSpecConfig | None = None,
         drafter: Drafter | None = None,
+        make_policy: NewPolicy | None = None,
         fallback: bool = False,
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
@@ -81,7 +86,7 @@ class SLOSpecGenerator:
         draft = None
         if assistant_model is not None:
             draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
-        return cls(target, draft, tokenizer, config, drafter=drafter, fallback=fallback)
+        return cls(target, draft, tokenizer, config, drafter=drafter, make_policy=make_policy, fallback=fallback)
 
     def generate(
         self,

@@ -29,6 +29,7 @@ from hf_slospec.checks import (
     check_config,
     check_drafting,
     check_evaluating,
+    check_make_policy,
     check_options,
     check_prompts,
     configured,
@@ -48,6 +49,7 @@ from hf_slospec.errors import (
 from hf_slospec.lockstep import decode_in_step, of_the_batch
 from hf_slospec.models.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
 from hf_slospec.models.sampling import StockSampler
+from hf_slospec.policies import NewPolicy
 from hf_slospec.row_processors import ignore_sequence, processors_of_row
 from hf_slospec.rows import Rows
 from hf_slospec.speculator import MEASURE_S, Speculator, TriedModel, clock
@@ -68,6 +70,7 @@ def enable(
     *,
     drafter: Drafter | None = None,
     config: SLOSpecConfig | None = None,
+    make_policy: NewPolicy | None = None,
     always: bool = False,
     fallback: bool = False,
 ) -> PreTrainedModel:
@@ -79,6 +82,8 @@ def enable(
             drafter, the request's own tokens draft (prompt lookup).
         drafter: an object of your own that proposes token trees, see :class:`Drafter`.
         config: how to speculate; the defaults of :class:`SLOSpecConfig` if omitted.
+        make_policy: a policy of your own, see :class:`Policy`, in place of the config's: called with the config and the
+            :class:`StepCosts` of the models for every call.
         always: speculate calls without ``slo_tpot`` too. Otherwise they are stock ``generate``, untouched.
         fallback: run stock ``generate``, with a :class:`FallbackWarning`, where the model or an option of the call
             cannot be speculated, instead of raising. ``generate(..., fallback=...)`` overrides it for a call.
@@ -91,7 +96,9 @@ def enable(
         UnsupportedModelError: either model cannot hold a tree of tokens; the message says why.
         IncompatibleDraftError: the two models do not share a vocabulary or a device.
     """
-    decoder = Decoder(model, assistant_model, drafter=drafter, config=config, fallback=fallback)  # may refuse
+    decoder = Decoder(
+        model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
+    )
     disable(model)
     owner = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a custom generate of the instance's own, if it has one
@@ -187,18 +194,20 @@ class Decoder:
         *,
         drafter: Drafter | None = None,
         config: SLOSpecConfig | None = None,
+        make_policy: NewPolicy | None = None,
         fallback: bool = False,
     ):
         self.model = check_causal_lm("model", model)
         self.assistant_model = check_drafting(assistant_model, drafter)
         self.config, self.fallback = check_config(config), fallback
+        self.make_policy = check_make_policy(make_policy)
         self._target: TriedModel | None = None
         self._speculator: Speculator | None = None
         self._override: tuple[PreTrainedModel, Speculator] | None = None  # the last call's own draft
         self._refusal = ""
         try:
             self._target = TriedModel(self.model, self.config, MEASURE_S["target"])
-            self._speculator = Speculator(self._target, self.assistant_model, self.config, drafter)
+            self._speculator = Speculator(self._target, self.assistant_model, self.config, drafter, make_policy)
         except UnsupportedModelError as error:
             if not fallback:
                 raise
@@ -281,7 +290,7 @@ class Decoder:
         own = check_drafting(assistant_model, None)
         if self._target is not None and own is not None and own is not self.assistant_model:
             if self._override is None or self._override[0] is not own:
-                self._override = own, Speculator(self._target, own, self.config)
+                self._override = own, Speculator(self._target, own, self.config, make_policy=self.make_policy)
             return self._override[1]
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)

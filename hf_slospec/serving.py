@@ -65,7 +65,7 @@ class Serving(Observer):
         self._pumps: WeakSet[threading.Thread] = WeakSet()
         self._batcher: Batcher | None = None
         self._limits: Limits | None = None
-        self._deciding = decoder.config  # whose policy decides
+        self._deciding: SLOSpecConfig | None = None  # whose policy decides, if not the generator's own
         self._engine: Callable[[], Engine | None] = lambda: None  # a weak reference: it holds all K/V
         self._index = itertools.count()
         self._lock = FairLock()

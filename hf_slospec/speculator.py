@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.engine.checked_policy import CheckedPolicy
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.loop import Engine
@@ -27,7 +28,7 @@ from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.models.threads import release_team, warn_of_a_crowd
 from hf_slospec.models.trial import check_by_trial
-from hf_slospec.policies import max_tree_nodes, new_policy
+from hf_slospec.policies import NewPolicy, max_tree_nodes, new_policy
 from hf_slospec.policies.auto import Experience
 from hf_slospec.profiles import load_profile, save_profile
 
@@ -81,10 +82,15 @@ class Speculator:
     """Runs requests on a target. Between runs it keeps what it learned about the pair, and nothing of the requests."""
 
     def __init__(
-        self, target: TriedModel, assistant_model: Any | None, config: SLOSpecConfig, drafter: Drafter | None = None
+        self,
+        target: TriedModel,
+        assistant_model: Any | None,
+        config: SLOSpecConfig,
+        drafter: Drafter | None = None,
+        make_policy: NewPolicy | None = None,
     ):
         """Without an assistant model or a drafter, prompt lookup drafts."""
-        self.target, self.config, self.drafter = target, config, drafter
+        self.target, self.config, self.drafter, self.make_policy = target, config, drafter, make_policy
         self.draft: TriedModel | None = None
         if assistant_model is not None:
             _check_pair(target.model, assistant_model)
@@ -110,7 +116,10 @@ class Speculator:
         return self._costs
 
     def policy(self, config: SLOSpecConfig | None = None) -> Policy:
-        """A policy for one run, of another config if one is given; what it learns is kept for the next."""
+        """A policy for one run, that of another config if one is given; what it learns is kept for the next."""
+        if config is None and self.make_policy is not None:
+            own = self.make_policy(self.config, self.costs)
+            return CheckedPolicy(own, self.max_nodes, vocab_size(self.target.model))
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
         return new_policy(config, self.costs, self._experience if is_same_shape else Experience(config))

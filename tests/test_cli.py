@@ -28,8 +28,8 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
     names = [(row["batch"], row["name"]) for row in written["results"]]
     assert names == [
         (1, "generate"), (1, "assisted, defaults"), (1, "prompt lookup, 10"),
-        (1, "hf_slospec"), (1, "hf_slospec, weights as loaded"),
-        (2, "generate"), (2, "hf_slospec"), (2, "hf_slospec, weights as loaded"),
+        (1, "hf_slospec"), (1, "hf_slospec, prepack off"),
+        (2, "generate"), (2, "hf_slospec"), (2, "hf_slospec, prepack off"),
     ]  # fmt: skip
     for row in written["results"]:
         assert row["rows_equal_to_generate"] == f"{2 * row['batch']}/{2 * row['batch']}"

@@ -25,11 +25,11 @@ MAY_IMPORT = {
     "lockstep": {"engine", "rows", "speculator"},
     "checks": {"engine", "errors", "models", "rows"},
     "row_processors": set(),
-    "hf": {"checks", "context", "engine", "errors", "lockstep", "models", "row_processors", "rows", "speculator"}
-    | {"targets"},
+    "hf": {"checks", "context", "engine", "errors", "lockstep", "models", "policies", "row_processors", "rows"}
+    | {"speculator", "targets"},
     "telemetry": {"engine", "models"},
     "serving": {"checks", "engine", "errors", "hf", "models", "policies", "speculator", "targets", "telemetry"},
-    "generator": {"engine", "hf", "serving", "targets", "telemetry"},
+    "generator": {"engine", "hf", "policies", "serving", "targets", "telemetry"},
     "divergence": {"checks", "errors", "generator", "hf", "models", "row_processors", "rows"},
     "tiny": set(),
     "inflate": set(),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.checked_policy import check_tree
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
@@ -29,14 +30,7 @@ class CheckedDrafter:
         return trees
 
     def _check(self, request: Request, tree: TokenTree, plan: Plan) -> None:
-        if not isinstance(tree, TokenTree):
-            raise InvalidInputError(f"drafter returned {type(tree).__name__} objects, where TokenTree was expected")
-        if (fault := tree.fault()) is not None:
-            raise InvalidInputError(f"drafter returned a tree with a fault: {fault}")
-        if int(tree.tokens[0]) != request.tokens[-1]:
-            raise InvalidInputError("drafter returned a tree whose root is not the request's last token")
-        if tree.tokens.min() < 0 or tree.tokens.max() >= self.vocab_size:
-            raise InvalidInputError(f"drafter proposed a token outside 0 .. {self.vocab_size - 1}")
+        check_tree("drafter", request, tree, self.vocab_size)
         if tree.max_depth > plan.depth or tree.num_nodes - 1 > plan.depth * plan.width:
             raise InvalidInputError(
                 f"drafter returned a tree of {tree.num_nodes - 1} nodes, {tree.max_depth} deep, for a plan of depth "

@@ -17,7 +17,8 @@ from hf_slospec.policies.smartspec_tree import HeadsPolicy
 from hf_slospec.policies.thesis import ThesisPolicy, ThesisSLOPolicy
 from hf_slospec.policies.turbospec import TurboSpecPolicy
 
-NEW: dict[PolicyName, Callable[[SLOSpecConfig, StepCosts], Policy]] = {
+NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]
+NEW: dict[PolicyName, NewPolicy] = {
     "adaserve": AdaServePolicy,
     "thesis": ThesisPolicy,
     "thesis-slo": ThesisSLOPolicy,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hf_slospec.algo.latency import StepCosts
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.continuous import Continuous, Limits
 from hf_slospec.engine.events import StepEvent
@@ -16,7 +15,7 @@ from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.policies import max_tree_nodes, new_policy
+from hf_slospec.policies import NewPolicy, max_tree_nodes, new_policy
 from hf_slospec.policies.auto import Experience
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.hindsight import HindsightPolicy
@@ -26,7 +25,6 @@ from hf_slospec.sim.texts import Library
 from hf_slospec.sim.workload import MOST_S, Job
 
 MOST_REPLICAS = 1000
-NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]
 
 
 @dataclass
