@@ -55,7 +55,7 @@ class TriedModel:
         placement = _placement(self.model)
         with self._lock:
             if placement != self._placement:
-                packed = PackedModel(self.model, self.config.attention, self.config.prepack)
+                packed = PackedModel(self.model, self.config.attention, self.config.prepack, self.config.cuda_graphs)
                 check_by_trial(packed)
                 self._packed, self._placement, self._cost = packed, placement, None
             return self._packed
@@ -94,8 +94,8 @@ class Speculator:
         """Look at the models as they are now; refuses them if they were moved apart, say."""
         if self.draft is not None:
             _check_pair(self.target.model, self.draft.model)
-            self.draft.packed.linears.renew()
-        self.target.packed.linears.renew()
+            self.draft.packed.renew()
+        self.target.packed.renew()
 
     @property
     def costs(self) -> StepCosts:

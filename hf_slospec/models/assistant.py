@@ -11,8 +11,9 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.models.attention import Fresh
 from hf_slospec.models.memory import as_memory_error
-from hf_slospec.models.packed import Fresh, PackedModel, evaluating
+from hf_slospec.models.packed import PackedModel, evaluating
 from hf_slospec.models.sequences import Sequences
 
 
@@ -134,7 +135,7 @@ class AssistantDrafter:
         tails = [self.sequences.uncached(request) for request in requests]
         parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1
-        logits = self._logits(parts, torch.from_numpy(last_rows).to(self.packed.device))
+        logits = self._logits(parts, torch.from_numpy(last_rows))
         for request in requests:
             self.sequences.of(request).length = len(request.tokens)
         return logits
@@ -150,8 +151,7 @@ class AssistantDrafter:
         sequences = [self.sequences.of(request) for request in requests]
         positions = self.packed.inside(positions)
         parts = [Fresh(*part) for part in zip(sequences, tokens, positions, ancestors, strict=True)]
-        all_rows = torch.arange(tokens.numel(), device=tokens.device)
-        return self._logits(parts, all_rows).view(*tokens.shape, -1)
+        return self._logits(parts, torch.arange(tokens.numel())).view(*tokens.shape, -1)
 
     def _logits(self, parts: Sequence[Fresh], rows: torch.Tensor) -> torch.Tensor:
         """Of the ids that both models have: either vocabulary may be padded further than the other."""

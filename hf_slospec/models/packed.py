@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.models.attention import AttentionLayer, PackedForward, Span, active_forward, backend_for
-from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape, Stored
+from hf_slospec.models.attention import (
+    MAX_DENSE,
+    AttentionLayer,
+    FlashAttention,
+    Fresh,
+    PackedForward,
+    PlannedRow,
+    Row,
+    active_forward,
+    backend_for,
+)
+from hf_slospec.models.graphs import Granted, Graphs, maker_for
+from hf_slospec.models.kv_pool import KVPool, LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
+from hf_slospec.models.padding import MAX_GHOSTS, padded
+from hf_slospec.models.parcel import sent
 from hf_slospec.models.prepacked import PrepackedLinears
 
 # A 4D mask is passed through untouched by every mask builder; nothing reads this one.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
 
 
-@dataclass(eq=False)
-class Fresh:
-    """Tokens of one sequence that a forward adds behind those already in the KV pool."""
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """All that a forward reads beside its model, the pool, and for some backends its row."""
 
-    sequence: CachedSequence
-    input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_fresh] int64; fresh: staged by earlier forwards of this step, then these tokens
-    mask: torch.Tensor  # [num_tokens, num_fresh] bool, True = may attend
-    embeds: torch.Tensor | None = None  # [num_tokens, hidden], in place of those of input_ids
-    is_chain: bool = False  # nothing else is fresh, and each token sees those before it
+    tokens: dict[str, torch.Tensor]  # input_ids [1, num_tokens] int64, or inputs_embeds [1, num_tokens, hidden]
+    position_ids: torch.Tensor  # [1, num_tokens] int64
+    logit_rows: torch.Tensor  # [num_logits] int64
+    own_slots: torch.Tensor  # [num_tokens] int64
+    plans: dict[Hashable, Any]  # of the row, as its layers ask for them
 
 
 class PackedModel:
     """Packed forwards of ``model``, found by trial to compute what the model computes; otherwise refused by name."""
 
-    def __init__(self, model: Any, attention: str = "auto", prepack: bool | None = None):
-        """``prepack``: see :class:`PrepackedLinears`."""
+    def __init__(self, model: Any, attention: str = "auto", prepack: bool | None = None, cuda_graphs: bool = True):
+        """``prepack``: see :class:`PrepackedLinears`; ``cuda_graphs``: capture forwards, where that can be done."""
         self.model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_by_declaration(model)
         self.layers = _probe(model)
         self.backend = backend_for(attention, self.layers)
         self.linears = PrepackedLinears(model, prepack)
+        self._granted = Granted(model)
+        self._asked: dict[Hashable, None] = {}  # plans that layers have asked for
+        # Other backends read the row itself.
+        self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
+        self.has_graphs = cuda_graphs and self._has_plans and maker_for(self.device) is not None
+
+    def renew(self) -> None:
+        """Look at the weights and modules anew: some changes are not noticed while steps run."""
+        self.linears.renew()
+        self._granted.renew()
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +93,11 @@ class PackedModel:
         return tokens.clamp(max=self.vocab_size - 1)
 
     def new_pool(self, num_slots: int) -> KVPool:
-        return KVPool([layer.shape for layer in self.layers], num_slots)
+        has_graphs = self.has_graphs and num_slots > 0
+        pool = KVPool([layer.shape for layer in self.layers], num_slots, MAX_GHOSTS if has_graphs else 0)
+        if has_graphs and (maker := maker_for(self.device)) is not None:
+            pool.graphs = Graphs(maker, self.device)
+        return pool
 
     @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:
@@ -84,25 +111,51 @@ class PackedModel:
         Returns:
             [num_logits, vocab], in the model's dtype.
         """
-        spans, begin = [], 0
-        for part in parts:
-            assert part.sequence.length + len(part.positions) <= part.sequence.capacity
-            end = begin + len(part.input_ids)
-            spans.append(Span(part.sequence, begin, end, part.mask, part.positions, part.is_chain))
-            begin = end
-        forward = PackedForward(pool, spans, self.backend, self.layers)
-        position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]
-        keep = {"logits_to_keep": logit_rows} if self._keeps_logits else {}
+        num_logits, graphs = len(logit_rows), pool.graphs
+        if graphs is None or not self._can_replay(graphs, parts) or not (larger := padded(parts, logit_rows, pool)):
+            graphs = None
+        else:
+            parts, logit_rows = larger
+        row = Row.of(parts, is_padded=graphs is not None)
+        inputs = self._inputs(row, parts, logit_rows)
         with self.linears.in_use():
-            logits = _run(self.model, forward, **self._inputs(parts), position_ids=position_ids, **keep)
-        return logits if keep else logits[logit_rows.to(logits.device)]
+            logits = None
+            if graphs is not None and inputs.plans:
+                logits = graphs.run(inputs, functools.partial(self._replayable, pool), self._granted.now())
+            if logits is None:
+                inputs = sent(inputs, self.device)
+                row.plans = {key: plan.opened() for key, plan in inputs.plans.items()}
+                logits = self._compute(pool, row, inputs)
+                self._asked |= dict.fromkeys(row.plans)
+        return logits[:num_logits]
 
-    def _inputs(self, parts: Sequence[Fresh]) -> dict[str, torch.Tensor]:
+    def _can_replay(self, graphs: Graphs, parts: Sequence[Fresh]) -> bool:
+        is_usual = not any(part.embeds is not None or (part.is_chain and len(part.mask) > MAX_DENSE) for part in parts)
+        is_odd = self.model.training or torch.is_autocast_enabled(self.device.type)
+        return is_usual and not is_odd and self._granted.is_plain and not graphs.is_off
+
+    def _inputs(self, row: Row, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
-        if not embeds:
-            return {"input_ids": torch.cat([part.input_ids for part in parts])[None]}
-        assert len(embeds) == len(parts), "all rows of a prefill have embeddings, or none"
-        return {"inputs_embeds": torch.cat(embeds)[None]}
+        assert not embeds or len(embeds) == len(parts), "all rows of a prefill have embeddings, or none"
+        tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
+        position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]
+        plans = {key: key[0](row, *key[2:]) for key in self._asked} if self._has_plans else {}
+        name = "inputs_embeds" if embeds else "input_ids"
+        return Inputs({name: tokens}, position_ids, logit_rows, row.own_slots, plans)
+
+    def _replayable(self, pool: KVPool, inputs: Inputs) -> torch.Tensor:
+        """A forward that reads its inputs and nothing else of the row."""
+        return self._compute(pool, PlannedRow(inputs.plans), inputs)
+
+    def _compute(self, pool: KVPool, row: Row | PlannedRow, inputs: Inputs) -> torch.Tensor:
+        forward = PackedForward(pool, row, inputs.own_slots, self.backend, self.layers)
+        keep = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
+        logits = _run(self.model, forward, **inputs.tokens, position_ids=inputs.position_ids, **keep)
+        return logits if keep else logits[inputs.logit_rows.to(logits.device)]
+
+
+def _is_on_one_device(layers: Sequence[AttentionLayer], device: torch.device) -> bool:
+    return {stored.device for layer in layers for stored in layer.shape} == {device}
 
 
 def vocab_size(model: Any) -> int:
