@@ -1,4 +1,4 @@
-"""What stands in for CUDA graphs in the tests: traces that freeze, as a graph does, all that is read on the host."""
+"""What stands in for CUDA graphs in the tests: operators called again, with all frozen that was read on the host."""
 
 from __future__ import annotations
 
@@ -6,14 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_slospec.models.attention.packing import Entries
 from tests.flash_stand_in import StandIn
 
 
-class Traces:
-    """Calls operators on the very tensors they were traced with: weights, K/V and inputs are constants, by address."""
+class Tape(TorchDispatchMode):
+    """Writes down which operators are called, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))  # keeps all tensors, so that none gets another's id
+        return out
+
+    def play(self, result: torch.Tensor) -> torch.Tensor:
+        """Call all of it again: on tensors made by calls as they are made now, on all others where they are."""
+        made: dict[int, torch.Tensor] = {}
+
+        def now(tensor: torch.Tensor) -> torch.Tensor:
+            return made.get(id(tensor), tensor)
+
+        for func, args, kwargs, out in self.calls:
+            again = func(*tree_map_only(torch.Tensor, now, args), **tree_map_only(torch.Tensor, now, kwargs))
+            for before, after in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                made[id(before)] = after
+        return now(result)
+
+
+class Tapes:
+    """Makes them, in the place of graphs."""
 
     max_bytes = 2**40
 
@@ -21,13 +48,13 @@ class Traces:
         self.num_captured = self.num_replayed = 0
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        trace: Any = make_fx(run, tracing_mode="real")()
+        with Tape() as tape:
+            result = run()
         self.num_captured += 1
 
         def replay() -> torch.Tensor:
             self.num_replayed += 1
-            out: torch.Tensor = trace()
-            return out
+            return tape.play(result)
 
         return replay
 

@@ -12,8 +12,10 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import Fresh
+from hf_slospec.models.late import LateAnswers
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel, evaluating
+from hf_slospec.models.parcel import sent
 from hf_slospec.models.sequences import Sequences
 
 
@@ -52,6 +54,18 @@ def _least_confident(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Te
         least = torch.minimum(least.gather(1, parents), deeper - path_logprobs.gather(1, parents))
         path_logprobs = deeper
     return least
+
+
+def _is_futile(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], plan: Plan) -> torch.Tensor:
+    """Whether no node deeper than these can be worth its level.  -> [] bool"""
+    _, _, path_logprobs = layers[-1]
+    futile = path_logprobs.new_zeros((), dtype=torch.bool)
+    if plan.min_gain:
+        gain = (path_logprobs.exp() - plan.min_path_prob).clamp(min=0.0).sum()
+        futile |= gain.double() < plan.min_gain
+    if plan.min_confidence:
+        futile |= ~(_least_confident(layers) > log(plan.min_confidence)).any()
+    return futile
 
 
 class AssistantDrafter:
@@ -100,18 +114,16 @@ class AssistantDrafter:
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         logits = self._catch_up(requests)[:, None]  # [num_requests, 1, vocab]
-        root_positions = torch.tensor([len(request.tokens) - 1 for request in requests], device=self.packed.device)
+        device = self.packed.device
+        root_positions = sent(torch.tensor([len(request.tokens) - 1 for request in requests]), device)
         layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
         # ancestors[i, v, u]: node v of request i's last layer may attend to node u of all its layers so far
         ancestors = self._own(layers[0][0])
-        positions = torch.empty(len(requests), 0, dtype=torch.int64, device=self.packed.device)
+        positions = torch.empty(len(requests), 0, dtype=torch.int64, device=device)
+        is_over = LateAnswers(device)
         for depth in range(1, plan.depth):
             tokens, _, path_logprobs = layers[-1]
-            if plan.min_gain:
-                gain = (path_logprobs.exp() - plan.min_path_prob).clamp(min=0.0).sum()
-                if float(gain) < plan.min_gain:
-                    break  # no deeper node can be worth its level
-            if plan.min_confidence and not (_least_confident(layers) > log(plan.min_confidence)).any():
+            if (plan.min_gain or plan.min_confidence) and is_over.next(_is_futile(layers, plan)):
                 break
             own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])
             positions = torch.cat((positions, own_positions), dim=1)
