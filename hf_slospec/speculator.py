@@ -21,7 +21,8 @@ from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.checked_drafter import CheckedDrafter
 from hf_slospec.models.measure import measure
-from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.probe import evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.models.threads import release_team

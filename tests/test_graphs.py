@@ -29,8 +29,8 @@ from hf_slospec.models.no_sync import NoSync, WouldWaitError
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.padding import MAX_GHOSTS, padded
 from hf_slospec.models.parcel import Parcel, leaves, signature
-from hf_slospec.models.sequences import Sequences
 from hf_slospec.models.sizes import SIZES
+from tests.graph_bench import TREES, Bench, tree
 from tests.graph_stand_in import OpaqueStandIn, Tapes
 from tests.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -181,50 +181,10 @@ def own_slots(part: Fresh) -> range:
     return range(start, start + len(part.input_ids))
 
 
-TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]
-
-
-class Bench:
-    """Requests with K/V in one pool, and forwards of trees behind them."""
-
-    def __init__(self, family: str, num_cached: tuple[int, ...] = (11, 30, 7), **options: Any):
-        self.packed = PackedModel(tiny_model(family), "flash", **options)
-        draw = torch.Generator().manual_seed(0)
-        self.requests = [
-            Request(i, torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30) for i, n in enumerate(num_cached)
-        ]
-        self.sequences = Sequences(self.packed, max_nodes=8)
-        self.sequences.reserve(self.requests)
-        for request in self.requests:
-            self.sequences.feed(request, request.prompt_len - 1)
-
-    def parts(self) -> list[Fresh]:
-        trees = [tree(request, TREES[request.index % 3]) for request in self.requests]
-        pairs = zip(self.requests, trees, strict=True)
-        return [self.sequences.chain_and_tree(r, self.sequences.uncached(r), tree) for r, tree in pairs]
-
-    def verify(self) -> torch.Tensor:
-        parts = self.parts()
-        return self.sequences.forward(parts, torch.arange(sum(len(part.input_ids) for part in parts)))
-
-    def grow(self, num_tokens: int) -> None:
-        for request in self.requests:
-            request.tokens += [(7 * len(request.tokens)) % 97 + 3] * num_tokens
-            self.sequences.feed(request, num_tokens)
-
-
-def tree(request: Request, parents: tuple[int, ...]) -> TokenTree:
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    tokens = [request.tokens[-1], *range(5, 4 + len(parents))]
-    return TokenTree(np.array(tokens), np.array(parents), np.array(depths), 0.5 ** np.array(depths))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_ghosts_touch_nothing_and_are_not_seen(family: str, tapes: Tapes) -> None:
     """Whatever their slots hold; before the capture, with it, and replayed as texts grow over their window."""
-    ours, plain = Bench(family), Bench(family, cuda_graphs=False)
+    ours, plain = Bench(tiny_model(family)), Bench(tiny_model(family), cuda_graphs=False)
     pool = ours.sequences.pool
     for _ in range(8):
         own = [slot for part in ours.parts() for slot in own_slots(part)]
@@ -246,7 +206,7 @@ def test_ghosts_touch_nothing_and_are_not_seen(family: str, tapes: Tapes) -> Non
 
 
 def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_another(tapes: Tapes) -> None:
-    bench = Bench("gemma3")
+    bench = Bench(tiny_model("gemma3"))
     bench.verify()
 
     def inputs(trees: list[tuple[int, ...]] = TREES) -> Any:
@@ -395,7 +355,7 @@ class NoRead(torch.overrides.TorchFunctionMode):
 def test_drafting_and_verifying_wait_for_nothing(
     family: str, patience: int, tapes: Tapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(family)
+    bench = Bench(tiny_model(family))
     drafter = AssistantDrafter(bench.packed, 20, 101)
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9, min_confidence=1e-9)
     expected = drafter.draft(bench.requests, plan)

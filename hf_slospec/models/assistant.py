@@ -14,8 +14,9 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import Fresh
 from hf_slospec.models.late import LateAnswers
 from hf_slospec.models.memory import as_memory_error
-from hf_slospec.models.packed import PackedModel, evaluating
+from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.parcel import sent
+from hf_slospec.models.probe import evaluating
 from hf_slospec.models.sequences import Sequences
 
 

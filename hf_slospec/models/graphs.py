@@ -6,6 +6,7 @@ the tensors, host constants included, so a graph is only ever replayed for input
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter, OrderedDict
@@ -58,11 +59,17 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream):
                 run()  # libraries take the workspace of this stream outside of the graph
                 torch.cuda.synchronize()
-                graph.capture_begin(self._memory, capture_error_mode="thread_local")  # other threads may do anything
                 try:
-                    out = run()
-                finally:
-                    graph.capture_end()
+                    graph.capture_begin(self._memory, capture_error_mode="thread_local")  # others may do anything
+                    try:
+                        out = run()
+                    finally:
+                        graph.capture_end()
+                except BaseException:
+                    # An end that fails leaves torch taking memory for the graph, and unable to give any back.
+                    with contextlib.suppress(Exception):
+                        torch._C._cuda_endAllocateToPool(self._stream.device_index, self._memory)
+                    raise
 
         def replay() -> torch.Tensor:
             graph.replay()

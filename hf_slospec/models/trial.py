@@ -9,7 +9,8 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
-from hf_slospec.models.packed import PackedModel, cannot_be_packed, evaluating, refused_if_it_fails
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.probe import cannot_be_packed, evaluating, refused_if_it_fails
 from hf_slospec.models.sequences import Sequences
 
 # Relative error of a node's logits: beyond rounding, and far below what attending to a wrong token makes.
