@@ -20,7 +20,7 @@ from hf_slospec.models.parcel import Parcel, signature
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 64  # of one model and pool; the least recently used go
+MAX_GRAPHS = 128  # of one model and pool; the least recently used go
 PATIENCE = 8  # a signature's forwards before it is captured, which takes as long as many forwards (an estimate)
 MEMORY_SHARE = 16  # graphs may take this part of a device's memory
 TOLERANCE = 0.05  # relative, of a first replay; beyond rounding in any dtype
@@ -101,8 +101,9 @@ class Graphs:
     def __init__(self, maker: Maker, device: torch.device):
         self._maker, self._device = maker, device
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()  # least recently used first
-        self._seen = Counter[Hashable]()
+        self._seen = Counter[Hashable]()  # forwards by signature
         self._taken: Hashable = None  # what the graphs take for granted
+        self._out: torch.Tensor | None = None  # of all graphs, or the last of them, as logits are large
         self._num_bytes = 0
         self._lock = threading.Lock()
         self.patience = PATIENCE
@@ -137,16 +138,15 @@ class Graphs:
     def _capture(self, key: Hashable, inputs: Any, compute: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
         """Keep a graph of this forward.  -> its result, None if it could not be captured"""
         before = self._maker.num_bytes()
-        parcel = Parcel(inputs, self._device)
-
-        def run() -> torch.Tensor:
-            return compute(parcel.content)
-
         try:
+            parcel = Parcel(inputs, self._device)
             parcel.fill(inputs)
             with NoSync():  # a capture that fails leaves CUDA in a poor state
-                right = run().clone()
-            replay = self._maker.capture(run)
+                right = compute(parcel.content)
+            if self._out is None or len(self._out) < len(right):
+                self._out = torch.empty_like(right)
+            out = self._out[: len(right)]
+            replay = self._maker.capture(lambda: out.copy_(compute(parcel.content)))
             if not _is_close(replay(), right):
                 raise RuntimeError("the first replay gave other logits")
         except Exception as error:  # noqa: BLE001  whatever it is, forwards without graphs go on
@@ -154,7 +154,8 @@ class Graphs:
             return None
         self._captured[key] = _Captured(parcel, replay)
         if len(self._captured) > MAX_GRAPHS:
-            self._captured.popitem(last=False)
+            oldest, _ = self._captured.popitem(last=False)
+            del self._seen[oldest]
         self._num_bytes += max(self._maker.num_bytes() - before, 0)  # graphs that went leave theirs to those to come
         if self._num_bytes > self._maker.max_bytes:
             self._stop("they took %.1f GiB", self._num_bytes / 2**30)

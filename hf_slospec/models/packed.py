@@ -50,16 +50,17 @@ class PackedModel:
         self.layers = probe_layers(model)
         self.backend = backend_for(attention, self.layers)
         self.linears = PrepackedLinears(model, prepack)
-        self._granted = Granted(model)
         self._asked: dict[Hashable, None] = {}  # plans that layers have asked for
         # Other backends read the row itself.
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
         self.has_graphs = cuda_graphs and self._has_plans and maker_for(self.device) is not None
+        self._granted = Granted(model) if self.has_graphs else None
 
     def renew(self) -> None:
         """Look at the weights and modules anew: some changes are not noticed while steps run."""
         self.linears.renew()
-        self._granted.renew()
+        if self._granted is not None:
+            self._granted.renew()
 
     @property
     def device(self) -> torch.device:
@@ -104,17 +105,14 @@ class PackedModel:
         Returns:
             [num_logits, vocab], in the model's dtype.
         """
-        num_logits, graphs = len(logit_rows), pool.graphs
-        if graphs is None or not self._can_replay(graphs, parts) or not (larger := padded(parts, logit_rows, pool)):
-            graphs = None
-        else:
-            parts, logit_rows = larger
-        row = Row.of(parts, is_padded=graphs is not None)
+        num_logits, larger = len(logit_rows), self._padded(pool, parts, logit_rows)
+        parts, logit_rows = larger or (parts, logit_rows)
+        row = Row.of(parts, is_padded=larger is not None)
         inputs = self._inputs(row, parts, logit_rows)
         with self.linears.in_use():
             logits = None
-            if graphs is not None and inputs.plans:
-                logits = graphs.run(inputs, functools.partial(self._replayable, pool), self._granted.now())
+            if larger is not None and inputs.plans:
+                logits = pool.graphs.run(inputs, functools.partial(self._replayable, pool), self._granted.now())
             if logits is None:
                 inputs = sent(inputs, self.device)
                 row.plans = {key: plan.opened() for key, plan in inputs.plans.items()}
@@ -122,10 +120,17 @@ class PackedModel:
                 self._asked |= dict.fromkeys(row.plans)
         return logits[:num_logits]
 
-    def _can_replay(self, graphs: Graphs, parts: Sequence[Fresh]) -> bool:
-        is_usual = not any(part.embeds is not None or (part.is_chain and len(part.mask) > MAX_DENSE) for part in parts)
-        is_odd = self.model.training or torch.is_autocast_enabled(self.device.type)
-        return is_usual and not is_odd and self._granted.is_plain and not graphs.is_off
+    def _padded(
+        self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor
+    ) -> tuple[list[Fresh], torch.Tensor] | None:
+        """None where a forward cannot be replayed anyway."""
+        if self._granted is None or not self._granted.is_plain or pool.graphs is None or pool.graphs.is_off:
+            return None
+        if self.model.training or torch.is_autocast_enabled(self.device.type):
+            return None
+        if any(part.embeds is not None or (part.is_chain and len(part.mask) > MAX_DENSE) for part in parts):
+            return None
+        return padded(parts, logit_rows, pool)
 
     def _inputs(self, row: Row, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
