@@ -193,7 +193,8 @@ class Granted:
 
     def now(self) -> Hashable:
         """Equal as long as nothing has changed that is known of."""
-        return self._settings, tuple(home[name].data_ptr() if name in home else 0 for home, name in self._homes)
+        weights = (home.get(name) for home, name in self._homes)
+        return self._settings, tuple(None if weight is None else weight.data_ptr() for weight in weights)
 
 
 def _settings_of(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:
