@@ -20,7 +20,7 @@ from hf_slospec.checks import check_causal_lm, configured
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
 from hf_slospec.generator import SLOSpecGenerator
 from hf_slospec.hf import is_enabled, stock_generate
-from hf_slospec.models.packed import input_device
+from hf_slospec.models.probe import input_device
 from hf_slospec.models.sampling import Processor
 from hf_slospec.row_processors import is_stateless, processors_of_row
 from hf_slospec.rows import pad_token

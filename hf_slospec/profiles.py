@@ -69,6 +69,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "dtype": str(model.get_input_embeddings().weight.dtype),
         "attention": packed.backend.__name__,
         "prepacked": len(packed.linears),
+        "graphs": packed.has_graphs,
         "device": cuda or f"{device.type} {platform.processor() or platform.machine()} {_cpu_name()}",
         "host": platform.node(),
         "cores": os.cpu_count(),

@@ -11,7 +11,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_slospec.models.measure import REPEATS, measure
-from hf_slospec.models.packed import PackedModel, evaluating
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.probe import evaluating
 from hf_slospec.profiles import save_profile
 
 

@@ -171,7 +171,7 @@ class Rows:
             sequence.length = min(sequence.length, len(text) - 1)  # the last token has no K/V
             while sequence.length < len(text) - 1:
                 piece = text[sequence.length : len(text) - 1][:CHUNK]
-                wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0, device=sequences.packed.device)
+                wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0)
                 logits = sequences.forward([sequences.chain(request, piece)], wanted)
                 for place, row in enumerate(logits, sequence.length + 1):
                     if place >= request.prompt_len + request.num_emitted:

@@ -23,7 +23,8 @@ from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.checked_drafter import CheckedDrafter
 from hf_slospec.models.measure import measure
 from hf_slospec.models.memory import MemoryUse
-from hf_slospec.models.packed import PackedModel, evaluating, input_device, vocab_size
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.probe import evaluating, input_device, vocab_size
 from hf_slospec.models.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.models.threads import release_team, warn_of_a_crowd
@@ -59,7 +60,7 @@ class TriedModel:
             if placement != self._placement:
                 if input_device(self.model).type == "cpu":
                     warn_of_a_crowd()
-                packed = PackedModel(self.model, self.config.attention, self.config.prepack)
+                packed = PackedModel(self.model, self.config.attention, self.config.prepack, self.config.cuda_graphs)
                 check_by_trial(packed)
                 self._packed, self._placement, self._cost = packed, placement, None
             return self._packed
@@ -103,8 +104,8 @@ class Speculator:
         """Look at the models as they are now; refuses them if they were moved apart, say."""
         if self.draft is not None:
             _check_pair(self.target.model, self.draft.model)
-            self.draft.packed.linears.renew()
-        self.target.packed.linears.renew()
+            self.draft.packed.renew()
+        self.target.packed.renew()
 
     @property
     def costs(self) -> StepCosts:

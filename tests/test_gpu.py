@@ -19,10 +19,16 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.models import graphs
+from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.attention import FlashAttention, choice, packing, sdpa_attention
 from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
+from hf_slospec.models.graphs import CudaGraphs, Run
+from hf_slospec.models.late import LateAnswers
 from hf_slospec.models.packed import PackedModel
 from tests.attention_rows import TREES, case
+from tests.graph_bench import Bench
 from tests.layer_parity import compare_layers
 from tests.test_backends import ROWS
 from tests.test_families import SUPPORT
@@ -157,3 +163,111 @@ def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
     generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
     output = generator.generate(**moved(inputs), do_sample=False, max_new_tokens=48, return_dict_in_generate=True)
     assert sum(row.steps for row in output.slo) < 0.6 * 8 * 47
+
+
+# ---- CUDA graphs
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each capture that succeeded while the test runs."""
+    made, capture = list[None](), CudaGraphs.capture
+
+    def counted(self: CudaGraphs, run: Run) -> Run:
+        replay = capture(self, run)
+        made.append(None)
+        return replay
+
+    monkeypatch.setattr(CudaGraphs, "capture", counted)
+    monkeypatch.setattr(graphs, "PATIENCE", 1)
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_replays_are_what_forwards_compute(kernel: FlashKernel, captures: list[None], family: str) -> None:
+    model = on_cuda(tiny_model(family), torch.bfloat16)
+    replayed, plain = Bench(model), Bench(model)
+    assert plain.sequences.pool.graphs is not None
+    plain.sequences.pool.graphs.patience = 10**9  # padded all the same
+    for _ in range(8):
+        torch.testing.assert_close(replayed.verify(), plain.verify())
+        for bench in (replayed, plain):
+            bench.grow(2)
+    assert captures
+
+
+@pytest.mark.parametrize("streams", [1, 6])
+def test_graphs_part_from_stock_at_near_ties_only(kernel: FlashKernel, captures: list[None], streams: int) -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = tokenizer(tiny_prompts()[:streams], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3, check_invariants=True)
+    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
+    report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
+    assert report.all_near_ties, report
+    assert captures
+
+
+def test_the_batcher_replays(kernel: FlashKernel, captures: list[None]) -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_batch=3, check_invariants=True)
+    with SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), tokenizer, config) as generator:
+        handles = [generator.submit(prompt, max_new_tokens=40, do_sample=False) for prompt in tiny_prompts()[:8]]
+        assert all(len(handle.result(120).token_ids) for handle in handles)
+    assert captures
+
+
+def test_too_much_memory_ends_it(kernel: FlashKernel, captures: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
+    monkeypatch.setattr(bench.sequences.pool.graphs._maker, "max_bytes", 0)
+    out = [bench.verify() for _ in range(4)]
+    assert len(captures) == 1 and bench.sequences.pool.graphs.is_off
+    torch.testing.assert_close(out[-1], out[0])
+
+
+def test_a_capture_that_fails_leaves_cuda_usable(kernel: FlashKernel, captures: list[None]) -> None:
+    model = on_cuda(tiny_model("llama"), torch.bfloat16)
+    layer = model.model.layers[1].mlp
+    plain = layer.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()  # is forbidden while capturing
+        return plain(hidden)
+
+    layer.forward = waiting
+    bench = Bench(model)
+    out = [bench.verify() for _ in range(4)]
+    assert not captures and bench.sequences.pool.graphs.is_off
+    torch.testing.assert_close(out[-1], out[0])
+    assert torch.cuda.current_stream(CUDA) == torch.cuda.default_stream(CUDA)
+    torch.cuda.empty_cache()
+    other = Bench(on_cuda(tiny_model("gpt2"), torch.bfloat16))
+    for _ in range(4):
+        other.verify()
+    assert captures
+
+
+@pytest.mark.parametrize("patience", [0, 10**9])
+def test_drafting_and_verifying_wait_for_nothing(
+    kernel: FlashKernel, captures: list[None], patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
+    drafter = AssistantDrafter(bench.packed, 20, 101)
+    plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
+    monkeypatch.setattr(drafter, "_trees", lambda requests, layers: [])  # the copy to the host
+    for is_watched in (False, False, True):
+        drafter.draft(bench.requests, plan)
+        for sequences in (drafter.sequences, bench.sequences):
+            sequences.pool.graphs.patience = patience
+        torch.cuda.set_sync_debug_mode("error" if is_watched else "default")
+        try:
+            drafter.draft(bench.requests, plan)
+            bench.verify()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert bool(captures) == (patience == 0)
+
+
+def test_an_answer_one_question_late() -> None:
+    answers = LateAnswers(CUDA)
+    asked = [torch.tensor(answer, device=CUDA) for answer in (False, True, False)]
+    assert [answers.next(answer) for answer in asked] == [False, False, True]

@@ -88,6 +88,11 @@ class SLOSpecConfig(BaseModel):
         description="CPU: keep the weights of linear layers a second time, in the layout of the matrix kernels: faster "
         "steps for up to twice the models' memory. None: where that is at most a quarter of the free memory.",
     )
+    cuda_graphs: bool = Field(
+        True,
+        description="CUDA with flash attention: capture forwards of up to 256 tokens that recur, and replay them. "
+        "Takes up to a sixteenth of the device's memory for each model.",
+    )
     admission: AdmissionName = Field(
         "slo",
         description="Batcher: whose targets are promised. slo: those that can be met beside the others', by "

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from hf_slospec.bench import synchronize
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.models.measure import Forwards, Size
-from hf_slospec.models.packed import PackedModel, evaluating
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.probe import evaluating
 
 COPIES = 10
 FORWARDS = 10

@@ -10,5 +10,5 @@ VARIANTS: dict[str, SLOSpecConfig] = {
     OURS: SLOSpecConfig(),
     f"{OURS}, sdpa": SLOSpecConfig(attention="sdpa"),
     f"{OURS}, flash": SLOSpecConfig(attention="flash"),
-    # CUDA GRAPHS: the lines with cuda_graphs=False go here.
+    f"{OURS}, graphs off": SLOSpecConfig(cuda_graphs=False),
 }

@@ -11,8 +11,12 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.models.attention import Fresh
+from hf_slospec.models.late import LateAnswers
 from hf_slospec.models.memory import as_memory_error
-from hf_slospec.models.packed import Fresh, PackedModel, evaluating
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.parcel import sent
+from hf_slospec.models.probe import evaluating
 from hf_slospec.models.sequences import Sequences
 
 
@@ -51,6 +55,18 @@ def _least_confident(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Te
         least = torch.minimum(least.gather(1, parents), deeper - path_logprobs.gather(1, parents))
         path_logprobs = deeper
     return least
+
+
+def _is_futile(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], plan: Plan) -> torch.Tensor:
+    """Whether no node deeper than these can be worth its level.  -> [] bool"""
+    _, _, path_logprobs = layers[-1]
+    futile = path_logprobs.new_zeros((), dtype=torch.bool)
+    if plan.min_gain:
+        gain = (path_logprobs.exp() - plan.min_path_prob).clamp(min=0.0).sum()
+        futile |= gain.double() < plan.min_gain
+    if plan.min_confidence:
+        futile |= ~(_least_confident(layers) > log(plan.min_confidence)).any()
+    return futile
 
 
 class AssistantDrafter:
@@ -99,18 +115,16 @@ class AssistantDrafter:
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         logits = self._catch_up(requests)[:, None]  # [num_requests, 1, vocab]
-        root_positions = torch.tensor([len(request.tokens) - 1 for request in requests], device=self.packed.device)
+        device = self.packed.device
+        root_positions = sent(torch.tensor([len(request.tokens) - 1 for request in requests]), device)
         layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
         # ancestors[i, v, u]: node v of request i's last layer may attend to node u of all its layers so far
         ancestors = self._own(layers[0][0])
-        positions = torch.empty(len(requests), 0, dtype=torch.int64, device=self.packed.device)
+        positions = torch.empty(len(requests), 0, dtype=torch.int64, device=device)
+        is_over = LateAnswers(device)
         for depth in range(1, plan.depth):
             tokens, _, path_logprobs = layers[-1]
-            if plan.min_gain:
-                gain = (path_logprobs.exp() - plan.min_path_prob).clamp(min=0.0).sum()
-                if float(gain) < plan.min_gain:
-                    break  # no deeper node can be worth its level
-            if plan.min_confidence and not (_least_confident(layers) > log(plan.min_confidence)).any():
+            if (plan.min_gain or plan.min_confidence) and is_over.next(_is_futile(layers, plan)):
                 break
             own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])
             positions = torch.cat((positions, own_positions), dim=1)
@@ -134,7 +148,7 @@ class AssistantDrafter:
         tails = [self.sequences.uncached(request) for request in requests]
         parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1
-        logits = self._logits(parts, torch.from_numpy(last_rows).to(self.packed.device))
+        logits = self._logits(parts, torch.from_numpy(last_rows))
         for request in requests:
             self.sequences.of(request).length = len(request.tokens)
         return logits
@@ -150,8 +164,7 @@ class AssistantDrafter:
         sequences = [self.sequences.of(request) for request in requests]
         positions = self.packed.inside(positions)
         parts = [Fresh(*part) for part in zip(sequences, tokens, positions, ancestors, strict=True)]
-        all_rows = torch.arange(tokens.numel(), device=tokens.device)
-        return self._logits(parts, all_rows).view(*tokens.shape, -1)
+        return self._logits(parts, torch.arange(tokens.numel())).view(*tokens.shape, -1)
 
     def _logits(self, parts: Sequence[Fresh], rows: torch.Tensor) -> torch.Tensor:
         """Of the ids that both models have: either vocabulary may be padded further than the other."""

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from hf_slospec.models.graphs import Graphs
+from hf_slospec.models.parcel import sent
+
 
 class Stored(NamedTuple):
     """What one layer keeps of a token as its K or its V; the two may differ (multi-head latent attention, autocast)."""
@@ -55,18 +58,25 @@ class KVPool:
     layer.
     """
 
-    def __init__(self, layout: Sequence[LayerShape], num_slots: int):
-        self.num_slots = num_slots
+    def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_ghosts: int = 0):
+        """``num_ghosts`` slots behind the others are nobody's: padding is written there."""
+        self.num_slots, self.num_ghosts = num_slots, num_ghosts
+        self.graphs: Graphs | None = None  # of forwards that read and write here
         kinds = [shape.key for shape in layout] + [shape.value for shape in layout]
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
         self._stacks = {
             kind: torch.zeros(
-                kinds.count(kind), num_slots, kind.num_heads, kind.dim, dtype=kind.dtype, device=kind.device
+                kinds.count(kind),
+                num_slots + num_ghosts,
+                kind.num_heads,
+                kind.dim,
+                dtype=kind.dtype,
+                device=kind.device,
             )
             for kind in set(kinds)
         }
         rows = {kind: iter(stack) for kind, stack in self._stacks.items()}
-        views = [next(rows[kind]) for kind in kinds]  # each [num_slots, num_heads, dim]
+        views = [next(rows[kind]) for kind in kinds]  # each [num_slots + num_ghosts, num_heads, dim]
         self.keys, self.values = views[: len(layout)], views[len(layout) :]
         self._free = [(0, num_slots)] if num_slots else []  # disjoint [start, end) ranges, ascending
 
@@ -137,6 +147,5 @@ class KVPool:
         if not source:
             return
         for stack in self._stacks.values():
-            from_slots = torch.tensor(source, device=stack.device)
-            to_slots = torch.tensor(destination, device=stack.device)
+            from_slots, to_slots = sent([torch.tensor(source), torch.tensor(destination)], stack.device)
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))

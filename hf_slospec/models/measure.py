@@ -104,13 +104,20 @@ class Forwards:
         """``max_nodes``: tokens of one request at most."""
         self.packed, self.max_nodes = packed, max_nodes
         self._room: dict[tuple[int, int], tuple[Sequences, list[Request]]] = {}
+        self._captured: set[Size] = set()
 
     def __call__(self, size: Size) -> float:
+        if size not in self._captured and self._made(size)[0].pool.graphs is not None:
+            self._captured.add(size)
+            self._forward(size)  # steps will replay it
+        return self._forward(size)
+
+    def _forward(self, size: Size) -> float:
         sequences, requests = self._made(size)
         device = self.packed.device
         begun_s = time.perf_counter()
         parts = [sequences.chain(r, [0] * n) for r, n in zip(requests, self._split(size), strict=True)]
-        sequences.forward(parts, torch.arange(size.num_tokens, device=device))
+        sequences.forward(parts, torch.arange(size.num_tokens))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - begun_s
@@ -121,6 +128,8 @@ class Forwards:
             requests = [Request(i, [0] * size.keys_each, max_new_tokens=0) for i in range(size.num_requests)]
             sequences = Sequences(self.packed, max_nodes=self.max_nodes)
             sequences.reserve(requests)
+            if sequences.pool.graphs is not None:
+                sequences.pool.graphs.patience = 0
             for request in requests:
                 sequences.of(request).length = size.keys_each
             self._room[key] = sequences, requests

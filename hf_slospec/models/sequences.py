@@ -9,8 +9,9 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
+from hf_slospec.models.attention import Fresh
 from hf_slospec.models.kv_pool import CachedSequence, KVPool
-from hf_slospec.models.packed import Fresh, PackedModel
+from hf_slospec.models.packed import PackedModel
 
 FIRST_ROOM = 512  # new tokens a request has room for at first
 
@@ -126,7 +127,7 @@ class Sequences:
     def feed(self, request: Request, num_tokens: int) -> None:
         """Cache this many more of the request's tokens, and nothing else."""
         part = self.chain(request, self.uncached(request)[:num_tokens])
-        self.forward([part], torch.empty(0, dtype=torch.int64, device=self.packed.device))
+        self.forward([part], torch.empty(0, dtype=torch.int64))
         self.of(request).length += num_tokens
 
     def chain(self, request: Request, tokens: Sequence[int]) -> Fresh:
@@ -142,16 +143,16 @@ class Sequences:
     def _fresh(
         self, request: Request, tokens: Sequence[int], offsets: np.ndarray, mask: np.ndarray, is_chain: bool = False
     ) -> Fresh:
-        device, sequence = self.packed.device, self.of(request)
+        sequence = self.of(request)
         embeds = self._embeds.get(request)
         if embeds is not None:  # [num_tokens, hidden] while the prompt is fed, nothing after that
             embeds = embeds[sequence.length : sequence.length + len(tokens)]
             assert len(embeds) in (0, len(tokens)), "a prompt given as embeddings is fed before anything else"
         return Fresh(
             sequence,
-            self.packed.known(torch.tensor(tokens, device=device)),
-            self.packed.inside(torch.from_numpy(sequence.length + offsets).to(device)),
-            torch.from_numpy(mask).to(device),
+            self.packed.known(torch.tensor(tokens)),
+            self.packed.inside(torch.from_numpy(sequence.length + offsets)),
+            torch.from_numpy(mask),
             embeds if embeds is not None and len(embeds) else None,
             is_chain,
         )

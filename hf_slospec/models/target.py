@@ -55,7 +55,6 @@ class PackedTarget:
     def _verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
     ) -> Sequence[Chooser]:
-        device = self.sequences.packed.device
         self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)])
         parts, logit_rows, begin = [], [], 0
         for request, tree in zip(requests, trees, strict=True):
@@ -67,7 +66,7 @@ class PackedTarget:
             tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
             parts.append(self.sequences.chain(chunk.request, tokens))
         rows = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
-        logits = self.sequences.forward(parts, torch.from_numpy(rows).to(device))
+        logits = self.sequences.forward(parts, torch.from_numpy(rows))
         return self.sampler.choosers(requests, logits, trees)
 
     def commit(

@@ -9,7 +9,8 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
-from hf_slospec.models.packed import PackedModel, cannot_be_packed, evaluating, refused_if_it_fails
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.probe import cannot_be_packed, evaluating, refused_if_it_fails
 from hf_slospec.models.sequences import Sequences
 
 # Relative error of a node's logits: beyond rounding, and far below what attending to a wrong token makes.
@@ -49,11 +50,11 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     trees = [_tree(request, parents, tokens) for request, parents in zip(requests, PARENTS, strict=True)]
     sequences = Sequences(packed, max_nodes=max(map(len, PARENTS)))
     sequences.reserve(requests)
-    sequences.forward([sequences.chain(r, r.tokens[:-1]) for r in requests], torch.tensor([0], device=packed.device))
+    sequences.forward([sequences.chain(r, r.tokens[:-1]) for r in requests], torch.tensor([0]))
     for request in requests:
         sequences.of(request).length = request.prompt_len - 1
     parts = [sequences.chain_and_tree(r, r.tokens[-1:], tree) for r, tree in zip(requests, trees, strict=True)]
-    ours = sequences.forward(parts, torch.arange(sum(tree.num_nodes for tree in trees), device=packed.device))
+    ours = sequences.forward(parts, torch.arange(sum(tree.num_nodes for tree in trees)))
     split = ours.cpu().split([tree.num_nodes for tree in trees])
 
     errors = []

@@ -5,14 +5,18 @@ from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
 from hf_slospec.models.attention.hook import active_forward
-from hf_slospec.models.attention.row import AttentionLayer, Row, Span
+from hf_slospec.models.attention.packing import MAX_DENSE
+from hf_slospec.models.attention.row import AttentionLayer, Fresh, PlannedRow, Row, Span
 from hf_slospec.models.attention.sdpa import sdpa_attention
 
 __all__ = [
+    "MAX_DENSE",
     "AttentionLayer",
     "Backend",
     "FlashAttention",
+    "Fresh",
     "PackedForward",
+    "PlannedRow",
     "Row",
     "Span",
     "active_forward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -9,24 +10,40 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention.backends import Backend
-from hf_slospec.models.attention.row import AttentionLayer, Row, Slots, Span
+from hf_slospec.models.attention.row import AttentionLayer, PlannedRow, Row, Slots
 from hf_slospec.models.kv_pool import KVPool
 
 
 class PackedForward:
     """One forward over a packed row: the cache its model is given, and what its attention layers attend with."""
 
-    def __init__(self, pool: KVPool, spans: list[Span], backend: Backend, layers: Sequence[AttentionLayer]):
-        self.pool, self.backend, self.layers = pool, backend, layers
-        visible = [span.visible for span in spans]
-        ends = list(itertools.accumulate(span.num_visible for span in spans))
-        gathered = [slice(end - span.num_visible, end) for span, end in zip(spans, ends, strict=True)]
-        self._in_pool, self._gathered = Row(spans, visible), Row(spans, gathered)
-        own = [slice(slots.stop - span.num_tokens, slots.stop) for span, slots in zip(spans, visible, strict=True)]
-        self._own_slots, self._visible_slots = Slots(own), Slots(visible)  # the first: where this row's K/V goes
+    def __init__(
+        self,
+        pool: KVPool,
+        row: Row | PlannedRow,
+        own_slots: torch.Tensor,
+        backend: Backend,
+        layers: Sequence[AttentionLayer],
+    ):
+        """``own_slots`` [num_tokens] int64: where the row's K and V go."""
+        self.pool, self.row, self.backend, self.layers = pool, row, backend, layers
+        self._own_slots = Slots(own_slots)
         self._layer_of: dict[tuple[int, int], int] = {}  # ids of a layer's fresh K and V -> it; others may share them
         self._fresh: list[torch.Tensor] = []  # keeps those ids from being given to other tensors
         self._latent: int | None = None  # the latent layer that cached last and has not attended yet
+
+    @functools.cached_property
+    def _gathered(self) -> Row:
+        """The row as layers see it that were given what is visible, one sequence after the other."""
+        ends = itertools.accumulate(span.num_visible for span in self.row.spans)
+        return Row(
+            self.row.spans,
+            [slice(end - span.num_visible, end) for span, end in zip(self.row.spans, ends, strict=False)],
+        )
+
+    @functools.cached_property
+    def _visible_slots(self) -> Slots:
+        return Slots(torch.cat([torch.arange(slots.start, slots.stop) for slots in self.row.visible]))
 
     # What a forward asks of a transformers cache; sequence lengths matter to mask building only, which is bypassed.
     is_initialized = True
@@ -62,7 +79,7 @@ class PackedForward:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of a layer: K and V say which. Mask and window are known here.  -> [1, num_tokens, heads, dim]"""
-        layer, row = self._layer_of.get((id(key), id(value))), self._in_pool
+        layer, row = self._layer_of.get((id(key), id(value))), self.row
         if layer is not None:
             keys, values = self.pool.keys[layer], self.pool.values[layer]
         elif self._latent is not None:

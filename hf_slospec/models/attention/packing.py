@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from hf_slospec.models.attention.row import Row, Span
+from hf_slospec.models.sizes import size_for
 
 MAX_DENSE = 64  # longer chains are causal entries: the work of a dense block grows with the square of its tokens
 # A kernel gives an entry and head to one block of threads: long ranges are cut until there are enough (not measured).
@@ -33,7 +34,7 @@ class Entries:
     max_keys: int
 
     @classmethod
-    def of(cls, ranges: Sequence[tuple[range, slice]], device: torch.device, repeats: int = 1) -> Entries:
+    def of(cls, ranges: Sequence[tuple[range, slice]], repeats: int = 1) -> Entries:
         """``ranges``: tokens of the row and the slots they see, by ascending slots; ``repeats``: queries of a token."""
         num_queries, edges = [], [ranges[0][1].start]
         for tokens, slots in ranges:
@@ -46,12 +47,19 @@ class Entries:
         ends = list(itertools.accumulate(num_queries, initial=0))
         rows = [row for tokens, _ in ranges for row in tokens]
         return cls(
-            torch.tensor(rows, device=device),
-            torch.tensor(ends, dtype=torch.int32, device=device),
-            torch.tensor(edges, dtype=torch.int32, device=device),
+            torch.tensor(rows),
+            torch.tensor(ends, dtype=torch.int32),
+            torch.tensor(edges, dtype=torch.int32),
             max(num_queries),
             max(slots.stop - slots.start for _, slots in ranges),
         )
+
+    def padded(self, num_entries: int, max_queries: int, max_keys: int) -> Entries:
+        """With entries at the end that have neither queries nor keys, and room for longer ones."""
+        missing = num_entries + 1 - len(self.cu_keys)
+        assert missing >= 0 and max_queries >= self.max_queries and max_keys >= self.max_keys
+        cu_queries, cu_keys = (torch.cat((cu, cu[-1:].expand(missing))) for cu in (self.cu_queries, self.cu_keys))
+        return Entries(self.rows, cu_queries, cu_keys, max_queries, max_keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +71,12 @@ class Block:
 
     rows: torch.Tensor  # [batch, num_queries] int64, tokens of the row
     slots: torch.Tensor  # [batch, num_keys] int64; none for single tokens, which see all of one range
-    bias: torch.Tensor  # [batch * num_kv_heads, num_queries * groups, num_keys] f32: 0, or -inf where not to attend
+    mask: torch.Tensor  # [batch, num_queries, num_keys] bool, True = may attend
     pieces: torch.Tensor  # [num_pieces, batch, num_queries] int64: where the tokens stand in the entries
     is_empty: torch.Tensor | None  # [num_pieces, batch, num_queries] bool: pieces without keys; None if there are none
     real: torch.Tensor | None  # [num_real] int64: which of batch * num_queries are no padding; None if all are
     real_rows: torch.Tensor  # [num_real] int64, tokens of the row
+    bias: torch.Tensor | None = None  # [batch * num_kv_heads, num_queries * groups, num_keys] f32: the opened mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +85,16 @@ class Split:
 
     entries: Entries | None  # of the ranges, query heads folded; None if they are all empty
     blocks: list[Block]
+    groups: int  # query heads of a KV head
+    num_kv_heads: int
+
+    def opened(self) -> Split:
+        return replace(self, blocks=[replace(block, bias=self._bias(block.mask)) for block in self.blocks])
+
+    def _bias(self, mask: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+        heads = bias[:, None, :, None].expand(-1, self.num_kv_heads, -1, self.groups, -1)
+        return heads.flatten(2, 3).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,23 +102,29 @@ class Packing:
     chains: Entries | None
     split: Split | None
 
+    def opened(self) -> Packing:
+        """With what is worked out where the layers are, as it is larger than what it is made of."""
+        return self if self.split is None else replace(self, split=self.split.opened())
 
-def pack(row: Row, device: torch.device, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
-    """Cut up a row, for layers on this device with this window and these numbers of heads."""
+
+def pack(row: Row, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
+    """Cut up a row, for layers with this window and these numbers of heads; to be sent to them, and opened."""
     in_order = sorted(zip(row.spans, row.visible, strict=True), key=lambda pair: pair[1].start)
     chains = [(span, slots) for span, slots in in_order if span.is_chain and span.num_tokens > MAX_DENSE]
     others = [(span, slots) for span, slots in in_order if not (span.is_chain and span.num_tokens > MAX_DENSE)]
     return Packing(
-        Entries.of([(range(span.begin, span.end), slots) for span, slots in chains], device) if chains else None,
-        _split(others, device, window, num_heads // num_kv_heads, num_kv_heads) if others else None,
+        Entries.of([(range(span.begin, span.end), slots) for span, slots in chains]) if chains else None,
+        _split(others, window, num_heads // num_kv_heads, num_kv_heads, row.is_padded) if others else None,
     )
 
 
 def _split(
-    spans: list[tuple[Span, slice]], device: torch.device, window: int | None, groups: int, num_kv_heads: int
+    spans: list[tuple[Span, slice]], window: int | None, groups: int, num_kv_heads: int, is_padded: bool
 ) -> Split:
     common = [_common(span, slots, window) for span, slots in spans]
     longest = max(slots.stop - slots.start for slots in common)
+    if is_padded:
+        longest = max(PIECE_KEYS, 1 << max(longest - 1, 0).bit_length())
     num_pieces = min(-(-longest // PIECE_KEYS), max(1, ENOUGH_BLOCKS // (len(spans) * num_kv_heads)))
     ranges: list[tuple[range, slice]] = []
     by_size: dict[int, list[_Part]] = {}
@@ -109,12 +134,14 @@ def _split(
         ranges += [(range(span.begin, span.end), piece) for piece in pieces]
         part = _Part.of(span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces])
         # One block per power of four of keys: a large tree does not pad all small ones to its size.
-        by_size.setdefault(((len(part.slots) - 1).bit_length() // 2) if len(part.slots) else -1, []).append(part)
+        size = ((len(part.slots) - 1).bit_length() // 2) if len(part.slots) else -1
+        by_size.setdefault(0 if is_padded else size, []).append(part)
         num_queries += num_pieces * span.num_tokens
-    return Split(
-        Entries.of(ranges, device, groups) if num_pieces else None,
-        [_block(parts, device, groups, num_kv_heads) for parts in by_size.values()],
-    )
+    entries = Entries.of(ranges, groups) if num_pieces else None
+    if is_padded and entries is not None:
+        most = size_for(max(span.num_tokens for span, _ in spans))
+        entries = entries.padded(2 * len(ranges), most * groups, -(-longest // num_pieces))
+    return Split(entries, [_block(parts, is_padded) for parts in by_size.values()], groups, num_kv_heads)
 
 
 def _common(span: Span, slots: slice, window: int | None) -> slice:
@@ -139,6 +166,7 @@ class _Part:
 
     span: Span
     slots: np.ndarray  # [num_keys] int64: what only some of its tokens see
+    last_slot: int  # of what they see
     mask: torch.Tensor  # [num_tokens, num_keys] bool
     first_query: int  # of its entries: piece after piece, token after token
     is_empty: list[bool]  # by piece
@@ -149,7 +177,7 @@ class _Part:
     ) -> _Part:
         fresh = np.arange(common.stop, slots.stop)
         if window is None or not len(fresh):
-            return cls(span, fresh, span.fresh_mask[:, : len(fresh)], first_query, is_empty)
+            return cls(span, fresh, slots.stop - 1, span.fresh_mask[:, : len(fresh)], first_query, is_empty)
         first_common = common.start - slots.start
         first = min(max(span.sequence.length - window + 1, 0), first_common)  # no token sees what is before it
         edge = torch.arange(first, first_common, device=span.fresh_mask.device)
@@ -157,36 +185,37 @@ class _Part:
         is_near = span.fresh_positions[-span.num_tokens :, None] - key_positions[None, :] < window
         is_seen = F.pad(span.fresh_mask, (len(edge), 0), value=True)
         own = np.concatenate((np.arange(slots.start + first, common.start), fresh))
-        return cls(span, own, is_near & is_seen, first_query, is_empty)
+        return cls(span, own, slots.stop - 1, is_near & is_seen, first_query, is_empty)
 
 
-def _block(parts: list[_Part], device: torch.device, groups: int, num_kv_heads: int) -> Block:
+def _block(parts: list[_Part], is_padded: bool) -> Block:
     num_queries = max(part.span.num_tokens for part in parts)
     num_keys = max(len(part.slots) for part in parts)
+    if is_padded:
+        num_queries, num_keys = size_for(num_queries), size_for(num_keys) if num_keys else 0
     num_tokens = np.array([part.span.num_tokens for part in parts])
     own = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [batch, num_queries]
     rows = own + np.array([part.span.begin for part in parts])[:, None]
-    slots = [part.slots[np.minimum(np.arange(num_keys), len(part.slots) - 1)] for part in parts]
+    slots = np.array([part.last_slot for part in parts])[:, None].repeat(num_keys, 1)
+    for row, part in zip(slots, parts, strict=True):
+        row[: len(part.slots)] = part.slots
     num_pieces = len(parts[0].is_empty)
     first_query = np.array([part.first_query for part in parts])[:, None]
     pieces = [own + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)]
     is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(len(parts), num_pieces)
     is_real = np.arange(num_queries) < num_tokens[:, None]
-    mask = torch.stack([_padded(part.mask, num_queries, num_keys) for part in parts]).to(device)
-    bias = torch.zeros(mask.shape, device=device).masked_fill_(~mask, -torch.inf)
-    heads = bias[:, None, :, None].expand(-1, num_kv_heads, -1, groups, -1)
 
-    def moved(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    def made(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())  # of its own, and contiguous
 
     return Block(
-        moved(rows),
-        moved(np.stack(slots)),
-        heads.flatten(2, 3).flatten(0, 1),
-        moved(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
-        moved(np.broadcast_to(is_empty.T[..., None], (num_pieces, *own.shape))) if is_empty.any() else None,
-        None if is_real.all() else moved(np.flatnonzero(is_real)),
-        moved(rows[is_real]),
+        made(rows),
+        made(slots),
+        torch.stack([_padded(part.mask, num_queries, num_keys) for part in parts]),
+        made(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
+        made(np.broadcast_to(is_empty.T[..., None], (num_pieces, *own.shape))) if is_padded or is_empty.any() else None,
+        None if is_real.all() and not is_padded else made(np.flatnonzero(is_real)),
+        made(rows[is_real]),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_slospec.models.kv_pool import CachedSequence, LayerShape
+from hf_slospec.models.parcel import sent
 
 
 class AttentionLayer(NamedTuple):
@@ -17,6 +18,18 @@ class AttentionLayer(NamedTuple):
     shape: LayerShape
     window: int | None = None  # sliding: a token attends to itself and window - 1 positions before it
     is_latent: bool = False  # what it caches is expanded into K and V after caching (multi-head latent attention)
+
+
+@dataclass(eq=False)
+class Fresh:
+    """Tokens of one sequence that a forward adds behind those already in the KV pool; on the host or on the device."""
+
+    sequence: CachedSequence
+    input_ids: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_fresh] int64; fresh: staged by earlier forwards of this step, then these tokens
+    mask: torch.Tensor  # [num_tokens, num_fresh] bool, True = may attend
+    embeds: torch.Tensor | None = None  # [num_tokens, hidden], in place of those of input_ids
+    is_chain: bool = False  # nothing else is fresh, and each token sees those before it
 
 
 @dataclass(eq=False)
@@ -59,20 +72,20 @@ class Span:
         """
         key = window, repeats, like.dtype, like.device
         if key not in self._masks:
-            mask = self._build(window, like.dtype)
-            self._masks[key] = mask if mask is None else mask.repeat(repeats, 1).to(like.device)
+            mask = self._build(window, like.dtype, like.device)
+            self._masks[key] = mask if mask is None else mask.repeat(repeats, 1)
         return self._masks[key]
 
-    def _build(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    def _build(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         num_tokens, length = self.num_tokens, self.sequence.length
-        device = self.fresh_mask.device
+        fresh_mask, fresh_positions = sent((self.fresh_mask, self.fresh_positions), device)
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
-        allowed = torch.cat((prefix, self.fresh_mask), dim=1)
+        allowed = torch.cat((prefix, fresh_mask), dim=1)
         if window is not None:
-            key_positions = torch.cat((torch.arange(length, device=device), self.fresh_positions))
-            query_positions = self.fresh_positions[-num_tokens:]
+            key_positions = torch.cat((torch.arange(length, device=device), fresh_positions))
+            query_positions = fresh_positions[-num_tokens:]
             allowed = allowed & (query_positions[:, None] - key_positions[None, :] < window)
-        if num_tokens == 1 and bool(allowed.all()):
+        if num_tokens == 1 and device.type == "cpu" and bool(allowed.all()):  # elsewhere, looking would mean to wait
             return None
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
@@ -83,24 +96,55 @@ class Row:
 
     spans: list[Span]
     visible: list[slice]  # per span: where the slots that it sees are in the layer's K and V
-    _plans: dict[Hashable, Any] = field(default_factory=dict)
+    is_padded: bool = False  # plans come in few sizes, too
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
-    def plan(self, make: Callable[..., Any], *arguments: Hashable) -> Any:
-        """What ``make(row, *arguments)`` returns: made by the first layer that asks, the same for all others."""
-        if (key := (make, *arguments)) not in self._plans:
-            self._plans[key] = make(self, *arguments)
+    @classmethod
+    def of(cls, parts: Sequence[Fresh], is_padded: bool = False) -> Row:
+        spans, begin = [], 0
+        for part in parts:
+            assert part.sequence.length + len(part.positions) <= part.sequence.capacity
+            end = begin + len(part.input_ids)
+            spans.append(Span(part.sequence, begin, end, part.mask, part.positions, part.is_chain))
+            begin = end
+        return cls(spans, [span.visible for span in spans], is_padded)
+
+    @property
+    def own_slots(self) -> torch.Tensor:
+        """Where the row's K and V go.  [num_tokens] int64"""
+        pairs = zip(self.spans, self.visible, strict=True)
+        return torch.cat([torch.arange(slots.stop - span.num_tokens, slots.stop) for span, slots in pairs])
+
+    def plan(self, make: Callable[..., Any], device: torch.device, *arguments: Hashable) -> Any:
+        """What ``make(row, *arguments)`` returns, on a device: made by the first layer that asks, the same for all."""
+        if (key := (make, device, *arguments)) not in self.plans:
+            self.plans[key] = sent(make(self, *arguments), device).opened()
+        return self.plans[key]
+
+
+class PlannedRow:
+    """A row of which nothing is known but plans that were made before."""
+
+    def __init__(self, plans: dict[Hashable, Any]):
+        self._plans = {key: plan.opened() for key, plan in plans.items()}
+
+    def plan(self, *key: Hashable) -> Any:
         return self._plans[key]
+
+    @property
+    def spans(self) -> list[Span]:
+        raise RuntimeError("a layer's calls depend on the lengths of texts; only flash attention's do not")
 
 
 class Slots:
-    """Slots of several ranges in a row, on whichever devices ask for them."""
+    """Slots in a row, on whichever devices ask for them."""
 
-    def __init__(self, ranges: Sequence[slice]):
-        self._ranges = ranges
-        self._on: dict[torch.device, torch.Tensor] = {}
+    def __init__(self, slots: torch.Tensor):
+        self._on = {slots.device: slots}
+        self._first = slots
 
     def on(self, device: torch.device) -> torch.Tensor:
         """-> [num_slots] int64"""
         if device not in self._on:
-            self._on[device] = torch.cat([torch.arange(r.start, r.stop) for r in self._ranges]).to(device)
+            self._on[device] = sent(self._first, device)
         return self._on[device]
