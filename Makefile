@@ -19,7 +19,7 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/mypy
 
 # Strict: a warning, a broken link or a notebook that raises fails the build.
-docs: $(VENV)/installed-dev
+docs: $(VENV)/installed-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -n -q -b html docs build/docs
 
 bench: $(VENV)/installed
@@ -30,9 +30,10 @@ notebooks: $(VENV)/installed-docs
 	for name in $(NOTEBOOKS); do \
 	    $(VENV)/bin/jupytext --quiet --to ipynb --output build/notebooks/$$name.ipynb docs/notebooks/$$name.md || exit 1; \
 	done
-	$(VENV)/bin/jupyter-execute --inplace --timeout 300 $(NOTEBOOKS:%=build/notebooks/%.ipynb)
+	$(VENV)/bin/jupyter-execute --KernelManager.transport=ipc --inplace --timeout 300 $(NOTEBOOKS:%=build/notebooks/%.ipynb)
 
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV): torch is large, this takes a minute or several"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade -c constraints.txt pip
 	$(PIP) install -c constraints.txt --editable .

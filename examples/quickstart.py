@@ -53,7 +53,8 @@ def main(new_tokens: int = 96) -> None:
     hf_slospec.enable(model, assistant_model=draft)
     model.generation_config.eos_token_id = None  # every row writes all its tokens
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
-    model.generate(**batch, max_new_tokens=2, slo_tpot=0.1)  # warm-up: step times are measured on the first call
+    print("warming up; the first run on a machine measures step times, for some seconds", flush=True)
+    model.generate(**batch, max_new_tokens=2, slo_tpot=0.1)
 
     plain, plain_s = timed(model.generate, "plain generate    ", new_tokens, **batch)
     ours = dict(slo_tpot=TARGETS, return_dict_in_generate=True)

@@ -83,7 +83,7 @@ def enable(
         drafter: an object of your own that proposes token trees, see :class:`Drafter`.
         config: how to speculate; the defaults of :class:`SLOSpecConfig` if omitted.
         make_policy: a policy of your own, see :class:`Policy`, in place of the config's: called with the config and the
-            :class:`StepCosts` of the models for every call.
+            :class:`~hf_slospec.algo.latency.StepCosts` of the models for every call.
         always: speculate calls without ``slo_tpot`` too. Otherwise they are stock ``generate``, untouched.
         fallback: run stock ``generate``, with a :class:`FallbackWarning`, where the model or an option of the call
             cannot be speculated, instead of raising. ``generate(..., fallback=...)`` overrides it for a call.

@@ -156,6 +156,7 @@ def test_generate_stops_at_a_text_and_says_when_a_target_was_missed() -> None:
         ([TEXT, "--top-p", "2"], "--top-p"),
         ([TEXT, "--max-new-tokens", "0"], "--max-new-tokens"),
         ([TEXT, "--size", "7T"], "--size"),
+        ([TEXT, "--config", '{"max_dept": 3}'], "--config: max_dept: Extra inputs are not permitted │"),
         ([TEXT, "--chat"], "chat template"),
     ],
 )

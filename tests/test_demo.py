@@ -199,6 +199,7 @@ class TestCrowd:
         assert scene.own is not None and scene.own.wish is LONG
         _, own, others = cards.cards(scene)
         assert 'class="text"' in own and 'class="text"' not in others
+        assert scene.everybody[-2:] == [scene.own, *scene.others]  # behind those who were there before
         assert "Visitor 2" in others
         crowd.ask("a", SHORT)  # replaces the one before
         assert len(crowd.look("b").others) == 1

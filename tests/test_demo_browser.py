@@ -225,6 +225,8 @@ def test_it_fits_a_phone(visit: Callable[..., Visit], colors: str) -> None:
     page.writes("#user-0")
     width = page.page.evaluate("document.documentElement.scrollWidth")
     assert width <= PHONE["width"]
+    tops = [page.page.locator(place).bounding_box()["y"] for place in ("#own-wish", "#own-card", "#user-0", "#add")]
+    assert tops == sorted(tops)  # one's own request before the others'
     page.shoot(f"phone-{colors}")
 
 

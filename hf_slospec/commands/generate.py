@@ -113,7 +113,7 @@ def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
 
 def summary(metrics: RequestMetrics) -> str:
     """The figures of one request in a line."""
-    parts = [f"{metrics.tokens} tokens"]
+    parts = [f"{metrics.tokens} token{'' if metrics.tokens == 1 else 's'}"]
     if metrics.tpot_s:
         parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token ({1 / metrics.tpot_s:.1f} tokens/s)")
     if metrics.target_s is not None:

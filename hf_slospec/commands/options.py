@@ -13,6 +13,7 @@ from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.inflate import SHAPES
 from hf_slospec.pairs import Pair, load_pair
+from hf_slospec.sim.files import described
 
 TargetModel = Annotated[
     str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
@@ -29,7 +30,8 @@ def settings_of(config: str) -> SLOSpecConfig:
     try:
         return SLOSpecConfig.model_validate_json(config)
     except ValidationError as error:
-        raise typer.BadParameter(f"--config: {error}") from error
+        faults = [described(e["loc"], e["msg"]) for e in error.errors(include_url=False)]
+        raise typer.BadParameter(f"--config: {'; '.join(faults)}") from error
 
 
 def pair_of(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> Pair:

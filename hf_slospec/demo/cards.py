@@ -85,7 +85,7 @@ def _bar(view: View, scale: float, look: str) -> str:
         label = f"target: at least {wanted:.1f} tokens/s ({target_ms:.0f} ms per token)"
         side = "right" if at > 50 else "left"
         line = f'<i class="target" style="left:{at:.1f}%"></i><span class="aim {side}" style="{_beside(at)}">'
-        line += f"target {wanted:.1f}{' →' if wanted > scale else ''}</span>"
+        line += f"target {wanted:.1f} tokens/s{' →' if wanted > scale else ''}</span>"
     return (
         f'<div class="bar" role="img" aria-label="{speed:.1f} tokens/s; {label}" title="{label}">'
         f'<span class="fill {look}" style="width:{min(100 * speed / scale, 100):.1f}%"></span>{line}</div>'

@@ -40,8 +40,9 @@ class Scene:
 
     @property
     def everybody(self) -> list[View]:
+        """Who comes stands behind who was there, so that the others' colours stay."""
         own = [] if self.own is None else [self.own]
-        return [*own, *(view for view in self.simulated if view is not None), *self.others]
+        return [*(view for view in self.simulated if view is not None), *own, *self.others]
 
 
 class Crowd:

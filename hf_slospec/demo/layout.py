@@ -46,7 +46,10 @@ class Controls:
     max_new_tokens: gr.Slider
 
     @classmethod
-    def of(cls, wish: Wish, most_ms: float, is_folded: bool) -> Controls:
+    def of(cls, wish: Wish, most_ms: float, folds_prompt: bool) -> Controls:
+        prompt = gr.Textbox(
+            wish.prompt, lines=4, max_lines=8, max_length=MAX_PROMPT_CHARS, label="Prompt", render=not folds_prompt
+        )
         target_ms = gr.Slider(
             *(1, most_ms, wish.target_ms or most_ms),
             step=1,
@@ -54,11 +57,13 @@ class Controls:
             min_width=200,
             visible=wish.target_ms is not None,
         )
-        with gr.Accordion("Prompt and sampling", open=not is_folded):
+        with gr.Accordion("Prompt and sampling" if folds_prompt else "Sampling", open=False):
+            if folds_prompt:
+                prompt.render()
             return cls(
-                gr.Textbox(wish.prompt, lines=4, max_lines=8, max_length=MAX_PROMPT_CHARS, label="Prompt"),
+                prompt,
                 target_ms,
-                gr.Checkbox(wish.target_ms is not None, label="Promise this user a speed"),
+                gr.Checkbox(wish.target_ms is not None, label="Promise a speed"),
                 gr.Slider(0, 1.5, wish.temperature, step=0.1, label="Temperature (0: likeliest)"),
                 gr.Slider(0.1, 1, wish.top_p, step=0.05, label="Top-p"),
                 gr.Slider(16, MAX_NEW_TOKENS, wish.max_new_tokens, step=16, label="Tokens to write"),
@@ -112,7 +117,7 @@ class Page:
             policy = gr.Radio(POLICIES, value=self.crowd.policy, label="Policy (for everybody)", elem_id="policy")
             head = gr.HTML(apply_default_css=False, elem_id="headline")
             gr.HTML(LEGEND, apply_default_css=False)
-            with gr.Row(elem_classes="users"):
+            with gr.Row(elem_classes=["users", "simulated"]):
                 places = [self._place(number) for number in range(MAX_SIMULATED)]
             with gr.Row(elem_classes="adding"):
                 who = gr.Dropdown(list(self.people), label="Another simulated user", elem_id="who", min_width=180)
@@ -132,7 +137,7 @@ class Page:
     def _place(self, number: int) -> Place:
         with gr.Column(min_width=300, visible=False, elem_classes="user", elem_id=f"user-{number}") as column:
             card = gr.HTML(apply_default_css=False)
-            controls = Controls.of(next(iter(self.people.values()))[1], self.most_ms, is_folded=True)
+            controls = Controls.of(next(iter(self.people.values()))[1], self.most_ms, folds_prompt=True)
             with gr.Row():
                 start = gr.Button("Start again", size="sm", min_width=60)
                 stop = gr.Button("Stop", size="sm", min_width=60)
@@ -150,7 +155,7 @@ class Page:
         with gr.Row(elem_classes="users"):
             with gr.Column(min_width=330, elem_classes=["user", "yours"], elem_id="own-wish"):
                 gr.HTML("<h3>Your own request, among theirs</h3>", apply_default_css=False)
-                controls = Controls.of(first, self.most_ms, is_folded=False)
+                controls = Controls.of(first, self.most_ms, folds_prompt=False)
                 with gr.Row():
                     write = gr.Button("Write", variant="primary", min_width=80, elem_id="own-write")
                     stop = gr.Button("Stop", min_width=80, elem_id="own-stop")
