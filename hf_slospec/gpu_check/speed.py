@@ -35,7 +35,7 @@ class _Race:
         self.memory: dict[str, tuple[float, float]] = {}  # GiB: at most, and of that, beyond what was held before
         self.facts: dict[str, dict[str, Any]] = {}
         self._round_s = self._longest_s = 0.0  # of calls: what a round takes, as far as is known, and the longest one
-        self._backends: dict[tuple[str, str], str] = {}  # (backend, rest of the config) -> the variant that has it
+        self._seen: dict[tuple[Any, ...], str] = {}  # what comes of a config -> the variant that has it
 
     def run(self, repeats: int) -> dict[str, Any]:
         try:
@@ -75,10 +75,10 @@ class _Race:
         return found | variants
 
     def _ours(self, name: str, config: SLOSpecConfig) -> Callable[[dict[str, torch.Tensor]], Any]:
-        backend = PackedModel(self.bench.target, config.attention).backend.__name__
-        self.facts[name] = {"attention": backend}
-        key = backend, config.model_dump_json(exclude={"attention"})
-        if (other := self._backends.setdefault(key, name)) != name:
+        packed = PackedModel(self.bench.target, config.attention, config.prepack, config.cuda_graphs)
+        self.facts[name] = {"attention": packed.backend.__name__, "cuda_graphs": packed.has_graphs}
+        key = *self.facts[name].values(), config.model_dump_json(exclude={"attention", "cuda_graphs"})
+        if (other := self._seen.setdefault(key, name)) != name:
             raise _SameAsError(other)
         return self.bench.ours(config)
 
