@@ -107,7 +107,7 @@ class Graphs:
         self._num_bytes = 0
         self._lock = threading.Lock()
         self.patience = PATIENCE
-        self.is_off = False
+        self.is_off = self.has_failed = False
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -150,6 +150,7 @@ class Graphs:
             if not _is_close(replay(), right):
                 raise RuntimeError("the first replay gave other logits")
         except Exception as error:  # noqa: BLE001  whatever it is, forwards without graphs go on
+            self.has_failed = True
             self._stop("a forward cannot be captured: %r", error)
             return None
         self._captured[key] = _Captured(parcel, replay)
@@ -199,4 +200,6 @@ class Granted:
 
 def _settings_of(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     plain = (bool, int, float, str, list, tuple, type(None))
-    return tuple((name, repr(value)) for name, value in vars(module).items() if isinstance(value, plain))
+    # Drafts are set to evaluating for the time they run; forwards in training are not captured.
+    known = {name: value for name, value in vars(module).items() if isinstance(value, plain) and name != "training"}
+    return tuple((name, repr(value)) for name, value in known.items())

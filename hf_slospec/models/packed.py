@@ -117,6 +117,7 @@ class PackedModel:
             logits = None
             if larger is not None and inputs.plans:
                 logits = pool.graphs.run(inputs, functools.partial(self._replayable, pool), self._granted.now())
+                self.has_graphs &= not pool.graphs.has_failed  # no other pool needs to try
             if logits is None:
                 inputs = sent(inputs, self.device)
                 row.plans = {key: plan.opened() for key, plan in inputs.plans.items()}
