@@ -22,7 +22,8 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
     options = "--size tiny --dtype float32 --new-tokens 8 --repeats 2 --no-tune --batch 1 --batch 2".split()
     result = RUN.invoke(app, ["bench", *options, "--json", str(path)])
     assert result.exit_code == 0, result.output
-    assert "hf_slospec" in result.output
+    assert "hf_slospec, prepack off" in result.output
+    assert "…" not in result.output  # 80 columns hold it
     written = json.loads(path.read_text())
     assert written["provenance"]["torch"] and written["provenance"]["new_tokens"] == 8
     names = [(row["batch"], row["name"]) for row in written["results"]]
