@@ -30,7 +30,7 @@ notebooks: $(VENV)/installed-docs
 	for name in $(NOTEBOOKS); do \
 	    $(VENV)/bin/jupytext --quiet --to ipynb --output build/notebooks/$$name.ipynb docs/notebooks/$$name.md || exit 1; \
 	done
-	$(VENV)/bin/jupyter-execute --KernelManager.transport=ipc --inplace --timeout 300 $(NOTEBOOKS:%=build/notebooks/%.ipynb)
+	$(VENV)/bin/jupyter-execute --inplace --timeout 300 $(NOTEBOOKS:%=build/notebooks/%.ipynb)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV): torch is large, this takes a minute or several"

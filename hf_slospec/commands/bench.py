@@ -81,12 +81,9 @@ def bench(
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title="Speed against stock generate, same batch, same repeat (medians)", box=box.SIMPLE_HEAD, padding=0
-    )
-    table.caption = (
-        "host: share of time outside of forwards; equal: rows with the tokens of generate"  # within 80 columns
-    )
+    title = "Speed against stock generate, same batch, same repeat (medians)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)  # within 80 columns
+    table.caption = "host: time outside of forwards; equal: rows with generate's tokens"
     table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("method", no_wrap=True)
     for heading in ("speed-up", "tokens/s", "ms/token", "host", "tok/step", "equal"):
