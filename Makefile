@@ -20,7 +20,9 @@ lint: $(VENV)/installed-dev
 
 # Strict: a warning, a broken link or a notebook that raises fails the build.
 docs: $(VENV)/installed-docs
+	@echo "building the site; it runs the notebooks, which takes a minute or several"
 	$(VENV)/bin/python -m sphinx -W --keep-going -n -q -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m hf_slospec bench
