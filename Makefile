@@ -20,7 +20,9 @@ lint: $(VENV)/installed-dev
 
 # Strict: a warning, a broken link or a notebook that raises fails the build.
 docs: $(VENV)/installed-docs
+	@echo "building the site; it runs the notebooks, which takes a minute or several"
 	$(VENV)/bin/python -m sphinx -W --keep-going -n -q -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m hf_slospec bench
@@ -30,7 +32,7 @@ notebooks: $(VENV)/installed-docs
 	for name in $(NOTEBOOKS); do \
 	    $(VENV)/bin/jupytext --quiet --to ipynb --output build/notebooks/$$name.ipynb docs/notebooks/$$name.md || exit 1; \
 	done
-	$(VENV)/bin/jupyter-execute --KernelManager.transport=ipc --inplace --timeout 300 $(NOTEBOOKS:%=build/notebooks/%.ipynb)
+	$(VENV)/bin/jupyter-execute --inplace --timeout 300 $(NOTEBOOKS:%=build/notebooks/%.ipynb)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV): torch is large, this takes a minute or several"

@@ -58,7 +58,7 @@ def table(name: str, record: dict[str, Any]) -> Table:
     errors = ", ".join(f"{e['tokens']} tokens of {e['requests']}: {e['error']:+.0%}" for e in record["held_out"])
     made.caption = (
         f"+{fit['ms_per_further_request']:.2f} ms per further request, +{fit['ms_per_1000_keys']:.2f} ms per 1,000 "
-        f"keys; held out: {errors or 'nothing'}"
+        f"keys; error of the fit where it was not fitted: {errors or 'nothing'}"
     )
     return made
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -80,11 +81,13 @@ def bench(
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Speed against stock generate, same batch, same repeat (medians)")
-    table.add_column("batch", justify="right")
+    title = "Speed against stock generate, same batch, same repeat (medians)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)  # within 80 columns
+    table.caption = "host: time outside of forwards; equal: rows with generate's tokens"
+    table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("method", no_wrap=True)
-    for heading in ("speed-up", "tokens/s", "ms/token", "host", "accept", "equal"):
-        table.add_column(heading, justify="right")
+    for heading in ("speed-up", "tokens/s", "ms/token", "host", "tok/step", "equal"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         style = "bold" if row["name"] == benchmark.OURS else None
         length, host = row["acceptance_length"], row["host_share"]

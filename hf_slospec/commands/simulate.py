@@ -40,7 +40,9 @@ def simulate(
     mix: Annotated[str, typer.Option(help=f"Lengths and targets: {', '.join(MIXES)}.")] = "adaserve",
     arrivals: Annotated[str, typer.Option(help=f"{', '.join(ARRIVALS)}.")] = "poisson",
     variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 3.0,
-    rate: Annotated[list[float], typer.Option(help="Requests per second; give several times. Default: 2, or as traced.")] = [],  # noqa: B006
+    rate: Annotated[
+        list[float], typer.Option(help="Requests per second; give several times. Default: 2, or as traced.")
+    ] = [],  # noqa: B006
     number: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 400,
     recording: Annotated[
         Path | None, typer.Option(help="Texts of real runs, as `bench --record` writes them; else they are made up.")
