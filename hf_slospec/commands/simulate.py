@@ -41,7 +41,7 @@ def simulate(
     arrivals: Annotated[str, typer.Option(help=f"{', '.join(ARRIVALS)}.")] = "poisson",
     variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 3.0,
     rate: Annotated[
-        list[float], typer.Option(help="Requests per second; give several times. Default: 2, or as traced.")
+        list[float], typer.Option(help="Requests per second; several times. Default: 2, or as traced.")
     ] = [],  # noqa: B006
     number: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 400,
     recording: Annotated[
