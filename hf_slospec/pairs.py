@@ -35,11 +35,19 @@ def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, 
         raise InvalidInputError("--target and --assistant go together")
     if dtype not in DTYPES:
         raise InvalidInputError("--dtype must be bfloat16, float16 or float32")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        raise InvalidInputError(f"--device {device}: {error}") from error
     if target is not None and assistant is not None:
         load: Any = AutoModelForCausalLM.from_pretrained
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target)
+            models = load(target, dtype=dtype), load(assistant, dtype=dtype)
+        except OSError as error:  # no such model, or no way to the Hub
+            raise InvalidInputError(f"--target {target} --assistant {assistant}: {error}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        return Pair(load(target, dtype=dtype).to(device), load(assistant, dtype=dtype).to(device), tokenizer)
+        return Pair(models[0].to(device), models[1].to(device), tokenizer)
     if size not in SIZES:
         raise InvalidInputError(f"--size must be tiny or one of {', '.join(SHAPES)}")
     model, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))

@@ -77,6 +77,8 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
         (["--size", "7T"], "--size"),
         (["--config", '{"max_depht": 1}'], "max_depht: Extra inputs are not permitted  "),  # and no more
         (["--dtype", "float7"], "--dtype"),
+        (["--device", "abacus"], "--device abacus"),
+        (["--target", "./nowhere", "--assistant", "./nowhere"], "--target ./nowhere"),
     ],
 )
 def test_bad_options_are_named(options: list[str], word: str) -> None:
