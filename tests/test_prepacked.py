@@ -113,6 +113,13 @@ def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(found[0], F.linear(input, module.weight))
 
 
+def test_another_threads_forward_may_end_later() -> None:
+    module, input = linear(), rows(3, 24)
+    with PrepackedLinears(module, True).in_use():
+        forward = module.forward
+    assert torch.equal(forward(input), module(input))
+
+
 def test_nothing_stays_on_the_layers() -> None:
     module = nn.Sequential(linear(), nn.ReLU())
     linears, others = PrepackedLinears(module, True), PrepackedLinears(module, True)
@@ -203,6 +210,13 @@ def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None
     del second
     gc.collect()
     assert all(one() is None for one in copies)
+
+
+def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
+    model = tiny_model("llama")
+    linears = PackedModel(model, prepack=True).linears
+    gen = SLOSpecGenerator(model, model, config=SLOSpecConfig(max_depth=2, prepack=True))
+    assert gen._decoder.speculator.memory(None, 0).prepacked == linears.num_bytes > 0
 
 
 def test_copies_take_a_share_of_the_free_memory_at_most(

@@ -84,7 +84,9 @@ class _Prepacked(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         copy = _ours.get().get(self)
         packed = None if copy is None or not input.numel() else copy.current()
-        return super().forward(input) if packed is None else _linear(input, packed, self.bias)
+        if packed is None:  # not super(): in another thread the layer may be a plain one again by now
+            return F.linear(input, self.weight, self.bias)
+        return _linear(input, packed, self.bias)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (nn.Linear,), self.__dict__
