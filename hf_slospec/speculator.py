@@ -173,7 +173,7 @@ class Speculator:
     @property
     def max_nodes(self) -> int:
         """Nodes of one request's draft tree at most."""
-        return max_tree_nodes(self.config)
+        return max_tree_nodes(self.config, self.make_policy)
 
     def new_drafter(self, max_slots: int | None = None, keeps_rng: bool = True) -> Drafter:
         """``keeps_rng``: the global generator is the target's, so a user's drafter must not move it."""

@@ -64,6 +64,13 @@ def test_own_policy() -> None:
     assert len(Odd.made) == 3
 
 
+def test_what_the_config_names_does_not_count() -> None:
+    config = SLOSpecConfig(policy="none", max_depth=4, max_width=2)
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=config, make_policy=Odd)
+    out = gen.generate(**ragged_prompts(1), max_new_tokens=9, return_dict_in_generate=True)
+    assert out.slo[0].accepted > 0
+
+
 def test_in_the_batcher_until_another_is_set() -> None:
     Odd.made.clear()
     gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.03), config=CONFIG, make_policy=Odd)
