@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
-import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +32,7 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
 )
 from hf_slospec.hf import Call, Decoder
+from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import Samplers
 from hf_slospec.policies import max_tree_nodes
 from hf_slospec.speculator import Speculator, clock
@@ -247,7 +247,7 @@ def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + kept
     else:
-        free = psutil.virtual_memory().available
+        free = free_memory()
     most = getattr(speculator.target.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     return int(min(FREE_SHARE * free / bytes_per_token, max_batch * (most + speculator.max_nodes)))
 

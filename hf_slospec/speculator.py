@@ -163,17 +163,18 @@ class Speculator:
         parts = () if engine is None else (engine.target, engine.drafter)
         pools = [part.sequences.pool.num_bytes for part in parts if isinstance(part, (PackedTarget, AssistantDrafter))]
         target_kv, draft_kv = [*pools, 0, 0][:2]
+        linears = {model.model: model.linears for model in self.models}  # a target may draft for itself
         return MemoryUse(
             target_kv=target_kv,
             draft_kv=draft_kv,
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in self.models),
-            prepacked=sum(model.linears.num_bytes for model in self.models),
+            prepacked=sum(own.num_bytes for own in linears.values()),
         )
 
     @property
     def max_nodes(self) -> int:
         """Nodes of one request's draft tree at most."""
-        return max_tree_nodes(self.config)
+        return max_tree_nodes(self.config, self.make_policy)
 
     def new_drafter(self, max_slots: int | None = None, keeps_rng: bool = True) -> Drafter:
         """``keeps_rng``: the global generator is the target's, so a user's drafter must not move it."""

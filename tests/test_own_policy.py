@@ -64,6 +64,13 @@ def test_own_policy() -> None:
     assert len(Odd.made) == 3
 
 
+def test_what_the_config_names_does_not_count() -> None:
+    config = SLOSpecConfig(policy="none", max_depth=4, max_width=2)
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=config, make_policy=Odd)
+    out = gen.generate(**ragged_prompts(1), max_new_tokens=9, return_dict_in_generate=True)
+    assert out.slo[0].accepted > 0
+
+
 def test_in_the_batcher_until_another_is_set() -> None:
     Odd.made.clear()
     gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.03), config=CONFIG, make_policy=Odd)
@@ -81,12 +88,21 @@ BROKEN_PLANS: dict[str, Any] = {
     "NoneType, where Plan": lambda requests: None,
     "depth 5 and width 2": lambda requests: Plan(5, 2),
     "width 0": lambda requests: Plan(1, 0),
+    "depth 1.5": lambda requests: Plan(1.5, 1),
+    "depth nan": lambda requests: Plan(float("nan"), 1),
+    "a request twice": lambda requests: Plan(1, 1, drafting=[*requests, *requests]),
     "do not decode": lambda requests: Plan(1, 1, drafting=[replace_index(requests[0])]),
 }
 BROKEN_SELECTIONS: dict[str, Any] = {
     "list, where Selection": lambda requests, trees: trees,
     "0 trees": lambda requests, trees: Selection([], []),
     "0 expectations": lambda requests, trees: Selection(trees, []),
+    "not finite": lambda requests, trees: Selection(trees, [float("nan")]),
+    "seconds that are not finite": lambda requests, trees: Selection(trees, [1.0], None),
+    "made of numpy arrays": lambda requests, trees: Selection(
+        [TokenTree([requests[0].tokens[-1]], [-1], [0], [1.0])], [1.0]
+    ),
+    "integers but for": lambda requests, trees: Selection([replace(trees[0], tokens=trees[0].tokens / 1.0)], [1.0]),
     "root is not": lambda requests, trees: Selection([ROOT(requests[0].tokens[-1] + 1)], [1.0]),
     "outside 0": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [101], 0.5)], [1.0]),
     "room for 8": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [5] * 9, 0.5)], [1.0]),

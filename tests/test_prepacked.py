@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.prune import l1_unstructured
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models import prepacked
@@ -100,36 +106,117 @@ def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch
     module, input, found = linear(), rows(3, 24), list[torch.Tensor]()
     monkeypatch.setattr(prepacked, "_linear", lambda *_: pytest.fail("another thread's forward was ours"))
     with PrepackedLinears(module, True).in_use():
-        assert "forward" in module.__dict__
+        assert type(module) is not nn.Linear
         thread = threading.Thread(target=lambda: found.append(module(input)))
         thread.start()
         thread.join()
     assert torch.equal(found[0], F.linear(input, module.weight))
 
 
+def test_another_threads_forward_may_end_later() -> None:
+    module, input = linear(), rows(3, 24)
+    with PrepackedLinears(module, True).in_use():
+        forward = module.forward
+    assert torch.equal(forward(input), module(input))
+
+
 def test_nothing_stays_on_the_layers() -> None:
-    module, input = nn.Sequential(linear(), nn.ReLU()), rows(3, 24)
+    module = nn.Sequential(linear(), nn.ReLU())
     linears, others = PrepackedLinears(module, True), PrepackedLinears(module, True)
-    before = set(module[0].__dict__)
+    before = dict(module[0].__dict__)
     with pytest.raises(KeyError), linears.in_use(), others.in_use():  # two at a time, and an error
         raise KeyError
-    assert set(module[0].__dict__) == before
+    assert type(module[0]) is nn.Linear
     with linears.in_use():
         with others.in_use():
             pass
-        assert "forward" in module[0].__dict__  # the other one still runs
-    assert set(module[0].__dict__) == before
-    computed(module, input, linears)
-    assert torch.equal(pickle.loads(pickle.dumps(module))(input), module(input))
+        assert type(module[0]) is not nn.Linear  # the other one still runs
+    assert type(module[0]) is nn.Linear and module[0].__dict__ == before
 
 
-def test_copies_are_shared_by_all_who_forward_a_model() -> None:
-    model = tiny_model("llama")
-    first, second = PackedModel(model, prepack=True), PackedModel(model, prepack=True)
-    (one, _), (other, _) = first.linears._forwards[0], second.linears._forwards[0]
-    assert one is other and len(first.linears) == len(second.linears) > 0
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_model_can_be_copied_while_it_forwards(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """By another thread: the copy is a plain one, and computes with weights of its own."""
+    module, input = nn.Sequential(linear()), rows(3, 24)
+    with PrepackedLinears(module, True).in_use():
+        other = copied(module)
+    before = other(input)
+    multiply(module[0].weight)
+    assert type(other[0]) is nn.Linear and torch.equal(other(input), before)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def parametrise(module: nn.Linear) -> None:
+    register_parametrization(module, "weight", Doubled())
+
+
+def prune_half(module: nn.Linear) -> None:
+    l1_unstructured(module, "weight", 0.5)
+
+
+def replace_forward(module: nn.Linear) -> None:
+    module.forward = lambda input: 3 * F.linear(input, module.weight)
+
+
+def hook(module: nn.Linear) -> None:
+    module.register_forward_hook(lambda module, given, output: -output)
+
+
+@pytest.mark.parametrize("change", [parametrise, prune_half, replace_forward, hook, nn.Linear.double])
+def test_what_becomes_of_a_layer_later_is_kept(change: Callable[[nn.Linear], Any]) -> None:
+    module = linear()
+    linears = PrepackedLinears(module, True)
+    computed(module, rows(3, 24), linears)
+    change(module)
+    input = rows(3, 24, dtype=next(module.parameters()).dtype)
+    plain = module(input).detach()
+    torch.testing.assert_close(computed(module, input, linears), plain)
+    linears.renew()
+    assert not len(linears)
+    torch.testing.assert_close(module(input).detach(), plain)
+
+
+def test_layers_that_come_and_go() -> None:
+    model = nn.Sequential(linear(), nn.Linear(40, 8))
+    linears = PrepackedLinears(model, True)
+    gone, model[1] = ref(model[1]), nn.Linear(40, 16)
+    assert computed(model, rows(3, 24), linears).shape == (3, 16)
+    linears.renew()
+    assert gone() is None and len(linears) == 2
+
+
+def test_one_row_of_an_output_layer_written_through_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacked, "MANY_ROWS", 2000)
+    module, input = linear(24, 3000), rows(3, 24)
+    linears = PrepackedLinears(module, True)
+    module.weight.data[1234] = 7.0
+    linears.renew()
+    torch.testing.assert_close(computed(module, input, linears), module(input).detach())
+
+
+def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    first, second = PackedModel(model, prepack=True).linears, PackedModel(model, prepack=True).linears
+    assert first._copies == second._copies and len(first) > 0
     weights = {id(m.weight): m.weight.nbytes for m in model.modules() if type(m) is nn.Linear}
-    assert first.linears.num_bytes == sum(weights.values())
+    assert first.num_bytes == sum(weights.values())
+    copies = [ref(one) for one in first._copies.values()]
+    del first
+    assert all(one() is not None for one in copies)
+    del second
+    gc.collect()
+    assert all(one() is None for one in copies)
+
+
+def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
+    model = tiny_model("llama")
+    linears = PackedModel(model, prepack=True).linears
+    gen = SLOSpecGenerator(model, model, config=SLOSpecConfig(max_depth=2, prepack=True))
+    assert gen._decoder.speculator.memory(None, 0).prepacked == linears.num_bytes > 0
 
 
 def test_copies_take_a_share_of_the_free_memory_at_most(
@@ -150,7 +237,9 @@ def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
     with torch.inference_mode():
         inferred.weight = nn.Parameter(torch.ones(40, 24), requires_grad=False)
     compiled.compile(backend="eager")
-    for module in (hooked, replaced, inferred, compiled, linear(dtype=torch.float64), nn.Conv1d(3, 3, 1)):
+    empty = linear()
+    empty.weight = nn.Parameter(torch.ones(0, 24))
+    for module in (hooked, replaced, inferred, compiled, empty, linear(dtype=torch.float64), nn.Conv1d(3, 3, 1)):
         assert not len(PrepackedLinears(module, True)), module
     with torch.autocast("cpu"):
         assert not len(PrepackedLinears(linear(), True))

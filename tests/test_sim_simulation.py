@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.engine.config import PolicyName
 from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.protocols import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies.smartspec import SmartSpecPolicy
 from hf_slospec.sim.hardware import Hardware, lines
@@ -232,6 +233,16 @@ def test_a_policy_of_ones_own_decides() -> None:
     )
     assert own.outcomes == named.outcomes
     assert own.totals.nodes > run().totals.nodes
+
+
+def test_what_is_wrong_with_its_decisions_is_said() -> None:
+    class Greedy(SmartSpecPolicy):
+        def plan(self, *given: Any) -> Plan:
+            return Plan(7, 1)
+
+    config = config_of('{"policy": "none", "max_depth": 6, "max_width": 1}')
+    with pytest.raises(InvalidInputError, match="depth 7 and width 1, and a request has room for 6"):
+        Simulation([JOB], library_of([JOB]), HARDWARE, config, make_policy=Greedy).run()
 
 
 def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:

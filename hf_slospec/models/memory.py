@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import torch
 from pydantic import BaseModel, Field
 
 # These say nothing about the model that met them.
 DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+GROUPS = (  # files of a control group, version 2 and 1: its limit, what it has taken, and the cache it can give back
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 class MemoryUse(BaseModel):
@@ -19,6 +25,19 @@ class MemoryUse(BaseModel):
     draft_kv: int = Field(description="The draft's.")
     staging: int = Field(description="Of both, what is kept free behind running requests for the nodes of a step.")
     prepacked: int = Field(description="Second copies of weights, see SLOSpecConfig.prepack.")
+
+
+def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of the host's memory that are free: psutil knows the machine's, and nothing of a container's limit."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used, stat, cache in GROUPS:
+        if all((groups / name).is_file() for name in (limit, used, stat)):
+            if (most := (groups / limit).read_text().strip()) == "max":
+                return free
+            caches = dict(line.split() for line in (groups / stat).read_text().splitlines())
+            taken = int((groups / used).read_text()) - int(caches.get(cache, 0))
+            return min(free, max(int(most) - taken, 0))
+    return free
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,50 +10,86 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from hf_slospec.models.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.25  # of the free memory that the copies may take unasked
 TYPICAL_TOKENS = 8  # of a step; the layout may depend on it
 SAMPLES = 256  # elements of a weight that tell whether it was changed behind torch's back
+MANY_ROWS = 16384  # an output layer has, and one row may be written alone, for a new token: so each is sampled
 TOLERANCE = 0.05  # relative; beyond rounding in any dtype
 
 
 class _Copy:
     """A layer's weight in the kernels' layout, and what it was made of."""
 
-    def __init__(self, weight: nn.Parameter):
-        self.make(weight)
+    def __init__(self, linear: nn.Linear):
+        self.linear = linear
+        self.make()
 
-    def make(self, weight: nn.Parameter) -> None:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_TOKENS)
-        self.packed, self.weight, self.version, self.address = packed, weight, weight._version, weight.data_ptr()
-        self.samples = _samples(weight)
+    def make(self) -> None:
+        weight = self.linear._parameters.get("weight")
+        self.packed: torch.Tensor | None = None  # what the weight has become has no such layout
+        self.num_bytes = 0
+        if weight is not None and _is_usual(weight):
+            with torch.no_grad():
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_TOKENS)
+                self.samples = _samples(weight)
+            self.weight, self.version, self.address = weight, weight._version, weight.data_ptr()
+            self.packed, self.num_bytes = packed, weight.nbytes
 
-    def is_of(self, weight: nn.Parameter) -> bool:
-        """As far as torch counts changes."""
-        return self.weight is weight and self.version == weight._version and self.address == weight.data_ptr()
+    def current(self) -> torch.Tensor | None:
+        """Of the weight as it is now, as far as torch counts changes."""
+        weight: Any = self.linear._parameters.get("weight")  # at every forward: the attribute takes five times as long
+        if not self._is_of(weight):
+            self.make()
+        return self.packed
 
-    def looks_like(self, weight: nn.Parameter) -> bool:
+    def renew(self) -> None:
         """Writing through ``weight.data``, as merging an adapter does, is not counted."""
-        return self.is_of(weight) and torch.equal(self.samples, _samples(weight))
+        weight: Any = self.linear._parameters.get("weight")
+        if not (self._is_of(weight) and weight.is_contiguous() and torch.equal(self.samples, _samples(weight))):
+            self.make()
+
+    def _is_of(self, weight: Any) -> bool:
+        is_made_of = self.packed is not None and self.weight is weight
+        return is_made_of and self.version == weight._version and self.address == weight.data_ptr()
 
 
-_Forward = tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]
-_copies: WeakKeyDictionary[nn.Linear, _Copy] = WeakKeyDictionary()  # one of a layer, whoever uses it
-_in_use: dict[int, tuple[int, list[_Forward]]] = {}  # id(model) -> packed forwards that run now, and what they put in
+# One of a layer, as long as anybody uses it; by id of the layer, which the copy holds.
+_copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+_in_use: dict[int, tuple[int, list[nn.Linear]]] = {}  # id(model) -> packed forwards that run now, and their layers
 _lock = threading.Lock()
-_is_ours: ContextVar[bool] = ContextVar("hf_slospec_prepacked", default=False)
+_ours: ContextVar[Mapping[nn.Linear, _Copy]] = ContextVar("hf_slospec_prepacked", default={})  # noqa: B039  read only
+
+if hasattr(os, "register_at_fork"):  # else a child might inherit it locked
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+class _Prepacked(nn.Linear):
+    """What a layer is while a packed forward runs. Nothing else about it changes, so another thread may copy it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        copy = _ours.get().get(self)
+        packed = None if copy is None or not input.numel() else copy.current()
+        if packed is None:  # not super(): in another thread the layer may be a plain one again by now
+            return F.linear(input, self.weight, self.bias)
+        return _linear(input, packed, self.bias)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (nn.Linear,), self.__dict__
 
 
 class PrepackedLinears:
@@ -61,95 +97,91 @@ class PrepackedLinears:
 
     def __init__(self, model: nn.Module, wanted: bool | None):
         """``wanted``: None means where the copies take at most a quarter of the free memory."""
-        found = [] if wanted is False or _is_compiled(model) else _candidates(model)
-        new_bytes = sum(linear.weight.nbytes for linear in found if linear not in _copies)
-        if found and wanted is None and new_bytes > FREE_SHARE * psutil.virtual_memory().available:
+        self._model, self._is_wanted = model, wanted is not False
+        self._copies: dict[nn.Linear, _Copy] = {}
+        new_bytes = sum(linear.weight.nbytes for linear in self._candidates() if id(linear) not in _copies)
+        if new_bytes and wanted is None and new_bytes > FREE_SHARE * free_memory():
             logger.info(
                 "weights of %s are not kept a second time for speed: that would take %.1f GiB, more than a quarter "
                 "of the free memory; SLOSpecConfig(prepack=True) does it all the same",
                 type(model).__name__,
                 new_bytes / 2**30,
             )
-            found = []
-        self._model = model
-        with torch.no_grad():
-            for linear in found:
-                if linear not in _copies:
-                    _copies[linear] = _Copy(linear.weight)
-        self._copies = {linear: _copies[linear] for linear in found}
-        self._forwards = [(linear, _forward_of(linear, copy)) for linear, copy in self._copies.items()]
-        self.renew()  # an older generator's copies may be of older weights
+            self._is_wanted = False
+        self.renew()
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.weight.nbytes for copy in self._copies.values())
+        return sum(copy.num_bytes for copy in self._copies.values())
 
     def __len__(self) -> int:
-        return len(self._forwards)
+        return len(self._copies)
 
     def renew(self) -> None:
-        """Make copies of weights that were changed, by whatever means."""
-        with torch.no_grad():
-            for linear, copy in self._copies.items():
-                if not copy.looks_like(linear.weight):
-                    copy.make(linear.weight)
+        """Look at the model as it is now: its layers may be others, and weights changed by whatever means."""
+        copies = {}
+        for linear in self._candidates():
+            copies[linear] = _copies.get(id(linear)) or _copies.setdefault(id(linear), _Copy(linear))
+            copies[linear].renew()
+        self._copies = copies
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Within, the model's linear layers compute with the copies, in this thread only."""
-        if not self._forwards:
+        if not (copies := self._copies):
             yield
             return
-        for linear, copy in self._copies.items():
-            weight: Any = linear._parameters["weight"]  # at every forward: the attribute takes five times as long
-            if not copy.is_of(weight):
-                copy.make(weight)
         with _lock:  # threads may forward the same model at the same time: the last one out tidies up
-            count, put_in = _in_use.get(id(self._model), (0, self._forwards))
-            _in_use[id(self._model)] = count + 1, put_in
+            count, layers = _in_use.get(id(self._model), (0, list(copies)))
+            _in_use[id(self._model)] = count + 1, layers
             if not count:
-                for linear, forward in put_in:
-                    linear.__dict__["forward"] = forward
-        token = _is_ours.set(True)
+                _turn(layers, nn.Linear, _Prepacked)
+        token = _ours.set(copies)
         try:
             yield
         finally:
-            _is_ours.reset(token)
+            _ours.reset(token)
             with _lock:
-                count, put_in = _in_use.pop(id(self._model))
+                count, layers = _in_use.pop(id(self._model))
                 if count > 1:
-                    _in_use[id(self._model)] = count - 1, put_in
+                    _in_use[id(self._model)] = count - 1, layers
                 else:
-                    for linear, _ in put_in:
-                        linear.__dict__.pop("forward", None)
+                    _turn(layers, _Prepacked, nn.Linear)
+
+    def _candidates(self) -> list[nn.Linear]:
+        """Plain linear layers on a CPU: no hooks, no quantised weights, nothing that replaces their forward."""
+        if not self._is_wanted or _is_compiled(self._model) or torch.is_autocast_enabled("cpu"):
+            return []
+        layers = (module for module in self._model.modules() if type(module) in (nn.Linear, _Prepacked))
+        return [layer for layer in layers if _is_plain(layer)]
 
 
-def _forward_of(linear: nn.Linear, copy: _Copy) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        if not _is_ours.get() or not input.numel():
-            return F.linear(input, linear.weight, linear.bias)
-        return _linear(input, copy.packed, linear.bias)
-
-    return forward
+def _turn(layers: list[nn.Linear], old: type[nn.Linear], new: type[nn.Linear]) -> None:
+    for layer in layers:
+        if type(layer) is old:  # it may have been parametrised meanwhile, say
+            object.__setattr__(layer, "__class__", new)  # a module's own takes twenty times as long
 
 
 def _linear(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
 
 
-def _candidates(model: nn.Module) -> list[nn.Linear]:
-    """Plain linear layers on a CPU: no hooks, no quantised weights, nothing that replaces their forward."""
-    if torch.is_autocast_enabled("cpu"):
-        return []
-    return [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
-
-
 def _is_plain(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    is_replaced = getattr(linear.__dict__.get("forward"), "__module__", __name__) != __name__  # by others than us
-    is_touched = is_replaced or linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook")
-    is_usual = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
-    return is_usual and not is_touched and not weight.is_inference() and _works(weight.dtype)
+    is_replaced = "forward" in linear.__dict__ or hasattr(linear, "_hf_hook")
+    weight = linear._parameters.get("weight")
+    is_touched = is_replaced or linear._forward_hooks or linear._forward_pre_hooks
+    return weight is not None and not is_touched and _is_usual(weight)
+
+
+def _is_usual(weight: nn.Parameter) -> bool:
+    is_dense = weight.device.type == "cpu" and weight.layout is torch.strided and weight.is_contiguous()
+    return (
+        type(weight) is nn.Parameter
+        and is_dense
+        and weight.numel() > 0
+        and not weight.is_inference()
+        and (_works(weight.dtype))
+    )
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -158,8 +190,10 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _samples(weight: nn.Parameter) -> torch.Tensor:
-    flat = weight.detach().view(-1)
-    return flat[:: max(len(flat) // SAMPLES, 1) | 1].clone()
+    every = max(weight.numel() // SAMPLES, 1) | 1
+    if len(weight) > MANY_ROWS:
+        every = min(every, max(weight.shape[1] - 1, 1))
+    return weight.detach().view(-1)[::every].clone()
 
 
 @functools.cache

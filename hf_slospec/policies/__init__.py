@@ -43,10 +43,10 @@ def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) 
     return NEW[config.policy](config, costs)
 
 
-def max_tree_nodes(config: SLOSpecConfig) -> int:
-    """Nodes of one request's draft tree at most, its root not counted."""
-    if config.policy == "none":
+def max_tree_nodes(config: SLOSpecConfig, make_policy: NewPolicy | None = None) -> int:
+    """Nodes of one request's draft tree at most, its root not counted; a policy of one's own has no name."""
+    if config.policy == "none" and make_policy is None:
         return 0
-    if config.policy == "static":
+    if config.policy == "static" and make_policy is None:
         return SPECINFER.max_depth * SPECINFER.max_width
     return config.max_depth * config.max_width

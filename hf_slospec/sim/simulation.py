@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hf_slospec.engine.checked_policy import CheckedPolicy
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.continuous import Continuous, Limits
 from hf_slospec.engine.events import StepEvent
@@ -52,9 +54,14 @@ class Replica:
     ):
         self.clock = VirtualClock()
         costs = hardware.costs()
-        limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_tree_nodes(config))
+        max_nodes = max_tree_nodes(config, make_policy)
+        limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
         self.scheduler = Continuous(limits, Pace(costs), config.admission, config.prefill)
-        policy: Policy = make_policy(config, costs) if make_policy else new_policy(config, costs, Experience(config))
+        policy: Policy
+        if make_policy is not None:
+            policy = CheckedPolicy(make_policy(config, costs), max_nodes, sys.maxsize)  # tokens are ranks
+        else:
+            policy = new_policy(config, costs, Experience(config))
         if hindsight:
             policy = HindsightPolicy(library, config, hardware, seed)
         self.engine = Engine(
