@@ -1,12 +1,15 @@
 """Eight users at once, each with targets of their own, on the embedded pair; nothing is downloaded.
 
-python examples/many_users.py
+    python examples/many_users.py
+
+Targets are multiples of what plain ``generate`` takes per token, measured first: they mean the same on any machine.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,31 +18,48 @@ from rich.table import Table
 from hf_slospec import RequestHandle, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.inflate import SHAPES, inflate
 
-USERS = {
-    "copilot": dict(slo_tpot=0.03, slo_ttft=1.0),
-    "chat": dict(slo_tpot=0.06, slo_ttft=2.0),
-    "summary": dict(slo_tpot=0.2, slo_ttft=5.0),
+USERS = {  # slo_tpot and slo_ttft in times per token of plain decoding
+    "copilot": dict(slo_tpot=2.0, slo_ttft=60.0),
+    "chat": dict(slo_tpot=4.0, slo_ttft=120.0),
+    "summary": dict(slo_tpot=12.0, slo_ttft=300.0),
     "no promise": dict(),  # as fast as the others leave it
-    "sampled chat": dict(slo_tpot=0.06, slo_ttft=2.0, do_sample=True, temperature=0.8, seed=1),
+    "sampled chat": dict(slo_tpot=4.0, slo_ttft=120.0, do_sample=True, temperature=0.8, seed=1),
     "batch job": dict(best_effort=True),
-    "impossible": dict(slo_tpot=0.001, slo_ttft=0.001),  # more than can be promised
-    "one line": dict(slo_tpot=0.06, slo_ttft=2.0, stop_strings=["\n"]),
+    "impossible": dict(slo_tpot=0.05, slo_ttft=0.05),  # more than can be promised
+    "one line": dict(slo_tpot=4.0, slo_ttft=120.0, stop_strings=["\n"]),
 }
+
+
+def plain_s(model: Any, tokenizer: Any, tokens: int = 16) -> float:
+    """Seconds per token of plain ``generate``."""
+    inputs = tokenizer(tiny_prompts()[0], return_tensors="pt", truncation=True, max_length=16)
+    model.generate(**inputs, max_new_tokens=1, do_sample=False)  # the first call is slower
+    begun_s = time.perf_counter()
+    model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    return (time.perf_counter() - begun_s) / tokens
+
+
+def scaled(users: dict[str, dict[str, Any]], unit_s: float) -> dict[str, dict[str, Any]]:
+    """The same users, with targets in seconds."""
+    times = ("slo_tpot", "slo_ttft")
+    return {name: {k: v * unit_s if k in times else v for k, v in own.items()} for name, own in users.items()}
 
 
 def against(seconds: float | None, target_s: float | None) -> str:
     """What was measured, and what was asked for."""
-    return ("" if seconds is None else f"{1e3 * seconds:.0f}") + ("" if target_s is None else f" / {1e3 * target_s:g}")
+    return ("" if seconds is None else f"{1e3 * seconds:.0f}") + ("" if target_s is None else f" / {1e3 * target_s:.0f}")
 
 
 def main(new_tokens: int = 60) -> None:
     tiny, draft, tokenizer = load_tiny_pair(torch.bfloat16)
-    gen = SLOSpecGenerator(inflate(tiny, SHAPES["0.1B"]), draft, tokenizer, SLOSpecConfig(max_batch=16))
+    model = inflate(tiny, SHAPES["0.1B"])
+    gen = SLOSpecGenerator(model, draft, tokenizer, SLOSpecConfig(max_batch=16))
+    users = scaled(USERS, plain_s(model, tokenizer))
     handles: dict[str, RequestHandle] = {}
 
     def user(index: int, name: str) -> None:
         time.sleep(0.2 * index)
-        handles[name] = gen.submit(tiny_prompts()[index], max_new_tokens=new_tokens, **USERS[name])
+        handles[name] = gen.submit(tiny_prompts()[index], max_new_tokens=new_tokens, **users[name])
         for _ in handles[name]:  # a real client would show the pieces
             pass
 
