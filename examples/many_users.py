@@ -47,7 +47,8 @@ def scaled(users: dict[str, dict[str, Any]], unit_s: float) -> dict[str, dict[st
 
 def against(seconds: float | None, target_s: float | None) -> str:
     """What was measured, and what was asked for."""
-    return ("" if seconds is None else f"{1e3 * seconds:.0f}") + ("" if target_s is None else f" / {1e3 * target_s:.0f}")
+    got, wanted = ("" if s is None else f"{1e3 * s:.0f}" for s in (seconds, target_s))
+    return f"{got} / {wanted}" if wanted else got
 
 
 def main(new_tokens: int = 60) -> None:
