@@ -11,7 +11,7 @@ run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
 
 test: lint docs
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
