@@ -45,7 +45,7 @@ def computed(module: nn.Module, input: torch.Tensor, linears: PrepackedLinears) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", [(24, 40), (1, 1), (7, 3), (33, 129)])
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (5,), (2, 3), (1, 0), (1, 130)])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (5,), (2, 3), (1, 0), (1, 17), (3, 43), (1, 130), (1, 600)])
 def test_a_layer_gives_what_a_plain_one_gives(
     dtype: torch.dtype, bias: bool, sizes: tuple[int, int], shape: tuple[int, ...]
 ) -> None:
@@ -250,3 +250,9 @@ def test_a_torch_without_the_kernels_does_without(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(prepacked, "_linear", lambda *_: torch.ops.mkldnn.no_such_operator())
     assert not len(PrepackedLinears(linear(), True))
     prepacked._works.cache_clear()
+
+
+def test_kernels_are_made_for_few_numbers_of_rows() -> None:
+    larger = [rows + -rows % prepacked._step(rows) for rows in range(1, 1025)]
+    assert len(set(larger)) == 64
+    assert max((now - rows) / rows for rows, now in enumerate(larger, start=1)) <= 1 / 8

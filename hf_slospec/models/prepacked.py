@@ -163,7 +163,19 @@ def _turn(layers: list[nn.Linear], old: type[nn.Linear], new: type[nn.Linear]) -
 
 
 def _linear(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+    """Of any number of rows, by kernels for few numbers: oneDNN keeps half a megabyte or more for each."""
+    rows = input.numel() // input.shape[-1]
+    missing = -rows % _step(rows)
+    if not missing:
+        return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+    larger = F.pad(input.reshape(rows, -1), (0, 0, 0, missing))
+    out = torch.ops.mkldnn._linear_pointwise(larger, packed, bias, "none", [], "")
+    return out[:rows].view(*input.shape[:-1], -1)
+
+
+def _step(rows: int) -> int:
+    """Numbers of rows are rounded up to a multiple of it: by an eighth at most."""
+    return 1 << max(rows.bit_length() - 4, 0) if rows < 512 else 64
 
 
 def _is_plain(linear: nn.Linear) -> bool:
