@@ -64,17 +64,14 @@ def _first(table: list[tuple[str, str]], stack: list[str]) -> str | None:
     return next(found, None)
 
 
-def sampled(seconds: float) -> subprocess.Popen[bytes]:
-    """py-spy at work on this process for so long."""
-    out = tempfile.mktemp(suffix=".txt")
+def sampling(seconds: float, out: Path) -> subprocess.Popen[bytes]:
+    """py-spy at work on this process for so long, writing to a file at its end."""
     command = ["py-spy", "record", "--pid", str(os.getpid()), "--rate", str(RATE), "--duration", str(round(seconds))]
-    process = subprocess.Popen(
-        [*command, "--format", "raw", "--full-filenames", "--nonblocking", "--output", out],
+    return subprocess.Popen(
+        [*command, "--format", "raw", "--full-filenames", "--nonblocking", "--output", str(out)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    process.out = out  # type: ignore[attr-defined]
-    return process
 
 
 def counted(lines: Iterable[str]) -> Counter[tuple[str, str]]:
@@ -93,12 +90,14 @@ def measure(gen: SLOSpecGenerator, batch: int, seconds: float) -> tuple[Counter[
     encoded = gen.tokenizer(prompts, return_tensors="pt", padding=True, truncation=True, max_length=64)
     options = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, return_dict_in_generate=True)
     gen.generate(**encoded, **options)
-    num_steps, spy = 0, sampled(seconds)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        num_steps += len(gen.generate(**encoded, **options).steps)
-    spy.wait()
-    return counted(Path(spy.out).read_text().splitlines()), num_steps
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.txt"
+        num_steps, spy = 0, sampling(seconds, out)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            num_steps += len(gen.generate(**encoded, **options).steps)
+        spy.wait()
+        return counted(out.read_text().splitlines()), num_steps
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from hf_slospec.recording import recorded
 from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
-AS_LOADED = "hf_slospec, prepack off"  # not prepacked, which is done on CPUs only
+PREPACK_OFF = "hf_slospec, prepack off"  # it is only done on CPUs
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
@@ -79,7 +79,7 @@ class Bench:
         """Stock ones at batch 1 include assisted generation with each constant number of assistant tokens."""
         found, ours = [], {OURS: self.ours(self.config)}
         if self.target.device.type == "cpu":
-            ours[AS_LOADED] = self.ours(self.config.model_copy(update={"prepack": False}))
+            ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False}))
         for batch in batches:
             found.append(Contestant(PLAIN, batch, self.stock()))
             if batch == 1:
@@ -92,7 +92,7 @@ class Bench:
     def run(self, contestants: list[Contestant], repeats: int) -> dict[tuple[str, int], list[Sample]]:
         samples: dict[tuple[str, int], list[Sample]] = {(c.name, c.batch): [] for c in contestants}
         for contestant in contestants:  # warm-up; ours also measures its step costs here
-            if contestant.name in (PLAIN, OURS, AS_LOADED, ASSISTED):
+            if contestant.name in (PLAIN, OURS, PREPACK_OFF, ASSISTED):
                 self.time(contestant, 0)
         rounds = [(repeat, contestant) for repeat in range(repeats) for contestant in contestants]
         for repeat, contestant in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):

@@ -17,7 +17,7 @@ def outcome_of(error: Exception) -> dict[str, str]:
     return {"status": status, "reason": f"{type(error).__name__}: {error}"}
 
 
-def free_memory() -> None:
+def release_memory() -> None:
     """What is no longer used, given back to the device."""
     gc.collect()
     if torch.cuda.is_available():

@@ -57,7 +57,7 @@ def floor(
     num_tokens = max(batch, round(steps["tokens"])) if steps else batch
     with evaluating(target):
         packed = PackedModel(target, SLOSpecConfig().attention)
-        kv_bytes = batch * keys_each * sum(kv.num_bytes for layer in packed.layers for kv in layer.shape)
+        kv_bytes = batch * keys_each * packed.kv_bytes_per_token
         size = Size(num_tokens, batch, keys_each)
         forward_s = Forwards(packed, -(-num_tokens // batch))
         forward_s(size)

@@ -11,7 +11,7 @@ from hf_slospec.divergence import DivergenceReport, divergence_report
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.generator import SLOSpecGenerator
 from hf_slospec.gpu_check.budget import Budget
-from hf_slospec.gpu_check.failures import free_memory, outcome_of
+from hf_slospec.gpu_check.failures import outcome_of, release_memory
 from hf_slospec.gpu_check.variants import VARIANTS
 from hf_slospec.pairs import Pair, load_pair
 from hf_slospec.tiny import tiny_prompts
@@ -45,7 +45,7 @@ def identity(device: torch.device, size: str, new_tokens: int, budget: Budget) -
                 "report": str(report).splitlines() if report.divergences else [],
             }
         del pair
-        free_memory()
+        release_memory()
 
 
 def _report(pair: Pair, config: SLOSpecConfig, new_tokens: int) -> DivergenceReport:

@@ -11,7 +11,7 @@ import torch
 from hf_slospec.bench import Bench
 from hf_slospec.gpu_check.budget import Budget
 from hf_slospec.gpu_check.environment import environment
-from hf_slospec.gpu_check.failures import free_memory, outcome_of
+from hf_slospec.gpu_check.failures import outcome_of, release_memory
 from hf_slospec.gpu_check.floor import copy_bandwidth, floor
 from hf_slospec.gpu_check.identity import identity
 from hf_slospec.gpu_check.speed import measure_speed
@@ -112,7 +112,7 @@ def _speed(plan: Plan, device: torch.device, budget: Budget, say: Callable[[str]
         try:
             if built != size:
                 bench = built = None  # two shapes may not fit beside each other
-                free_memory()
+                release_memory()
                 bench, built = _bench(plan, device, size), size
         except Exception as error:  # noqa: BLE001  recorded
             cell |= outcome_of(error)
@@ -131,7 +131,7 @@ def _speed(plan: Plan, device: torch.device, budget: Budget, say: Callable[[str]
         except Exception as error:  # noqa: BLE001  recorded
             record = {"batch": batch, **outcome_of(error)}
         results["floor"].append({"size": size, **record})
-        free_memory()
+        release_memory()
         yield results
 
 

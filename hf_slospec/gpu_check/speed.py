@@ -13,7 +13,7 @@ from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.gpu_check.budget import Budget
 from hf_slospec.gpu_check.continuous import ContinuousBatching
-from hf_slospec.gpu_check.failures import free_memory, outcome_of
+from hf_slospec.gpu_check.failures import outcome_of, release_memory
 from hf_slospec.gpu_check.variants import VARIANTS
 from hf_slospec.models.packed import PackedModel
 
@@ -46,7 +46,7 @@ class _Race:
         finally:
             self.continuous.close()
             self.running.clear()
-            free_memory()
+            release_memory()
         own = {(name, self.batch): samples for name, samples in self.samples.items() if samples}
         rows = {row["name"]: row for row in summarize(own, self.bench.new_tokens)}
         return {
@@ -130,7 +130,7 @@ class _Race:
         error.__traceback__ = None  # it would keep what the call made
         if name == CONTINUOUS:
             self.continuous.close()
-        free_memory()
+        release_memory()
 
     def _record(self, name: str, row: dict[str, Any] | None) -> dict[str, Any]:
         facts = self.facts.get(name, {})

@@ -187,13 +187,8 @@ def _is_plain(linear: nn.Linear) -> bool:
 
 def _is_usual(weight: nn.Parameter) -> bool:
     is_dense = weight.device.type == "cpu" and weight.layout is torch.strided and weight.is_contiguous()
-    return (
-        type(weight) is nn.Parameter
-        and is_dense
-        and weight.numel() > 0
-        and not weight.is_inference()
-        and (_works(weight.dtype))
-    )
+    is_own = type(weight) is nn.Parameter and not weight.is_inference()
+    return is_own and is_dense and weight.numel() > 0 and _works(weight.dtype)
 
 
 def _is_compiled(model: nn.Module) -> bool:
