@@ -21,6 +21,7 @@ from hf_slospec.engine.turns import FairLock
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.checked_drafter import CheckedDrafter
+from hf_slospec.models.hooks import changing_hooks
 from hf_slospec.models.measure import measure
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.models.packed import PackedModel
@@ -188,8 +189,7 @@ class Speculator:
 def _placement(model: Any) -> tuple[Any, ...]:
     device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
     kind = device.type
-    # Hooks may change what a forward computes.
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    hooks = sum(len(changing_hooks(module)) for module in model.modules())
     return device, dtype, hooks, torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 

@@ -120,6 +120,16 @@ def test_a_model_that_asks_the_device_runs_without_graphs(tapes: Tapes, caplog: 
     assert "has the host wait" in record.getMessage() and not tapes.num_captured
 
 
+def test_a_model_once_asked_for_hidden_states_has_graphs(tapes: Tapes) -> None:
+    """The hooks that transformers leaves there do nothing but collect."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model(torch.ones(1, 2, dtype=torch.int64), output_hidden_states=True)
+    assert model.model.layers[0]._forward_hooks
+    generator = SLOSpecGenerator(model, config=CONFIG)
+    assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
+    assert tapes.num_replayed
+
+
 def test_layers_that_go_to_sdpa_are_not_captured(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpaqueStandIn, "has_softcap", False)
     generator = SLOSpecGenerator(tiny_model("gemma2"), config=CONFIG)

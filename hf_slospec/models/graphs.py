@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hf_slospec.models.hooks import changing_hooks
 from hf_slospec.models.no_sync import NoSync
 from hf_slospec.models.parcel import Parcel, signature
 
@@ -183,7 +184,7 @@ class Granted:
     def renew(self) -> None:
         """Look at the modules again: replaced ones, hooks, and plain attributes such as an adapter's switches."""
         modules = list(self._model.modules())
-        has_hooks = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in modules)
+        has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
         homes = [home for module in modules for home in (module._parameters, module._buffers)]
         self._homes = [(home, name) for home in homes for name, tensor in home.items() if tensor is not None]
         weights = [home[name] for home, name in self._homes]

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_slospec.models.hooks import changing_hooks
 from hf_slospec.models.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -181,8 +182,7 @@ def _step(rows: int) -> int:
 def _is_plain(linear: nn.Linear) -> bool:
     is_replaced = "forward" in linear.__dict__ or hasattr(linear, "_hf_hook")
     weight = linear._parameters.get("weight")
-    is_touched = is_replaced or linear._forward_hooks or linear._forward_pre_hooks
-    return weight is not None and not is_touched and _is_usual(weight)
+    return weight is not None and not (is_replaced or changing_hooks(linear)) and _is_usual(weight)
 
 
 def _is_usual(weight: nn.Parameter) -> bool:
