@@ -253,14 +253,16 @@ def test_drafting_and_verifying_wait_for_nothing(
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
     drafter = AssistantDrafter(bench.packed, 20, 101)
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
+    drafter.draft(bench.requests, plan)  # feeds the prompts
     monkeypatch.setattr(drafter, "_trees", lambda requests, layers: [])  # the copy to the host
     for is_watched in (False, False, True):
-        drafter.draft(bench.requests, plan)
         for sequences in (drafter.sequences, bench.sequences):
             sequences.pool.graphs.patience = patience
+        for request in bench.requests:
+            drafter.sequences.of(request).length -= 1
         torch.cuda.set_sync_debug_mode("error" if is_watched else "default")
         try:
-            drafter.draft(bench.requests, plan)
+            drafter._draft(bench.requests, plan)
             bench.verify()
         finally:
             torch.cuda.set_sync_debug_mode("default")

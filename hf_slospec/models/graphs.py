@@ -25,6 +25,7 @@ MAX_GRAPHS = 128  # of one model and pool; the least recently used go
 PATIENCE = 8  # a signature's forwards before it is captured, which takes as long as many forwards (an estimate)
 MEMORY_SHARE = 16  # graphs may take this part of a device's memory
 TOLERANCE = 0.05  # relative, of a first replay; beyond rounding in any dtype
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights are classes of their own, and may have no address
 
 Run = Callable[[], torch.Tensor]
 
@@ -188,8 +189,7 @@ class Granted:
         homes = [home for module in modules for home in (module._parameters, module._buffers)]
         self._homes = [(home, name) for home in homes for name, tensor in home.items() if tensor is not None]
         weights = [home[name] for home, name in self._homes]
-        # Quantised weights are classes of their own, and may have no address.
-        are_plain = all(type(weight) in (torch.Tensor, torch.nn.Parameter) for weight in weights)
+        are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
         self._settings = tuple((type(m), _settings_of(m)) for m in modules)
 

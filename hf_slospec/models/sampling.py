@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from hf_slospec.models.memory import is_out_of_memory
 
 # input_ids [1, length] int64 (None for those that never read it), scores [num_rows, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
+# What a sampler asks the device for, [num_choices] int64, and what makes the choosers once the host has read that.
+Asked = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
 
 
 AT_ONCE = 2**20  # logits of a step that a CPU processes at once; above, only those of nodes that are reached
@@ -139,9 +142,7 @@ class StockSampler:
         self._row = {request: row for row, request in enumerate(requests)}
         self._noise: GeneratorNoise | None = None
 
-    def choosers(
-        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> Sequence[Chooser]:
+    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
         num_nodes = [tree.num_nodes for tree in trees]
@@ -149,15 +150,14 @@ class StockSampler:
             logits.device.type != "cpu" or logits.numel() <= AT_ONCE or not (self.processors[0] or self.do_sample)
         )
         if self.ignore_sequence and is_small:
-            return self._choose_at_once(requests, logits, trees, num_nodes)
-        return [
-            functools.partial(self._choose, request, rows)
-            for request, rows in zip(requests, logits.split(num_nodes), strict=True)
-        ]
+            return self._ask_at_once(requests, logits, trees, num_nodes)
+        rows = zip(requests, logits.split(num_nodes), strict=True)
+        choosers: list[Chooser] = [functools.partial(self._choose, *row) for row in rows]
+        return logits.new_empty(0, dtype=torch.int64), lambda _: choosers
 
-    def _choose_at_once(
+    def _ask_at_once(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree], num_nodes: list[int]
-    ) -> list[Chooser]:
+    ) -> Asked:
         """All nodes together: nothing of a choice depends on the way to its node but its position."""
         raw = logits.to(device=self.device, dtype=torch.float32)
         scores = _processed(self.processors[0], None, raw)
@@ -170,9 +170,12 @@ class StockSampler:
             choices = self._drawn(scores, places)
         else:
             choices = scores.argmax(-1)
-        own = [choice.tolist() for choice in choices.cpu().split(num_nodes)]
-        rows = zip(requests, own, raw.split(num_nodes), scores.split(num_nodes), strict=True)
-        return [functools.partial(self._chosen, *row) for row in rows]
+
+        def choosers(choices: list[int]) -> list[Chooser]:
+            rows = zip(requests, _split(choices, num_nodes), raw.split(num_nodes), scores.split(num_nodes), strict=True)
+            return [functools.partial(self._chosen, *row) for row in rows]
+
+        return choices, choosers
 
     def _chosen(
         self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
@@ -220,11 +223,9 @@ class StockSampler:
 class GreedySampler:
     """The most probable token, whoever asks."""
 
-    def choosers(
-        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> Sequence[Chooser]:
-        choices = iter(logits.argmax(-1).tolist())
-        return [[next(choices) for _ in range(tree.num_nodes)].__getitem__ for tree in trees]
+    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+        num_nodes = [tree.num_nodes for tree in trees]
+        return logits.argmax(-1), lambda choices: [own.__getitem__ for own in _split(choices, num_nodes)]
 
 
 GREEDY = GreedySampler()
@@ -245,24 +246,36 @@ class Samplers:
     def remove(self, request: Request) -> None:
         self._of.pop(request, None)
 
-    def choosers(
-        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> Sequence[Chooser]:
+    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
         groups: dict[StockSampler | GreedySampler, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(self._of.get(request, GREEDY), []).append(place)
         rows = logits.split([tree.num_nodes for tree in trees])
-        choosers: dict[int, Chooser] = {}
+        asked: list[Asked] = []
         for sampler, places in groups.items():
             own = logits if len(places) == len(requests) else torch.cat([rows[place] for place in places])
             try:
-                made = sampler.choosers([requests[p] for p in places], own, [trees[p] for p in places])
+                asked.append(sampler.ask([requests[p] for p in places], own, [trees[p] for p in places]))
             except BaseException as error:  # whatever a call's own processors raise, its requests meet
                 if is_out_of_memory(error):
                     raise
-                made = [functools.partial(_raise, error)] * len(places)
-            choosers.update(zip(places, made, strict=True))
-        return [choosers[place] for place in range(len(requests))]
+                failed: list[Chooser] = [functools.partial(_raise, error)] * len(places)
+                asked.append((logits.new_empty(0, dtype=torch.int64), lambda _, failed=failed: failed))
+
+        def choosers(choices: list[int]) -> list[Chooser]:
+            of: dict[int, Chooser] = {}
+            parts = _split(choices, [len(own) for own, _ in asked])
+            for places, part, (_, make) in zip(groups.values(), parts, asked, strict=True):
+                of.update(zip(places, make(part), strict=True))
+            return [of[place] for place in range(len(requests))]
+
+        none = logits.new_empty(0, dtype=torch.int64)
+        return torch.cat([none, *(own.to(logits.device) for own, _ in asked)]), choosers
+
+
+def _split(choices: list[int], sizes: Sequence[int]) -> list[list[int]]:
+    left = iter(choices)
+    return [list(itertools.islice(left, size)) for size in sizes]
 
 
 def _raise(error: BaseException, node: int) -> int:

@@ -13,16 +13,15 @@ from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.sampling import Asked
 from hf_slospec.models.sequences import Sequences
 
 
 class Sampler(Protocol):
     """Chooses tokens exactly as plain decoding would."""
 
-    def choosers(
-        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> Sequence[Chooser]:
-        """One chooser per request.
+    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+        """What the device chooses, and what makes one chooser per request of it.
 
         ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in turn, root first.
         """
@@ -67,7 +66,8 @@ class PackedTarget:
             parts.append(self.sequences.chain(chunk.request, tokens))
         rows = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
         logits = self.sequences.forward(parts, torch.from_numpy(rows))
-        return self.sampler.choosers(requests, logits, trees)
+        choices, choosers = self.sampler.ask(requests, logits, trees)
+        return choosers(choices.tolist())  # the one time that the host waits for the target
 
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
