@@ -313,6 +313,7 @@ def _decode(speculator: Speculator, call: Call, lookup: Drafter | None) -> Any:
         rows.write_on(target.sequences, sampler)
     if cache is not None:
         rows.context.fill(cache, rows.requests, target.sequences, rows.num_new)
+    target.sequences.close()
     if not is_dict:
         return rows.sequences()
     output = GenerateDecoderOnlyOutput(

@@ -152,6 +152,8 @@ class Speculator:
             for request in scheduler.running:  # abandoned, by an error or the user
                 drafter.release(request)
             self.turns.rest()
+        if isinstance(drafter, AssistantDrafter):
+            drafter.sequences.close()
 
     @property
     def models(self) -> list[PackedModel]:
@@ -163,7 +165,8 @@ class Speculator:
         """What an engine of this speculator takes."""
         parts = () if engine is None else (engine.target, engine.drafter)
         pools = [part.sequences.pool.num_bytes for part in parts if isinstance(part, (PackedTarget, AssistantDrafter))]
-        target_kv, draft_kv = [*pools, 0, 0][:2]
+        kept = [model.kept_bytes for model in self.models]
+        target_kv, draft_kv = [own + left for own, left in zip([*pools, 0, 0], [*kept, 0, 0], strict=False)][:2]
         linears = {model.model: model.linears for model in self.models}  # a target may draft for itself
         return MemoryUse(
             target_kv=target_kv,

@@ -64,7 +64,7 @@ def test_what_has_the_host_wait(device: Device) -> None:
         with pytest.raises(RuntimeError, match="synchronizing"):
             wait()
     pinned.copy_(there, non_blocking=True)
-    there.copy_(pinned, non_blocking=True)
+    there.copy_(torch.tensor([1, 0, 2]), non_blocking=True)
     torch.cuda.set_sync_debug_mode("default")
     before = device.num_waits
     assert there[there > 0].tolist() == [1, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,48 @@ def test_a_capture_that_fails_ends_it_and_nothing_else(
         for _ in range(2):
             assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     assert len(caplog.records) == 1
+
+
+def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
+    model, draft = tiny_model("llama"), tiny_model("llama", noise=0.03)
+    generator = SLOSpecGenerator(model, draft, config=CONFIG)
+    inputs = ragged_prompts(2)
+    captured = []
+    for _ in range(6):
+        before = tapes.num_captured
+        assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
+        captured.append(tapes.num_captured - before)
+    assert captured[0] and not captured[-1]
+    assert all(model.kept_bytes for model in generator._decoder.speculator.models)
+    replayed = tapes.num_replayed
+    assert_same_as_stock(model, generator.generate, inputs, do_sample=True, max_new_tokens=20)
+    assert tapes.num_replayed > replayed
+    assert_same_as_stock(model, generator.generate, ragged_prompts(5), **GREEDY, max_new_tokens=60)  # a larger pool
+    assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
+
+
+def test_calls_of_several_threads_have_pools_of_their_own(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    inputs = [ragged_prompts(2, seed) for seed in range(6)]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda own: generator.generate(**own, **GREEDY, max_new_tokens=20), inputs))
+    for own, output in zip(inputs, found, strict=True):
+        assert torch.equal(output, model.generate(**own, **GREEDY, max_new_tokens=20))
+
+
+def test_what_a_broken_call_leaves_is_not_taken_over(tapes: Tapes) -> None:
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 40:
+            raise ValueError("broken")
+        return scores
+
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    with pytest.raises(ValueError, match="broken"):
+        generator.generate(**ragged_prompts(1), **GREEDY, max_new_tokens=40, logits_processor=[broken])
+    assert tapes.num_captured and not generator._decoder.speculator.target.packed.kept_bytes
+    assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
 
 
 # ---- padding and its ghosts

@@ -114,6 +114,11 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    @property
+    def max_bytes(self) -> int:
+        """Of the device's memory, what may be kept for graphs."""
+        return self._maker.max_bytes
+
     def run(self, inputs: Any, compute: Callable[[Any], torch.Tensor], granted: Hashable) -> torch.Tensor | None:
         """What ``compute`` returns for these inputs, from a graph; None if there is none.
 
@@ -160,7 +165,7 @@ class Graphs:
             oldest, _ = self._captured.popitem(last=False)
             del self._seen[oldest]
         self._num_bytes += max(self._maker.num_bytes() - before, 0)  # graphs that went leave theirs to those to come
-        if self._num_bytes > self._maker.max_bytes:
+        if self._num_bytes > self.max_bytes:
             self._stop("they took %.1f GiB", self._num_bytes / 2**30)
         return right
 

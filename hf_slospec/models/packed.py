@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class PackedModel:
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
         self.has_graphs = cuda_graphs and self._has_plans and maker_for(self.device) is not None
         self._granted = Granted(model) if self.has_graphs else None
+        self._spare: deque[KVPool] = deque(maxlen=1)
 
     def renew(self) -> None:
         """Look at the weights and modules anew: some changes are not noticed while steps run."""
@@ -96,6 +98,22 @@ class PackedModel:
         if has_graphs and (maker := maker_for(self.device)) is not None:
             pool.graphs = Graphs(maker, self.device)
         return pool
+
+    def spare_pool(self) -> KVPool:
+        """One that an earlier call has left, whose graphs go on; without such a one, an empty one."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self.new_pool(0)
+
+    def keep(self, pool: KVPool) -> None:
+        """Of a call that is over: for the next one, if it has graphs and is not large."""
+        if pool.graphs is not None and len(pool.graphs) and pool.num_bytes <= pool.graphs.max_bytes:
+            self._spare.append(pool)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(pool.num_bytes for pool in self._spare)
 
     @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:
