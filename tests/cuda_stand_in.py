@@ -286,6 +286,19 @@ class Stream:
         device.synchronize()
 
 
+class Chosen:
+    """In the place of ``torch.cuda.device``."""
+
+    def __init__(self, device: Any):
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
 class Event:
     def __init__(self, **_: Any):
         self.num_arriving = 0
@@ -421,7 +434,10 @@ def stand_in_cuda() -> Iterator[Device]:
         Stream=Stream,
         Event=Event,
         stream=stand_in.on_stream,
-        device=lambda device: contextlib.nullcontext(),
+        device=Chosen,
+        set_device=lambda device: None,
+        reset_peak_memory_stats=lambda device=None: None,
+        max_memory_allocated=lambda device=None: 0,
         current_stream=lambda device=None: stand_in.stream,
         default_stream=lambda device=None: stand_in.default_stream,
     )

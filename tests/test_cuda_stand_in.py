@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec.cli import app
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.target import PackedTarget
 from tests import test_gpu
@@ -205,3 +209,20 @@ def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
         torch.manual_seed(3)
         stock = model.generate(torch.tensor([prompt], device=CUDA), **SAMPLED, max_new_tokens=12)
         assert stock[0, len(prompt) :].tolist() == list(tokens)
+
+
+def test_gpu_check_runs_through(tmp_path: Path) -> None:
+    """All but its own tests, and times that say nothing."""
+    path = tmp_path / "result.json"
+    shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
+    sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--json", str(path)]
+    result = CliRunner().invoke(app, ["gpu-check", *shapes, *sizes])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())["results"]
+    assert found["environment"]["device"] == "cuda:0"
+    outcomes = {(record["dtype"], record["name"]): record["status"] for record in found["identity"]}
+    assert set(outcomes.values()) == {"passed", "refused"}
+    assert [name for name, outcome in outcomes.items() if outcome == "refused"] == [("float32", "hf_slospec, flash")]
+    (cell,) = found["speed"]
+    assert {row["name"] for row in cell["contestants"] if row["status"] != "measured"} == {"hf_slospec, flash"}
+    assert len(found["floor"]) == 1
