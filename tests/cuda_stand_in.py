@@ -30,6 +30,7 @@ aten = torch.ops.aten
 importlib.import_module("torch.nn.attention.varlen")  # makes an operator
 CUDA = torch.device("cuda", 0)
 HALF = (torch.float16, torch.bfloat16)
+RUBBISH = 85  # on the host where a copy has not arrived; true as a truth value
 
 
 class OnDevice(torch.Tensor):
@@ -118,7 +119,8 @@ class Device:
         self.tape: Tape | None = None  # of the capture that runs
         self.arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host: where, and what
         self.leaving: list[tuple[torch.Tensor, torch.Tensor]] = []  # from the host: where, and what was there
-        self.num_graphs = 0
+        self.num_arrived = self.num_graphs = 0
+        self._lock = threading.Lock()
         self._num_waits = Counter[int]()  # by thread
         self.stream = self.default_stream = Stream()
 
@@ -187,22 +189,23 @@ class Device:
 
     def _across(self, func: Any, args: Any, kwargs: Any, on_host: Any, source: torch.Tensor) -> Any:
         """Between host and device."""
-        waits_not = kwargs.get("non_blocking") or (func.overloadpacket is aten.copy_ and len(args) > 2 and args[2])
+        is_write = func.overloadpacket is aten.copy_
+        waits_not = kwargs.get("non_blocking") or (is_write and len(args) > 2 and args[2])
         if not waits_not and source.ndim + source.is_cpu:
             self.wait(func)
         out = func(*of_host(args), **of_host(on_host))
-        if source.is_cpu:
-            if waits_not:
+        with self._lock:
+            if waits_not and source.is_cpu:
                 self.leaving.append((source, source.clone()))
-            out = self._placed(out, [args[0]] if func.overloadpacket is aten.copy_ else [])
+            elif waits_not:
+                assert self.tape is None, "a copy to the host would be captured"
+                self.arriving.append((out, out.clone()))
+                out.fill_(RUBBISH)
+        if source.is_cpu:
+            out = self._placed(out, [args[0]] if is_write else [])
             if self.tape is not None:
                 self.tape.calls.append((func, args, kwargs, out))
-        elif waits_not:
-            assert self.tape is None, "a copy to the host would be captured"
-            self.arriving.append((out, out.clone()))
-            out.view(torch.uint8).fill_(1) if out.dtype == torch.bool else out.fill_(-(2**7))
-            return args[0] if func.overloadpacket is aten.copy_ else out
-        return args[0] if func.overloadpacket is aten.copy_ else out
+        return args[0] if is_write else out
 
     def _placed(self, out: Any, given: list[torch.Tensor]) -> Any:
         known = {id(tensor.held): tensor for tensor in given if isinstance(tensor, OnDevice)}
@@ -236,14 +239,23 @@ class Device:
         if self.sync_debug_mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {func}")
         self._num_waits[threading.get_ident()] += 1
-        self.finish(len(self.arriving))
+        self.finish(self.num_asked)
 
-    def finish(self, num_arriving: int) -> None:
-        for where, what in self.arriving[:num_arriving]:
-            where.copy_(what)
-        for where, what in self.leaving:
-            assert torch.equal(where, what), "was written to before the device had read it"
-        del self.arriving[:num_arriving], self.leaving[:]
+    @property
+    def num_asked(self) -> int:
+        """Copies to the host that anybody has asked for."""
+        return self.num_arrived + len(self.arriving)
+
+    def finish(self, num_asked: int) -> None:
+        """So many of these copies are there, and all copies to the device have been read."""
+        with self._lock:
+            arrived = self.arriving[: max(num_asked - self.num_arrived, 0)]
+            for where, what in arrived:
+                where.copy_(what)
+            for where, what in self.leaving:
+                assert torch.equal(where, what), "was written to before the device had read it"
+            self.num_arrived += len(arrived)
+            del self.arriving[: len(arrived)], self.leaving[:]
 
     # ---- torch.cuda
 
@@ -301,13 +313,13 @@ class Chosen:
 
 class Event:
     def __init__(self, **_: Any):
-        self.num_arriving = 0
+        self._num_asked = 0
 
     def record(self, stream: Any = None) -> None:
-        self.num_arriving = len(device.arriving)
+        self._num_asked = device.num_asked
 
     def synchronize(self) -> None:
-        device.finish(self.num_arriving)
+        device.finish(self._num_asked)
 
 
 device = Device()
