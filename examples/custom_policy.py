@@ -18,12 +18,7 @@ from rich.console import Console
 from hf_slospec import Plan, Request, Selection, SLOSpecConfig, TokenTree
 from hf_slospec.algo.latency import StepCosts
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.sim.hardware import HARDWARE
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
-from hf_slospec.sim.texts import TextModel
-from hf_slospec.sim.workload import jobs_of, mix_of, poisson
-from hf_slospec.simulate import Load, table
+from hf_slospec.sim import HARDWARE, Load, Simulation, TextModel, config_of, jobs_of, mix_of, poisson, table
 
 
 class OnlyTheLate:

@@ -34,7 +34,6 @@ MAY_IMPORT = {
     "tiny": set(),
     "inflate": set(),
     "sim": {"algo", "engine", "errors", "policies"},
-    "simulate": {"errors", "sim"},
     "recording": {"sim"},
     "bench": {"engine", "generator", "recording", "sim"},
     "quiet": set(),
@@ -53,7 +52,7 @@ MAY_IMPORT = {
         "profiling",
         "quiet",
     }
-    | {"sim", "simulate", "tiny", "trace"},
+    | {"sim", "tiny", "trace"},
     "cli": {"commands"},
 }
 NO_TORCH = {"errors", "algo", "engine", "policies", "sim"}

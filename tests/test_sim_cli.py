@@ -11,8 +11,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from hf_slospec import simulate
 from hf_slospec.cli import app
+from hf_slospec.sim import comparison
 
 RUN = CliRunner(env={"COLUMNS": "200"})
 SMALL = ["--number", "6", "--system", "auto", "--system", "vllm"]
@@ -102,7 +102,7 @@ def test_bad_options_are_refused_before_any_work(
     options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(simulate.Simulation, "run", lambda *_, **__: pytest.fail("it was run"))
+    monkeypatch.setattr(comparison.Simulation, "run", lambda *_, **__: pytest.fail("it was run"))
     result = run(*options)
     assert result.exit_code == 2, result.output
     assert word in " ".join(result.output.replace("│", " ").split()), result.output
@@ -117,7 +117,7 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulate.Simulation, "run", interrupted)
+    monkeypatch.setattr(comparison.Simulation, "run", interrupted)
     result = run(*SMALL, "--json", tmp_path / "r.json")
     assert result.exit_code not in (0, 2) and not (tmp_path / "r.json").exists()
 

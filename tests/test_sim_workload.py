@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.sim.comparison import at_rate
 from hf_slospec.sim.workload import (
     ARRIVALS,
     MIXES,
@@ -23,7 +24,6 @@ from hf_slospec.sim.workload import (
     mix_of,
     on_off,
 )
-from hf_slospec.simulate import at_rate
 from tests.toys import SEEDS
 
 

@@ -26,13 +26,13 @@ from rich.table import Table
 
 from hf_slospec.bench import provenance
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import HARDWARE, lines
 from hf_slospec.sim.outcomes import METRICS
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of
 from hf_slospec.sim.texts import TextModel
 from hf_slospec.sim.workload import Job, arrivals, jobs_of, mix_of
-from hf_slospec.simulate import Load
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
 ATTAINED = 0.9

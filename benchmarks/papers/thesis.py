@@ -22,12 +22,12 @@ from rich.table import Table
 from hf_slospec.bench import provenance
 from hf_slospec.engine.config import SLOSpecConfig
 from hf_slospec.policies.fixed import StaticTreePolicy
+from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import Hardware, lines
 from hf_slospec.sim.outcomes import Run
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.texts import TextModel
 from hf_slospec.sim.workload import Job
-from hf_slospec.simulate import Load
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers-thesis.json"
 PUBLISHED = {"dynamic": (36, 51, 116, 209, 376, 709), "static": (32, 91, 147, 221, 273, 319)}  # tokens per second

@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.bench import provenance
+from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import MAX_TOKENS, Hardware, curve, lines
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of
 from hf_slospec.sim.texts import TextModel
 from hf_slospec.sim.workload import Job, poisson
-from hf_slospec.simulate import Load
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "papers" / "turbospec.txt"
 SPAN_S = 120.0  # of arrivals; unpublished, inferred from how latencies grow with the load

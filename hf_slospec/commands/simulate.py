@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from hf_slospec import bench as benchmark
-from hf_slospec import simulate as simulation
 from hf_slospec.commands.options import ResultPath, write_results
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.quiet import unlogged
+from hf_slospec.sim import comparison
 from hf_slospec.sim.hardware import HARDWARE, hardware_of
 from hf_slospec.sim.outcomes import METRICS, write_requests
 from hf_slospec.sim.systems import SYSTEMS, config_of
@@ -66,7 +66,7 @@ def simulate(
     _prepare(plot, csv_path, json_path)
     try:
         device = hardware_of(hardware)
-        num_children = simulation.widest(system)
+        num_children = comparison.widest(system)
         texts = Recording.read(recording) if recording else TextModel(acceptance, spread, num_children=num_children)
         traced = None if trace is None else read_trace(trace, base_tpot)
         loads = []
@@ -76,16 +76,16 @@ def simulate(
                 times_s = arrival_times(arrivals, rng, own_rate, number, variation)
                 jobs = jobs_of(mix_of(mix), times_s, rng, lambda tokens: float(device.target(tokens, 1, tokens)))
             else:
-                jobs = traced if own_rate is None else simulation.at_rate(traced, own_rate)
-            loads.append(simulation.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
+                jobs = traced if own_rate is None else comparison.at_rate(traced, own_rate)
+            loads.append(comparison.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
         with unlogged():
-            runs = simulation.compare(system, loads, device, replicas=replicas, seed=seed)
+            runs = comparison.compare(system, loads, device, replicas=replicas, seed=seed)
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
     console = Console()
-    console.print(simulation.table(runs, loads, metric))
+    console.print(comparison.table(runs, loads, metric))
     if plot is not None:
-        simulation.draw(runs, loads, metric, plot)
+        comparison.draw(runs, loads, metric, plot)
         console.print(f"drawn to {plot}")
     if csv_path is not None:
         pairs = [(load.label, run) for own in runs.values() for load, run in zip(loads, own, strict=True)]
@@ -98,7 +98,7 @@ def simulate(
             texts=str(recording) if recording else {"acceptance": acceptance, "spread": spread},
             replicas=replicas, seed=seed,
         )  # fmt: skip
-        write_results(json_path, facts, simulation.records(runs, loads, metric))
+        write_results(json_path, facts, comparison.records(runs, loads, metric))
 
 
 def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str) -> None:

@@ -1,4 +1,4 @@
-"""``python -m hf_slospec simulate``: several systems under the same loads, as table, JSON, CSV and picture."""
+"""Several systems under the same loads, as table, records and picture."""
 
 from __future__ import annotations
 
