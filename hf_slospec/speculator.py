@@ -162,15 +162,14 @@ class Speculator:
         return [self.target.packed, *drafts]
 
     def memory(self, engine: Engine | None, num_running: int) -> MemoryUse:
-        """What an engine of this speculator takes."""
+        """What an engine of this speculator takes, and what its calls have left for others."""
         parts = () if engine is None else (engine.target, engine.drafter)
         pools = [part.sequences.pool.num_bytes for part in parts if isinstance(part, (PackedTarget, AssistantDrafter))]
         kept = [model.kept_bytes for model in self.models]
-        target_kv, draft_kv = [own + left for own, left in zip([*pools, 0, 0], [*kept, 0, 0], strict=False)][:2]
         linears = {model.model: model.linears for model in self.models}  # a target may draft for itself
         return MemoryUse(
-            target_kv=target_kv,
-            draft_kv=draft_kv,
+            target_kv=sum(pools[:1] + kept[:1]),
+            draft_kv=sum(pools[1:] + kept[1:]),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in self.models),
             prepacked=sum(own.num_bytes for own in linears.values()),
         )

@@ -116,13 +116,18 @@ class Device:
     def __init__(self) -> None:
         self.generator = torch.Generator()
         self.sync_debug_mode = "default"
-        self.tape: Tape | None = None  # of the capture that runs
+        self.captures: dict[int, Tape] = {}  # that run, by thread
         self.arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host: where, and what
         self.leaving: list[tuple[torch.Tensor, torch.Tensor]] = []  # from the host: where, and what was there
         self.num_arrived = self.num_graphs = 0
         self._lock = threading.Lock()
         self._num_waits = Counter[int]()  # by thread
         self.stream = self.default_stream = Stream()
+
+    @property
+    def tape(self) -> Tape | None:
+        """Of this thread's capture."""
+        return self.captures.get(threading.get_ident())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operator: on values in host memory, after a look at where they are said to be."""
@@ -244,7 +249,8 @@ class Device:
     @property
     def num_asked(self) -> int:
         """Copies to the host that anybody has asked for."""
-        return self.num_arrived + len(self.arriving)
+        with self._lock:
+            return self.num_arrived + len(self.arriving)
 
     def finish(self, num_asked: int) -> None:
         """So many of these copies are there, and all copies to the device have been read."""
@@ -329,11 +335,11 @@ class Graph:
     """In the place of ``torch.cuda.CUDAGraph``."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        assert device.tape is None
-        self.tape = device.tape = Tape()
+        assert not device.captures
+        self.tape = device.captures[threading.get_ident()] = Tape()
 
     def capture_end(self) -> None:
-        device.tape = None
+        device.captures.clear()
         device.num_graphs += 1
 
     def replay(self) -> None:

@@ -518,12 +518,20 @@ def test_tokenizer_output_passed_whole(model: Any) -> None:
         model.generate(ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
 
 
-def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_slospec.engine.together.CHUNK", 5)
-    for family in ("llama", "mistral-window"):
-        model = tiny_model(family)
-        generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve"))
-        assert_same_as_stock(model, generator.generate, ragged_prompts(4), **OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(do_sample=True), dict(do_sample=True, repetition_penalty=1.2)],
+    ids=["greedy", "sampled", "seen"],
+)
+@pytest.mark.parametrize("chunk", [5, 16])  # all prompts are longer, or some
+def test_prompts_longer_than_a_chunk(
+    chunk: int, options: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_slospec.engine.together.CHUNK", chunk)
+    model = tiny_model(family)
+    generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve"))
+    assert_same_as_stock(model, generator.generate, ragged_prompts(4), **OPTIONS | options)
 
 
 @pytest.mark.parametrize(("kind", "max_new_tokens"), [("longrope", 30), ("dynamic", 30)])

@@ -26,6 +26,7 @@ from hf_slospec.models.attention import Fresh, choice
 from hf_slospec.models.graphs import Graphs
 from hf_slospec.models.kv_pool import CachedSequence, KVPool
 from hf_slospec.models.late import LateAnswers
+from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.no_sync import NoSync, WouldWaitError
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.padding import MAX_GHOSTS, padded
@@ -180,6 +181,58 @@ def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
     assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
 
 
+def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
+    """Also where it is no parameter: an adapter's scale, a forward of a layer's own, a tensor, the config."""
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    layer = model.model.layers[0].mlp
+    layer.scaling, layer.shift, plain = {"default": 1.0}, torch.zeros(32), layer.forward
+    layer.forward = lambda hidden: plain(hidden) * layer.scaling["default"] + layer.shift
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+
+    def check() -> torch.Tensor:
+        replayed = tapes.num_replayed
+        output = assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
+        assert tapes.num_replayed > replayed
+        return output.sequences
+
+    found = [check()]
+    layer.scaling["default"] = -3.0
+    found.append(check())
+    layer.shift = torch.linspace(-4, 4, 32)
+    found.append(check())
+    layer.forward = lambda hidden: -plain(hidden)
+    found.append(check())
+    assert len({str(sequences.tolist()) for sequences in found}) == len(found)
+    granted = graphs.Granted(model)
+    before = granted.now()
+    model.config.some_softcapping = 3.0
+    granted.renew()
+    assert granted.now() != before
+
+
+def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    for is_inference in (True, False, True, False):
+        with torch.inference_mode(is_inference):
+            assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
+    assert tapes.num_replayed
+
+
+def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    models = generator._decoder.speculator.models
+    sizes = []
+    for batch in (4, 5, 5):  # more, and the same again
+        generator.generate(**ragged_prompts(batch), **GREEDY, max_new_tokens=30)
+        sizes.append(sum(own.kept_bytes for own in models))
+    assert sizes[0] < sizes[1] < 1.5 * sizes[0] and sizes[2] == sizes[1]
+    with pytest.raises(MemoryError), as_memory_error():
+        raise torch.OutOfMemoryError
+    assert not any(own.kept_bytes for own in models)
+
+
 def test_calls_of_several_threads_have_pools_of_their_own(tapes: Tapes) -> None:
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
@@ -200,7 +253,7 @@ def test_what_a_broken_call_leaves_is_not_taken_over(tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     with pytest.raises(ValueError, match="broken"):
         generator.generate(**ragged_prompts(1), **GREEDY, max_new_tokens=40, logits_processor=[broken])
-    assert tapes.num_captured and not generator._decoder.speculator.target.packed.kept_bytes
+    assert tapes.num_captured and not any(own.kept_bytes for own in generator._decoder.speculator.models)
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
 
 

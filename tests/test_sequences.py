@@ -27,9 +27,6 @@ class Packed:
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool([SHAPE], num_slots)
 
-    def spare_pool(self) -> KVPool:
-        return self.new_pool(0)
-
 
 def mark(sequences: Sequences, request: Request) -> None:
     """Write each cached token's own value, and rubbish behind them, as steps do."""

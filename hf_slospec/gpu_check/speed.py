@@ -32,6 +32,8 @@ class _Race:
         self.continuous = ContinuousBatching(bench.target, batch, bench.prompt_tokens, bench.new_tokens)
         self.running: dict[str, Contestant] = {}
         self.samples: dict[str, list[Sample]] = {}
+        self.device = bench.target.device
+        self.held: dict[str, int] = {}  # bytes allocated before a contestant's first run
         self.memory: dict[str, tuple[float, float]] = {}  # GiB: at most, and of that, beyond what was held before
         self.facts: dict[str, dict[str, Any]] = {}
         self._round_s = self._longest_s = 0.0  # of calls: what a round takes, as far as is known, and the longest one
@@ -86,6 +88,8 @@ class _Race:
         if self.budget.left_s <= self._longest_s:
             self.facts[name] = {"status": "skipped", "reason": "no time was left"}
             return
+        # What a contestant keeps between its calls counts as its own.
+        self.held[name] = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         try:
             contestant = make()
             seconds = self.bench.time(contestant, 0).seconds
@@ -109,18 +113,16 @@ class _Race:
         return done
 
     def _repeat(self, name: str, contestant: Contestant, repeat: int) -> None:
-        device = self.bench.target.device
-        if device.type == "cuda":
-            held = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
             self.samples[name].append(self.bench.time(contestant, repeat))
         except Exception as error:  # noqa: BLE001  recorded
             self._drop(name, error)
             return
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-            now = peak / 2**30, (peak - held) / 2**30
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+            now = peak / 2**30, (peak - self.held[name]) / 2**30
             self.memory[name] = max(now, self.memory.get(name, now))
 
     def _drop(self, name: str, error: Exception) -> None:

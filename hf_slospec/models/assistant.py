@@ -83,7 +83,7 @@ class AssistantDrafter:
     def __init__(self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None):
         """``max_nodes`` bounds depth times width of the plans to come, ``vocab_size`` the ids that may be proposed."""
         self.packed, self.vocab_size = packed, vocab_size
-        self.sequences = Sequences(packed, max_nodes, max_slots)
+        self.sequences = Sequences(packed, max_nodes, max_slots, is_kept=max_slots is None)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with as_memory_error(), evaluating(self.packed.model):

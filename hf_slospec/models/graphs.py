@@ -7,8 +7,10 @@ the tensors, host constants included, so a graph is only ever replayed for input
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
+import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
@@ -23,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 128  # of one model and pool; the least recently used go
 PATIENCE = 8  # a signature's forwards before it is captured, which takes as long as many forwards (an estimate)
-MEMORY_SHARE = 16  # graphs may take this part of a device's memory
+MEMORY_SHARE = 16  # graphs may take this part of a device's memory, and as much a pool that is kept for them
 TOLERANCE = 0.05  # relative, of a first replay; beyond rounding in any dtype
+OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
+FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # another forward of an instance, say
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights are classes of their own, and may have no address
 
 Run = Callable[[], torch.Tensor]
@@ -114,10 +118,14 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def may_keep(self, num_bytes: int) -> bool:
+        """Whether a pool of this size may wait for another call, for the sake of its graphs."""
+        return bool(self._captured) and self._maker.is_usable() and num_bytes <= self._maker.max_bytes
+
     @property
-    def max_bytes(self) -> int:
-        """Of the device's memory, what may be kept for graphs."""
-        return self._maker.max_bytes
+    def is_usable(self) -> bool:
+        """Whether work here comes after all work on the pool before."""
+        return self._maker.is_usable()
 
     def run(self, inputs: Any, compute: Callable[[Any], torch.Tensor], granted: Hashable) -> torch.Tensor | None:
         """What ``compute`` returns for these inputs, from a graph; None if there is none.
@@ -132,6 +140,7 @@ class Graphs:
                 return None
             if granted != self._taken:
                 self._captured.clear()
+                self._seen.clear()  # who switches back and forth gets none
                 self._taken = granted
             key = signature(inputs)
             if key not in self._captured:
@@ -146,12 +155,14 @@ class Graphs:
         """Keep a graph of this forward.  -> its result, None if it could not be captured"""
         before = self._maker.num_bytes()
         try:
-            parcel = Parcel(inputs, self._device)
+            with torch.inference_mode(False):  # which others may write into
+                parcel = Parcel(inputs, self._device)
             parcel.fill(inputs)
             with NoSync():  # a capture that fails leaves CUDA in a poor state
                 right = compute(parcel.content)
             if self._out is None or len(self._out) < len(right):
-                self._out = torch.empty_like(right)
+                with torch.inference_mode(False):
+                    self._out = torch.empty_like(right)
             out = self._out[: len(right)]
             replay = self._maker.capture(lambda: out.copy_(compute(parcel.content)))
             if not _is_close(replay(), right):
@@ -165,7 +176,7 @@ class Graphs:
             oldest, _ = self._captured.popitem(last=False)
             del self._seen[oldest]
         self._num_bytes += max(self._maker.num_bytes() - before, 0)  # graphs that went leave theirs to those to come
-        if self._num_bytes > self.max_bytes:
+        if self._num_bytes > self._maker.max_bytes:
             self._stop("they took %.1f GiB", self._num_bytes / 2**30)
         return right
 
@@ -196,7 +207,9 @@ class Granted:
         weights = [home[name] for home, name in self._homes]
         are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        self._settings = tuple((type(m), _settings_of(m)) for m in modules)
+        configs = {id(config): config for m in modules if (config := getattr(m, "config", None)) is not None}
+        held = [*modules, *configs.values()]
+        self._settings = tuple((type(one), _settings_of(vars(one))) for one in held)
 
     def now(self) -> Hashable:
         """Equal as long as nothing has changed that is known of."""
@@ -204,8 +217,21 @@ class Granted:
         return self._settings, tuple(None if weight is None else weight.data_ptr() for weight in weights)
 
 
-def _settings_of(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:
-    plain = (bool, int, float, str, list, tuple, type(None))
-    # Drafts are set to evaluating for the time they run; forwards in training are not captured.
-    known = {name: value for name, value in vars(module).items() if isinstance(value, plain) and name != "training"}
-    return tuple((name, repr(value)) for name, value in known.items())
+def _settings_of(attributes: dict[str, Any]) -> Hashable:
+    # Drafts are set to evaluating for the time they run; forwards in training are not captured. The attention that a
+    # config names is ours while a forward runs. Parameters, buffers, submodules and hooks are looked at by themselves.
+    passing = {"training", "_attn_implementation_internal", *OWN}
+    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in passing)
+
+
+def _fixed(value: Any) -> Hashable:
+    """Equal for values that mean the same to a forward, as far as can be told."""
+    if isinstance(value, PLAIN):
+        return value.data_ptr(), value.shape, value.dtype  # graphs read it where it is
+    if isinstance(value, dict):
+        return dict, tuple((key, _fixed(part)) for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_fixed, value))
+    if isinstance(value, (bool, int, float, str, type(None), *FUNCTIONS)):
+        return type(value), value
+    return type(value)

@@ -64,17 +64,18 @@ class KVPool:
         self.graphs: Graphs | None = None  # of forwards that read and write here
         kinds = [shape.key for shape in layout] + [shape.value for shape in layout]
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
-        self._stacks = {
-            kind: torch.zeros(
-                kinds.count(kind),
-                num_slots + num_ghosts,
-                kind.num_heads,
-                kind.dim,
-                dtype=kind.dtype,
-                device=kind.device,
-            )
-            for kind in set(kinds)
-        }
+        with torch.inference_mode(False):  # a caller's mode ends, and the pool may not
+            self._stacks = {
+                kind: torch.zeros(
+                    kinds.count(kind),
+                    num_slots + num_ghosts,
+                    kind.num_heads,
+                    kind.dim,
+                    dtype=kind.dtype,
+                    device=kind.device,
+                )
+                for kind in set(kinds)
+            }
         rows = {kind: iter(stack) for kind, stack in self._stacks.items()}
         views = [next(rows[kind]) for kind in kinds]  # each [num_slots + num_ghosts, num_heads, dim]
         self.keys, self.values = views[: len(layout)], views[len(layout) :]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -18,10 +20,21 @@ GROUPS = (  # files of a control group, version 2 and 1: its limit, what it has 
 )
 
 
-class MemoryUse(BaseModel):
-    """Bytes that speculation takes beside the models' own weights."""
+class GivesUp(Protocol):
+    """Keeps memory that it could do without."""
 
-    target_kv: int = Field(description="The target's pool of K/V, free slots included.")
+    def give_up(self) -> None: ...
+
+
+given_up_when_short: WeakSet[GivesUp] = WeakSet()
+
+
+class MemoryUse(BaseModel):
+    """Bytes that speculation takes beside the models' own weights, CUDA graphs and ``generate`` calls that run."""
+
+    target_kv: int = Field(
+        description="The target's pool of K/V, free slots included, and what a call left for the next."
+    )
     draft_kv: int = Field(description="The draft's.")
     staging: int = Field(description="Of both, what is kept free behind running requests for the nodes of a step.")
     prepacked: int = Field(description="Second copies of weights, see SLOSpecConfig.prepack.")
@@ -57,6 +70,8 @@ def as_memory_error() -> Iterator[None]:
             raise
         message = str(error)
     if message is not None:
+        for keeper in list(given_up_when_short):
+            keeper.give_up()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise MemoryError(message)

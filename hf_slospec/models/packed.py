@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import deque
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from hf_slospec.models.attention import (
 )
 from hf_slospec.models.graphs import Granted, Graphs, maker_for
 from hf_slospec.models.kv_pool import KVPool
+from hf_slospec.models.memory import given_up_when_short
 from hf_slospec.models.padding import MAX_GHOSTS, padded
 from hf_slospec.models.parcel import sent
 from hf_slospec.models.prepacked import PrepackedLinears
@@ -56,7 +57,8 @@ class PackedModel:
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
         self.has_graphs = cuda_graphs and self._has_plans and maker_for(self.device) is not None
         self._granted = Granted(model) if self.has_graphs else None
-        self._spare: deque[KVPool] = deque(maxlen=1)
+        self._kept: KVPool | None = None
+        self._lock = threading.Lock()
 
     def renew(self) -> None:
         """Look at the weights and modules anew: some changes are not noticed while steps run."""
@@ -99,21 +101,29 @@ class PackedModel:
             pool.graphs = Graphs(maker, self.device)
         return pool
 
-    def spare_pool(self) -> KVPool:
+    def kept_pool(self) -> KVPool:
         """One that an earlier call has left, whose graphs go on; without such a one, an empty one."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return self.new_pool(0)
+        with self._lock:
+            pool, self._kept = self._kept, None
+        is_usable = pool is not None and pool.graphs is not None and pool.graphs.is_usable
+        return pool if pool is not None and is_usable else self.new_pool(0)
 
     def keep(self, pool: KVPool) -> None:
         """Of a call that is over: for the next one, if it has graphs and is not large."""
-        if pool.graphs is not None and len(pool.graphs) and pool.num_bytes <= pool.graphs.max_bytes:
-            self._spare.append(pool)
+        if pool.graphs is not None and pool.graphs.may_keep(pool.num_bytes):
+            with self._lock:
+                self._kept = pool
+            given_up_when_short.add(self)
+
+    def give_up(self) -> None:
+        """Memory is short."""
+        with self._lock:
+            self._kept = None
 
     @property
     def kept_bytes(self) -> int:
-        return sum(pool.num_bytes for pool in self._spare)
+        pool = self._kept
+        return 0 if pool is None else pool.num_bytes
 
     @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,8 @@ class StockSampler:
         self._noise: GeneratorNoise | None = None
 
     def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+        if not requests:  # all still read their prompts
+            return _nothing_asked([])
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
         num_nodes = [tree.num_nodes for tree in trees]
@@ -152,8 +154,7 @@ class StockSampler:
         if self.ignore_sequence and is_small:
             return self._ask_at_once(requests, logits, trees, num_nodes)
         rows = zip(requests, logits.split(num_nodes), strict=True)
-        choosers: list[Chooser] = [functools.partial(self._choose, *row) for row in rows]
-        return logits.new_empty(0, dtype=torch.int64), lambda _: choosers
+        return _nothing_asked([functools.partial(self._choose, *row) for row in rows])
 
     def _ask_at_once(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree], num_nodes: list[int]
@@ -171,8 +172,8 @@ class StockSampler:
         else:
             choices = scores.argmax(-1)
 
-        def choosers(choices: list[int]) -> list[Chooser]:
-            rows = zip(requests, _split(choices, num_nodes), raw.split(num_nodes), scores.split(num_nodes), strict=True)
+        def choosers(read: list[int]) -> list[Chooser]:
+            rows = zip(requests, _split(read, num_nodes), raw.split(num_nodes), scores.split(num_nodes), strict=True)
             return [functools.partial(self._chosen, *row) for row in rows]
 
         return choices, choosers
@@ -259,22 +260,24 @@ class Samplers:
             except BaseException as error:  # whatever a call's own processors raise, its requests meet
                 if is_out_of_memory(error):
                     raise
-                failed: list[Chooser] = [functools.partial(_raise, error)] * len(places)
-                asked.append((logits.new_empty(0, dtype=torch.int64), lambda _, failed=failed: failed))
+                asked.append(_nothing_asked([functools.partial(_raise, error)] * len(places)))
 
-        def choosers(choices: list[int]) -> list[Chooser]:
+        def choosers(read: list[int]) -> list[Chooser]:
             of: dict[int, Chooser] = {}
-            parts = _split(choices, [len(own) for own, _ in asked])
+            parts = _split(read, [len(own) for own, _ in asked])
             for places, part, (_, make) in zip(groups.values(), parts, asked, strict=True):
                 of.update(zip(places, make(part), strict=True))
             return [of[place] for place in range(len(requests))]
 
-        none = logits.new_empty(0, dtype=torch.int64)
-        return torch.cat([none, *(own.to(logits.device) for own, _ in asked)]), choosers
+        return torch.cat([own.to(logits.device) for own, _ in [_nothing_asked([]), *asked]]), choosers
 
 
-def _split(choices: list[int], sizes: Sequence[int]) -> list[list[int]]:
-    left = iter(choices)
+def _nothing_asked(choosers: list[Chooser]) -> Asked:
+    return torch.empty(0, dtype=torch.int64), lambda _: choosers
+
+
+def _split(read: list[int], sizes: Sequence[int]) -> list[list[int]]:
+    left = iter(read)
     return [list(itertools.islice(left, size)) for size in sizes]
 
 

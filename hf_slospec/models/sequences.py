@@ -33,13 +33,13 @@ def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.nd
 class Sequences:
     """The requests that have K/V in one model, each with its range of a pool that grows with them."""
 
-    def __init__(self, packed: PackedModel, max_nodes: int, max_slots: int | None = None):
+    def __init__(self, packed: PackedModel, max_nodes: int, max_slots: int | None = None, is_kept: bool = False):
         """``max_nodes`` bounds the tree nodes of one request that are staged at a time, ``max_slots`` the pool.
 
-        Without that bound, an earlier call's pool is used again, and left to the next by ``close``.
+        With ``is_kept``, an earlier call's pool is used again, and left to the next by ``close``.
         """
         self.packed, self.max_nodes, self.max_slots = packed, max_nodes, max_slots
-        self.pool: KVPool = packed.spare_pool() if max_slots is None else packed.new_pool(0)
+        self.pool: KVPool = packed.kept_pool() if is_kept else packed.new_pool(0)
         self._by_request: dict[Request, CachedSequence] = {}
         self._embeds: dict[Request, torch.Tensor] = {}
 
@@ -101,9 +101,9 @@ class Sequences:
         needed, limit = sum(wanted.values()), self.max_slots
         if limit is not None and needed > limit:
             raise MemoryError(f"{needed} KV slots are needed, and there may be {limit}")
-        doubled = 2 * self.pool.num_slots
         if not self._by_request:
             self.pool = self.packed.new_pool(0)  # its memory is free before more is taken
+        doubled = 2 * self.pool.num_slots
         pool = self.packed.new_pool(max(needed, doubled if limit is None else min(doubled, limit)))
         moved = {request: pool.allocate(capacity) for request, capacity in wanted.items()}
         for request, before in self._by_request.items():
@@ -117,10 +117,11 @@ class Sequences:
             self.pool.release(sequence)
 
     def close(self) -> None:
-        """All requests are done, and their K/V is wanted no more."""
+        """All requests are done, and their K/V is wanted no more; the next call may have the pool."""
         for request in list(self._by_request):
             self.release(request)
         self.packed.keep(self.pool)
+        self.pool = self.packed.new_pool(0)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless only some of these hold slots, and all other slots are free."""

@@ -43,7 +43,7 @@ class PackedTarget:
         With ``holds_finished``, K/V of finished requests stay readable in ``sequences``.
         """
         self.sampler, self.holds_finished = sampler, holds_finished
-        self.sequences = Sequences(packed, max_nodes, max_slots)
+        self.sequences = Sequences(packed, max_nodes, max_slots, is_kept=max_slots is None)
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -67,7 +67,7 @@ class PackedTarget:
         rows = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
         logits = self.sequences.forward(parts, torch.from_numpy(rows))
         choices, choosers = self.sampler.ask(requests, logits, trees)
-        return choosers(choices.tolist())  # the one time that the host waits for the target
+        return choosers(choices.tolist())  # the host waits here, and where processors look at the text
 
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
