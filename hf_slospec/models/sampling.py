@@ -17,6 +17,7 @@ from hf_slospec.models.memory import is_out_of_memory
 # input_ids [1, length] int64 (None for those that never read it), scores [num_rows, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 # What a sampler asks the device for, [num_choices] int64, and what makes the choosers once the host has read that.
+NOTHING = torch.empty(0, dtype=torch.int64)
 Asked = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
 
 
@@ -269,11 +270,12 @@ class Samplers:
                 of.update(zip(places, make(part), strict=True))
             return [of[place] for place in range(len(requests))]
 
-        return torch.cat([own.to(logits.device) for own, _ in [_nothing_asked([]), *asked]]), choosers
+        own = [chosen.to(logits.device) for chosen, _ in asked if len(chosen)]
+        return torch.cat(own) if own else NOTHING, choosers
 
 
 def _nothing_asked(choosers: list[Chooser]) -> Asked:
-    return torch.empty(0, dtype=torch.int64), lambda _: choosers
+    return NOTHING, lambda _: choosers
 
 
 def _split(read: list[int], sizes: Sequence[int]) -> list[list[int]]:
