@@ -47,6 +47,11 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
                 "use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
             )
         model = model.get_base_model()
+    if hasattr(model, "_orig_mod"):
+        raise InvalidTypeError(
+            f"{name} is what torch.compile made of a model, whose layers do not let tree attention in; give the model "
+            "itself"
+        )
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise InvalidTypeError(
             f"{name} must be a loaded transformers model with a language-modelling head, such as "

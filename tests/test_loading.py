@@ -15,6 +15,7 @@ import hf_slospec
 from hf_slospec import (
     FallbackWarning,
     IncompatibleDraftError,
+    InvalidTypeError,
     SLOSpecConfig,
     SLOSpecGenerator,
     UnsupportedModelError,
@@ -167,6 +168,15 @@ def test_enabling_a_peft_model_and_what_it_wraps() -> None:
     assert "generate" not in model.get_base_model().__dict__
     with model.disable_adapter():
         assert not torch.equal(model.generate(**inputs, **options), expected)
+
+
+def test_compiled_models_are_refused_by_what_was_done_to_them() -> None:
+    whole, part = copy.deepcopy(tiny_model("llama")), copy.deepcopy(tiny_model("llama"))
+    with pytest.raises(InvalidTypeError, match=r"assistant_model is what torch\.compile made"):
+        SLOSpecGenerator(whole, torch.compile(part, backend="eager"))
+    part.model.layers[1].compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match="was compiled"):
+        SLOSpecGenerator(part)
 
 
 def test_prompt_learning_adapters_are_refused() -> None:

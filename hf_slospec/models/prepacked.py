@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_slospec.models.hooks import changing_hooks
+from hf_slospec.models.hooks import changing_hooks, is_compiled
 from hf_slospec.models.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class PrepackedLinears:
 
     def _candidates(self) -> list[nn.Linear]:
         """Plain linear layers on a CPU: no hooks, no quantised weights, nothing that replaces their forward."""
-        if not self._is_wanted or _is_compiled(self._model) or torch.is_autocast_enabled("cpu"):
+        if not self._is_wanted or is_compiled(self._model) or torch.is_autocast_enabled("cpu"):
             return []
         layers = (module for module in self._model.modules() if type(module) in (nn.Linear, _Prepacked))
         return [layer for layer in layers if _is_plain(layer)]
@@ -189,11 +189,6 @@ def _is_usual(weight: nn.Parameter) -> bool:
     is_dense = weight.device.type == "cpu" and weight.layout is torch.strided and weight.is_contiguous()
     is_own = type(weight) is nn.Parameter and not weight.is_inference()
     return is_own and is_dense and weight.numel() > 0 and _works(weight.dtype)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """By the user: the compiler's guards would take our forwards for changes of the model."""
-    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _samples(weight: nn.Parameter) -> torch.Tensor:

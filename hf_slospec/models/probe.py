@@ -11,6 +11,7 @@ import torch
 
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import AttentionLayer, active_forward
+from hf_slospec.models.hooks import is_compiled
 from hf_slospec.models.kv_pool import LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
 
@@ -78,6 +79,11 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 def refuse_by_declaration(model: Any) -> None:
     """Refuse what a model says of itself: no causal decoder, recurrent state, or attention of its own."""
     name = type(model).__name__
+    if is_compiled(model):
+        raise UnsupportedModelError(
+            f"{name} was compiled with compile(), and compiled layers do not let tree attention in; give the model as "
+            "it was loaded"
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
     # Some families are encoders unless told otherwise; others say is_decoder=False and are causal all the same.

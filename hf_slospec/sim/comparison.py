@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.table import Table
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.sim.hardware import Hardware
