@@ -92,6 +92,18 @@ def test_embedded_pair_is_exact_on_real_text() -> None:
             assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=48)
 
 
+@pytest.mark.parametrize("lengths", [(600,), (1100, 700), (1030, 40)], ids=str)
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_prompts_of_many_tokens(lengths: tuple[int, ...], options: dict[str, Any]) -> None:
+    """As long as users' are: they are read in several steps, some rows or all of them."""
+    target, draft, tokenizer = load_tiny_pair(torch.float32)
+    text = tokenizer("".join(tiny_prompts()))["input_ids"]
+    prompts = {"input_ids": [text[:length] for length in lengths]}
+    inputs = tokenizer.pad(prompts, padding=True, padding_side="left", return_tensors="pt")
+    generator = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(check_invariants=True))
+    assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=20)
+
+
 def test_processors_that_look_at_the_sequence() -> None:
     model = tiny_model("qwen2")
     generator = SLOSpecGenerator(model, tiny_model("qwen2", noise=0.03), config=CHECKED)

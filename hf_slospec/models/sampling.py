@@ -17,9 +17,8 @@ from hf_slospec.models.memory import is_out_of_memory
 # input_ids [1, length] int64 (None for those that never read it), scores [num_rows, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 # What a sampler asks the device for, [num_choices] int64, and what makes the choosers once the host has read that.
-NOTHING = torch.empty(0, dtype=torch.int64)
 Asked = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
-
+NOTHING = torch.empty(0, dtype=torch.int64)
 
 AT_ONCE = 2**20  # logits of a step that a CPU processes at once; above, only those of nodes that are reached
 REMEMBERED = 64  # positions whose noise is at hand; older ones are drawn again from the generator's state at their time
