@@ -207,9 +207,10 @@ class Granted:
         weights = [home[name] for home, name in self._homes]
         are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        configs = {id(config): config for m in modules if (config := getattr(m, "config", None)) is not None}
-        held = [*modules, *configs.values()]
-        self._settings = tuple((type(one), _settings_of(vars(one))) for one in held)
+        configs = {
+            id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")
+        }
+        self._settings = tuple((type(one), _settings_of(vars(one))) for one in [*modules, *configs.values()])
 
     def now(self) -> Hashable:
         """Equal as long as nothing has changed that is known of."""
