@@ -92,7 +92,8 @@ class Serving(Observer):
         if self._batcher is not None:
             self._batcher.stop(drain, timeout)
             for pump in list(self._pumps):
-                pump.join(PUMP_S)
+                if pump is not threading.current_thread():  # a streamer may stop the batcher
+                    pump.join(PUMP_S)
 
     @property
     def batcher(self) -> Batcher:

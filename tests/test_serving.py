@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -450,6 +451,40 @@ def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(served: 
     with pytest.raises(NotRunningError, match="own thread"):
         waiting.result(WAIT_S)
     others[0].cancel()
+
+
+def test_a_streamer_may_stop_the_batcher(pair: tuple[Any, Any, Any]) -> None:
+    generator = SLOSpecGenerator(*pair)
+
+    class Stops(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            generator.stop(drain=True)
+
+    with generator:
+        handle = generator.submit(PROMPTS[0], max_new_tokens=20, streamer=Stops(pair[2]))
+        assert handle.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], max_new_tokens=20)
+        generator.stop()  # waits for the streamer
+        generator.start()
+        assert generator.submit(PROMPTS[0], max_new_tokens=3).result(WAIT_S).finish_reason == "length"
+
+
+def test_starting_again_in_the_thread_that_is_stopping_is_refused(pair: tuple[Any, Any, Any]) -> None:
+    generator, was_asked = SLOSpecGenerator(*pair), threading.Event()
+
+    def starts(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        generator.start()  # does nothing while the batcher runs
+        was_asked.set()
+        while generator._serving._batcher._is_taking:
+            time.sleep(0.001)
+        generator.start()
+        return scores
+
+    with generator:
+        handle = generator.submit(PROMPTS[0], max_new_tokens=5, logits_processor=LogitsProcessorList([starts]))
+        assert was_asked.wait(WAIT_S)
+        generator.stop(drain=True)
+        with pytest.raises(NotRunningError, match="own thread"):
+            handle.result(WAIT_S)
 
 
 def test_requests_are_let_go_when_they_are_over(served: SLOSpecGenerator) -> None:

@@ -86,6 +86,10 @@ class Batcher:
         """Begin to take requests; does nothing if it does. Waits for one that is stopping."""
         if self._pid != os.getpid():
             self._clear("")  # a forked child inherits locks that nobody will release
+        if self._thread is threading.current_thread():
+            if self._is_taking:
+                return
+            raise NotRunningError("start() was called by the batcher's own thread while it stops; call it from another")
         with self._starting:
             if self._is_taking:
                 return
