@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli import app
 from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.target import PackedTarget
@@ -189,11 +189,7 @@ def test_the_host_waits_twice_a_step(
 
 
 def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:  # noqa: F811
-    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
-    config = SLOSpecConfig(attention="flash", policy="fixed", max_batch=3, check_invariants=True)
-    with SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), tokenizer, config) as generator:
-        handles = [generator.submit(prompt, max_new_tokens=8, do_sample=False) for prompt in tiny_prompts()[:5]]
-        assert all(len(handle.result(120).token_ids) for handle in handles)
+    test_gpu.serve(5, 8)
     assert captures
 
 

@@ -207,12 +207,17 @@ def test_graphs_part_from_stock_at_near_ties_only(kernel: FlashKernel, captures:
     assert captures
 
 
-def test_the_batcher_replays(kernel: FlashKernel, captures: list[None]) -> None:
+def serve(num_requests: int, new_tokens: int) -> None:
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     config = SLOSpecConfig(attention="flash", policy="fixed", max_batch=3, check_invariants=True)
     with SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), tokenizer, config) as generator:
-        handles = [generator.submit(prompt, max_new_tokens=40, do_sample=False) for prompt in tiny_prompts()[:8]]
+        prompts = tiny_prompts()[:num_requests]
+        handles = [generator.submit(prompt, max_new_tokens=new_tokens, do_sample=False) for prompt in prompts]
         assert all(len(handle.result(120).token_ids) for handle in handles)
+
+
+def test_the_batcher_replays(kernel: FlashKernel, captures: list[None]) -> None:
+    serve(8, 40)
     assert captures
 
 
