@@ -16,8 +16,8 @@ import typer
 from tqdm import tqdm
 
 from hf_slospec import Divergence, SLOSpecGenerator, divergence_report, load_tiny_pair, tiny_prompts
-from hf_slospec.bench import provenance
-from hf_slospec.divergence import Prompt, find_divergences
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.generate.divergence import Prompt, find_divergences
 
 STRIDE = 24  # tokens between the windows cut from one held-out text
 LENGTHS = range(32, 65)  # of the windows, in turn, so that batches are padded

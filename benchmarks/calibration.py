@@ -17,7 +17,7 @@ import typer
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.algo.calibration import Reliability
-from hf_slospec.bench import provenance
+from hf_slospec.cli.benchmark import provenance
 
 SHARPENING = 3.0  # factor on the over-confident draft's logits
 BATCH, NEW_TOKENS, ROUNDS = 4, 96, 8

@@ -16,11 +16,11 @@ import torch
 from tqdm import tqdm
 
 from hf_slospec import load_tiny_pair
-from hf_slospec.bench import provenance
-from hf_slospec.inflate import SHAPES, inflate
-from hf_slospec.models.measure import Forwards, Size
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.probe import evaluating
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 NODES, KEYS = 8, 256  # of each request, root included, and cached tokens, where nothing else is said
 AXES = {

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from hf_slospec import load_tiny_pair
-from hf_slospec.bench import provenance
-from hf_slospec.inflate import SHAPES, inflate
-from hf_slospec.models.prepacked import PrepackedLinears
-from hf_slospec.models.threads import release_team
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.models.cpu.prepacked import PrepackedLinears
+from hf_slospec.models.cpu.threads import release_openmp_threads
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 TOKENS = (1, 4, 8, 16, 32, 64)
 
@@ -81,7 +81,7 @@ def by_thread(model: Any, repeats: int) -> dict[str, float]:
         here = own()
         kept.append(in_thread() / here)
         here = own()
-        release_team()
+        release_openmp_threads()
         released.append(in_thread() / here)
     return {"team kept": round(median(kept), 3), "team released": round(median(released), 3)}
 

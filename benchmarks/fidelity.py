@@ -25,10 +25,10 @@ from serving import CLASSES, SYSTEMS, load_of, models, plain_token_s
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
-from hf_slospec.bench import provenance
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.cli.draft_recording import recorded
+from hf_slospec.cli.profiling import profile
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.profiling import profile
-from hf_slospec.recording import recorded
 from hf_slospec.sim.hardware import Hardware, HardwareFile
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.texts import Library, RecordedText

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from hf_slospec.commands.gpu_check import gpu_check
+from hf_slospec.cli.commands.gpu_check import gpu_check
 
 if __name__ == "__main__":
     typer.run(gpu_check)

@@ -19,13 +19,13 @@ import numpy as np
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.bench import provenance
-from hf_slospec.engine.config import PolicyName, SLOSpecConfig
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import Experience
+from hf_slospec.policies.auto import SpeculationHistory
 
 DEPTH, WIDTH, REPEATS = 8, 3, 60
 COUNTS = (1, 8, 64, 256, 1024)
@@ -83,7 +83,7 @@ def main() -> None:
         config = SLOSpecConfig(token_budget=max(4 * count, 64), draft_budget=WIDTH * count, max_depth=DEPTH)
         for name in arguments.policies:
             policy = new_policy(
-                config.model_copy(update={"policy": name}), StepCosts(VERIFY, DRAFT), Experience(config)
+                config.model_copy(update={"policy": name}), StepCosts(VERIFY, DRAFT), SpeculationHistory(config)
             )
             spent = times_ms(policy, count, name in CHAINS)
             results[f"{name}, {count} requests"] = spent

@@ -30,11 +30,11 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
-from hf_slospec.bench import provenance
-from hf_slospec.engine.continuous import Continuous, Limits
-from hf_slospec.engine.pace import Pace
+from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.pace import Pace
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 app = typer.Typer(add_completion=False)
 OURS = "auto"
@@ -300,10 +300,10 @@ def overhead(json_path: Json = None) -> None:
     )
     results = {}
     for number in (1, 8, 64, 256, 1024):
-        scheduler = Continuous(Limits(number, 10**9, 36, 512, 30.0), Pace(costs))
+        scheduler = ContinuousScheduler(Limits(number, 10**9, 36, 512, 30.0), Pace(costs))
         for index in range(number):
             targets = (Stage(0.05 if index % 2 else None),)
-            scheduler.add(Request(index, [1] * 100, 200, targets, ttft_target_s=5.0 if index % 2 else None))
+            scheduler.add(Request(index, [1] * 100, 200, targets, ttft_slo_s=5.0 if index % 2 else None))
         scheduler.turn(0.0)
         spent = []
         for step in range(200):
@@ -313,12 +313,10 @@ def overhead(json_path: Json = None) -> None:
                     request.num_cached, request.first_token_s = 100, 0.0
             if step % 10 == 0:  # one goes, one comes
                 scheduler.remove(scheduler.running[step % number])
-                target_s, ttft_s = (0.05, 5.0) if step % 20 else (None, None)
+                tpot_slo_s, ttft_s = (0.05, 5.0) if step % 20 else (None, None)
                 arrived_s = 0.001 * step
                 scheduler.add(
-                    Request(
-                        number + step, [1] * 100, 200, (Stage(target_s),), arrived_s=arrived_s, ttft_target_s=ttft_s
-                    )
+                    Request(number + step, [1] * 100, 200, (Stage(tpot_slo_s),), arrived_s=arrived_s, ttft_slo_s=ttft_s)
                 )
             begun_s = time.perf_counter()
             scheduler.turn(0.001 * step)

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.bench import provenance
-from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 PLAIN, OURS = "no speculation", "auto"
 POLICIES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def encoded(tokenizer: Any, batch: int, repeat: int, prompt_tokens: int) -> dict
     return dict(inputs)
 
 
-def summary(runs: list[Any], targets_s: list[float]) -> dict[str, Any]:
+def summary(runs: list[Any], tpot_slos_s: list[float]) -> dict[str, Any]:
     """Figures of one policy; ``runs`` are outputs with the wall seconds of their decode."""
     rows = [metrics for out, _ in runs for metrics in out.slo]
     steps = [step for out, _ in runs for step in out.steps if not step.is_prefill]
@@ -105,9 +105,9 @@ def main(
     }
     options = dict(do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
 
-    def run(name: str, repeat: int, targets_s: list[float] | None) -> tuple[Any, float]:
+    def run(name: str, repeat: int, tpot_slos_s: list[float] | None) -> tuple[Any, float]:
         inputs = encoded(tokenizer, batch, repeat, prompt_tokens)
-        out = generators[name].generate(**inputs, slo_tpot=targets_s, **options)
+        out = generators[name].generate(**inputs, slo_tpot=tpot_slos_s, **options)
         first = out.steps[1].begun_s  # the prefill is no policy's doing
         last = out.steps[-1]
         return out, last.begun_s + last.phases.total_s - first
@@ -115,16 +115,16 @@ def main(
     for name in generators:
         run(name, 0, None)  # warm-up; measures step times where they are not known
     plain_s = median(metrics.tpot_s for repeat in range(2) for metrics in run(PLAIN, repeat, None)[0].slo)
-    targets_s = [factor * plain_s for factor in sorted_factors(batch)]
+    tpot_slos_s = [factor * plain_s for factor in sorted_factors(batch)]
     runs: dict[str, list[Any]] = defaultdict(list)
     turns = [(repeat, name) for repeat in range(repeats) for name in generators]
     for repeat, name in tqdm(turns, desc="slo", disable=not sys.stderr.isatty()):
         order = list(generators)
         shifted = order[(order.index(name) + repeat) % len(order)]  # each policy runs first in some repeat
-        runs[shifted].append(run(shifted, repeat + 1, targets_s))
+        runs[shifted].append(run(shifted, repeat + 1, tpot_slos_s))
         time.sleep(0.05)
 
-    results = {name: summary(own, targets_s) for name, own in runs.items()}
+    results = {name: summary(own, tpot_slos_s) for name, own in runs.items()}
     base = [seconds for _, seconds in runs[PLAIN]]
     for name, own in runs.items():
         results[name]["speedup_vs_plain"] = median(b / s for b, (_, s) in zip(base, own, strict=True))

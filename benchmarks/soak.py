@@ -32,7 +32,7 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.bench import provenance
+from hf_slospec.cli.benchmark import provenance
 
 THREADS, WAIT_S, LONGEST = 8, 300.0, 24
 

@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 
 from hf_slospec import SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.bench import provenance
-from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 RATE = 500  # samples per second
 NEW_TOKENS = 48
 # What a frame of the stack, "function (file:line)", says of a sample; the innermost frame that says something counts.
 FORWARD = [
-    ("linear layers", r"torch/nn/modules/linear\.py|hf_slospec/models/prepacked\.py"),
+    ("linear layers", r"torch/nn/modules/linear\.py|hf_slospec/models/cpu/prepacked\.py"),
     ("attention", "hf_slospec/models/attention/"),
     ("norms", r"Norm\.forward \("),
     ("rotary embedding", r"rotary|rotate_half"),

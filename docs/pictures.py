@@ -26,10 +26,10 @@ from hf_slospec.algo.tree import ROOT, Forest
 from hf_slospec.algo.urgency import urgency
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.attention.dense import masked_attention
+from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.sequences import Sequences
 
 HERE = Path(__file__).parent
 PROFILE = HERE.parent / "benchmarks" / "results" / "profile-cpu-2core-0.6B-bf16.json"

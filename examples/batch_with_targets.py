@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec import RequestMetrics, SLOSpecGenerator, SLOStage, load_tiny_pair
-from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 PROMPTS = [
     "def read_lines(path):\n",
@@ -38,7 +38,7 @@ def table(names: list[str], rows: list[RequestMetrics]) -> Table:
     for name, row in zip(names, rows, strict=True):
         met = {True: "yes", False: "no", None: ""}[row.attained]
         length = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
-        times = ms(row.target_s), ms(row.tpot_s), ms(row.worst_tpot_s)
+        times = ms(row.tpot_slo_s), ms(row.tpot_s), ms(row.worst_tpot_s)
         made.add_row(name, *times, met, length, str(row.drafted), str(row.accepted))
     return made
 

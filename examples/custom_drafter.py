@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec import Plan, Request, SLOSpecGenerator, TokenTree, load_tiny_pair, tiny_prompts
-from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 MOST_FILES = 60
 LONGEST = 4  # tokens that a guess is based on

@@ -31,7 +31,7 @@ class OnlyTheLate:
         self.config, self.costs = config, costs
         self.step_s = float(costs.verify_s(1))  # what steps take lately
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         late = [request for request in requests if self.is_late(request, begun_s)]
         longest = max((request.num_left - 1 for request in late), default=0)  # what can still be committed
         return Plan(depth=min(self.config.max_depth, longest), width=1, drafting=late)
@@ -47,7 +47,7 @@ class OnlyTheLate:
     def is_late(self, request: Request, now_s: float) -> bool:
         """Whether one more token at the end of this step would be behind the target's pace."""
         elapsed_s, emitted = request.decoded(now_s)
-        return request.target_s is not None and elapsed_s + self.step_s > request.target_s * (emitted + 1)
+        return request.tpot_slo_s is not None and elapsed_s + self.step_s > request.tpot_slo_s * (emitted + 1)
 
 
 def main(number: int = 60, rates: Sequence[float] = (1.0, 3.0)) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec import RequestHandle, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 USERS = {  # slo_tpot and slo_ttft in times per token of plain decoding
     "copilot": dict(slo_tpot=2.0, slo_ttft=60.0),
@@ -45,9 +45,9 @@ def scaled(users: dict[str, dict[str, Any]], unit_s: float) -> dict[str, dict[st
     return {name: {k: v * unit_s if k in times else v for k, v in own.items()} for name, own in users.items()}
 
 
-def against(seconds: float | None, target_s: float | None) -> str:
+def against(seconds: float | None, tpot_slo_s: float | None) -> str:
     """What was measured, and what was asked for."""
-    got, wanted = ("" if s is None else f"{1e3 * s:.0f}" for s in (seconds, target_s))
+    got, wanted = ("" if s is None else f"{1e3 * s:.0f}" for s in (seconds, tpot_slo_s))
     return f"{got} / {wanted}" if wanted else got
 
 
@@ -79,8 +79,8 @@ def main(new_tokens: int = 60) -> None:
         own = result.metrics
         table.add_row(
             name,
-            against(own.ttft_s, own.ttft_target_s),
-            against(own.tpot_s, own.target_s),
+            against(own.ttft_s, own.ttft_slo_s),
+            against(own.tpot_s, own.tpot_slo_s),
             "yes" if own.guaranteed else "no",
             {True: "yes", False: "no", None: ""}[own.attained],
             str(own.tokens),

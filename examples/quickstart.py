@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers.generation import BaseStreamer
 
 import hf_slospec
-from hf_slospec.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import SHAPES, inflate
 
 TARGETS = [0.02, 0.05, 0.1, None]  # seconds per output token; None: no promise
 PROMPTS = [
@@ -63,7 +63,7 @@ def main(new_tokens: int = 96) -> None:
     for row, metrics in zip(out.sequences, out.slo, strict=True):
         print("-" * 100)
         print(tokenizer.decode(row, skip_special_tokens=True))
-        target = "no target" if metrics.target_s is None else f"target {metrics.target_s * 1e3:.0f} ms"
+        target = "no target" if metrics.tpot_slo_s is None else f"target {metrics.tpot_slo_s * 1e3:.0f} ms"
         verdict = {True: "attained", False: "missed", None: ""}[metrics.attained]
         print(f"\n>>> {metrics.tpot_s * 1e3:.1f} ms per token ({target}) {verdict}; ", end="")
         print(f"{metrics.acceptance_length:.2f} tokens per step, {metrics.drafted / metrics.steps:.1f} nodes drafted")

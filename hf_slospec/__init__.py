@@ -2,10 +2,9 @@
 
 from hf_slospec.algo.latency import StepCosts
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.divergence import Divergence, DivergenceReport, divergence_report
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.chrome_trace import write_chrome_trace
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
-from hf_slospec.engine.handle import RequestHandle, RequestResult
 from hf_slospec.engine.protocols import Drafter, Plan, Policy, Selection
 from hf_slospec.engine.request import Request, RequestMetrics
 from hf_slospec.errors import (
@@ -21,13 +20,14 @@ from hf_slospec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.generator import SLOSpecGenerator
-from hf_slospec.hf import SLOSpecOutput, disable, enable
+from hf_slospec.generate.divergence import Divergence, DivergenceReport, divergence_report
+from hf_slospec.generate.enable import SLOSpecOutput, disable, enable
+from hf_slospec.generate.slo import SLOStage
 from hf_slospec.models.memory import MemoryUse
-from hf_slospec.targets import SLOStage
-from hf_slospec.telemetry import Percentiles, Stats
-from hf_slospec.tiny import load_tiny_pair, tiny_prompts
-from hf_slospec.trace import write_chrome_trace
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.handle import RequestHandle, RequestResult
+from hf_slospec.serving.telemetry import Percentiles, Stats
+from hf_slospec.tiny.embedded import load_tiny_pair, tiny_prompts
 
 __all__ = [
     "Divergence",

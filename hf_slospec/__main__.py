@@ -1,5 +1,5 @@
 """``python -m hf_slospec``."""
 
-from hf_slospec.cli import app
+from hf_slospec.cli.app import app
 
 app()

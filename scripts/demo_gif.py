@@ -18,7 +18,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from hf_slospec.demo.serve import Options, launch, prepare
-from hf_slospec.quiet import unlogged
+from hf_slospec.serving.log_level import only_errors_logged
 
 SIZE = dict(width=1420, height=745)  # four streams beside each other, from the policy to the end of the texts
 WARM_UP_S = 4.0  # until all streams have a speed to show
@@ -78,7 +78,7 @@ def main(
     size: Annotated[str, typer.Option(help="Of the embedded target.")] = Options.size,
 ) -> None:
     options = Options(size=size)
-    with unlogged():
+    with only_errors_logged():
         crowd, page = prepare(options, lambda words: print(words, file=sys.stderr))
         try:
             frames = record(launch(page, options), seconds, every)

@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_pair"), help="checkpoints; safe to delete")
-    parser.add_argument("--out", type=Path, default=Path("hf_slospec/tiny_pair"))
+    parser.add_argument("--out", type=Path, default=Path("hf_slospec/tiny/pair"))
     plan = Plan(**vars(parser.parse_args()))
     for folder in (plan.work, plan.out):
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.attention import Row, Span
-from hf_slospec.models.kv_pool import KVPool, LayerShape, Stored
-from hf_slospec.models.sequences import tree_after_chain
+from hf_slospec.models.attention import PackedBatch, Span
+from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+from hf_slospec.models.kv_cache.sequences import tree_after_chain
 
 TREES = [
     TokenTree.root_only(3),
@@ -32,7 +32,7 @@ class Token:
 class Case:
     """A row, its K and V, and what each of its tokens sees."""
 
-    row: Row
+    row: PackedBatch
     keys: torch.Tensor  # [num_slots, num_kv_heads, key_dim]
     values: torch.Tensor  # [num_slots, num_kv_heads, value_dim]
     tokens: list[Token]
@@ -98,4 +98,4 @@ def case(
                 is_chain=tree.num_nodes == 1,
             )
         )
-    return Case(Row(own_spans, [span.visible for span in own_spans]), pool.keys[0], pool.values[0], tokens)
+    return Case(PackedBatch(own_spans, [span.visible for span in own_spans]), pool.keys[0], pool.values[0], tokens)

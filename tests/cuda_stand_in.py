@@ -22,8 +22,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_slospec.models import graphs, no_sync
 from hf_slospec.models.attention.packing import Entries
+from hf_slospec.models.cuda import graphs, no_sync
 from tests.graph_stand_in import OpaqueStandIn, Tape
 
 aten = torch.ops.aten

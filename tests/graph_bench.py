@@ -9,9 +9,9 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
-from hf_slospec.models.attention import Fresh
+from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.sequences import Sequences
 
 TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]
 
@@ -30,7 +30,7 @@ class Bench:
         for request in self.requests:
             self.sequences.feed(request, request.prompt_len - 1)
 
-    def parts(self) -> list[Fresh]:
+    def parts(self) -> list[NewTokens]:
         trees = [tree(request, TREES[request.index % 3]) for request in self.requests]
         pairs = zip(self.requests, trees, strict=True)
         return [self.sequences.chain_and_tree(r, self.sequences.uncached(r), tree) for r, tree in pairs]

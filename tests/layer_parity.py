@@ -9,9 +9,9 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
-from hf_slospec.models.attention import Row, masked_attention
+from hf_slospec.models.attention import PackedBatch, masked_attention
+from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.sequences import Sequences
 
 PROMPTS = (90, 7, 30)  # the first is fed as a long chain, as the causal kernel gets it
 PARENTS = ((-1, 0, 0, 1, 3), (-1, 0, 1), (-1,))
@@ -26,7 +26,7 @@ class Compared:
         self.backend, self.tolerance, self.num_calls = backend, tolerance, 0
 
     def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: Row, *rest: Any
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: PackedBatch, *rest: Any
     ) -> torch.Tensor:
         out = self.backend(query, keys, values, row, *rest)
         right = masked_attention(query.float(), keys.float(), values.float(), row, *rest)

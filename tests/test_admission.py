@@ -292,7 +292,7 @@ def staircase(num_tokens: IntArray) -> FloatArray:
 
 def best_schedule(
     seconds: FloatArray,
-    targets_s: Sequence[float],
+    tpot_slos_s: Sequence[float],
     counts: Sequence[int],
     acceptance: float,
     max_len: int,
@@ -303,7 +303,7 @@ def best_schedule(
     tiers = [tier for tier, count in enumerate(counts) if count]
     for lengths in itertools.product(range(1, max_len + 1), repeat=len(tiers)):
         paces = [
-            targets_s[tier] * sum(acceptance**k for k in range(length))
+            tpot_slos_s[tier] * sum(acceptance**k for k in range(length))
             for tier, length in zip(tiers, lengths, strict=True)
         ]
         load = sum(counts[tier] * length for tier, length in zip(tiers, lengths, strict=True))
@@ -334,18 +334,18 @@ def test_prefill_rate_is_that_of_the_best_schedule(
     max_tokens: int,
     draft_level_s: float,
 ) -> None:
-    targets_s, counts = [target for target, _ in tiers], [count for _, count in tiers]
-    rate = prefill_rate(curve, targets_s, counts, acceptance, max_len, max_tokens, draft_level_s)
+    tpot_slos_s, counts = [target for target, _ in tiers], [count for _, count in tiers]
+    rate = prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
     seconds = curve(np.arange(1, max_tokens + 1))
-    assert rate == pytest.approx(best_schedule(seconds, targets_s, counts, acceptance, max_len, draft_level_s))
+    assert rate == pytest.approx(best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s))
 
     # More decoding requests, shorter chains, smaller steps and slower drafting never raise it.
     for tier in range(len(counts)):
         more = [count + (i == tier) for i, count in enumerate(counts)]
-        assert prefill_rate(curve, targets_s, more, acceptance, max_len, max_tokens, draft_level_s) <= rate
-    assert prefill_rate(curve, targets_s, counts, acceptance, max(max_len - 1, 1), max_tokens, draft_level_s) <= rate
-    assert prefill_rate(curve, targets_s, counts, acceptance, max_len, max(max_tokens - 1, 1), draft_level_s) <= rate
-    assert prefill_rate(curve, targets_s, counts, acceptance, max_len, max_tokens, draft_level_s + 0.25) <= rate
+        assert prefill_rate(curve, tpot_slos_s, more, acceptance, max_len, max_tokens, draft_level_s) <= rate
+    assert prefill_rate(curve, tpot_slos_s, counts, acceptance, max(max_len - 1, 1), max_tokens, draft_level_s) <= rate
+    assert prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max(max_tokens - 1, 1), draft_level_s) <= rate
+    assert prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s + 0.25) <= rate
 
 
 def test_prefill_rate_without_decoding_requests_is_that_of_the_best_step() -> None:

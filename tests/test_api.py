@@ -68,7 +68,7 @@ def test_always_speculates_without_target() -> None:
     model = hf_slospec.enable(tiny_model("llama"), tiny_model("llama"), always=True)
     try:
         out = model.generate(**ragged_prompts(2), **OPTIONS, return_dict_in_generate=True)
-        assert [metrics.target_s for metrics in out.slo] == [None, None]
+        assert [metrics.tpot_slo_s for metrics in out.slo] == [None, None]
     finally:
         hf_slospec.disable(model)
 
@@ -123,7 +123,7 @@ def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
     out = model.generate(**ragged_prompts(3), **OPTIONS, slo_tpot=[1e-6, None, 100.0], return_dict_in_generate=True)
     assert out.sequences.shape[0] == 3
     assert out.scores is None
-    assert [metrics.target_s for metrics in out.slo] == [1e-6, None, 100.0]
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [1e-6, None, 100.0]
     assert [metrics.attained for metrics in out.slo] == [False, None, True]
     for metrics in out.slo:
         assert metrics.tokens == 1 + metrics.steps + metrics.accepted
@@ -143,7 +143,7 @@ def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> 
     assert [step.is_prefill for step in out.steps] == [True] + [False] * (len(out.steps) - 1)
     for row, metrics in enumerate(out.slo):
         parts = [part for step in out.steps for part in step.requests if part.index == row]
-        assert {part.target_s for part in parts} == {metrics.target_s}
+        assert {part.tpot_slo_s for part in parts} == {metrics.tpot_slo_s}
         assert sum(part.committed for part in parts) == metrics.tokens
         assert sum(part.nodes - 1 for part in parts) == metrics.drafted
         assert len(parts) == metrics.steps + 1
@@ -156,14 +156,14 @@ def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> 
 @pytest.mark.parametrize("as_list", [list, tuple, np.array, torch.tensor])
 def test_targets_may_be_any_sequence(model: Any, as_list: Any) -> None:
     out = model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=as_list([0.5, 0.25]), return_dict_in_generate=True)
-    assert [metrics.target_s for metrics in out.slo] == [0.5, 0.25]
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5, 0.25]
 
 
 def test_target_from_generation_config(model: Any, tmp_path: Any) -> None:
     GenerationConfig(slo_tpot=0.25, max_new_tokens=8, eos_token_id=2, pad_token_id=0).save_pretrained(tmp_path)
     config = GenerationConfig.from_pretrained(tmp_path)
     out = model.generate(**ragged_prompts(1), generation_config=config, return_dict_in_generate=True)
-    assert out.slo[0].target_s == 0.25
+    assert out.slo[0].tpot_slo_s == 0.25
 
 
 STAGES: list[Any] = [
@@ -182,7 +182,7 @@ def pair() -> Any:
 def stages_by_token(out: Any, row: int) -> list[float | None]:
     """The target in force as each of a row's tokens was committed."""
     parts = [part for step in out.steps for part in step.requests if part.index == row]
-    return [part.target_s for part in parts for _ in range(part.committed)]
+    return [part.tpot_slo_s for part in parts for _ in range(part.committed)]
 
 
 def test_stages_end_by_text_and_by_tokens(pair: Any) -> None:
@@ -201,7 +201,7 @@ def test_stages_end_by_text_and_by_tokens(pair: Any) -> None:
     changes = [new for old, new in itertools.pairwise(targets) if new != old]
     assert changes == [50.0, 60.0]
     assert targets.count(50.0) >= 4
-    assert (out.slo[0].target_s, out.slo[0].attained) == (60.0, False)  # nothing writes a token per microsecond
+    assert (out.slo[0].tpot_slo_s, out.slo[0].attained) == (60.0, False)  # nothing writes a token per microsecond
     relaxed = [SLOStage(slo_tpot=50.0, until=" = name\n"), SLOStage(slo_tpot=50.0)]
     out = generator.generate(**inputs, **options, slo_tpot=relaxed)  # for all rows
     assert out.slo[0].attained is True
@@ -211,7 +211,7 @@ def test_stages_by_text_need_a_tokenizer(model: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"until.*tokenizer"):
         model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=STAGES)
     out = model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=[STAGES[1:], None], return_dict_in_generate=True)
-    assert [metrics.target_s for metrics in out.slo] == [60.0, None]
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [60.0, None]
 
 
 def test_stages_from_a_saved_generation_config(pair: Any, tmp_path: Any) -> None:
@@ -246,7 +246,7 @@ def test_several_sequences_per_prompt_take_their_prompts_target(model: Any) -> N
     out = assert_same_as_stock(
         model, lambda **k: model.generate(**k, slo_tpot=[0.5, None]), ragged_prompts(2), **options
     )
-    assert [metrics.target_s for metrics in out.slo] == [0.5] * 3 + [None] * 3
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5] * 3 + [None] * 3
 
 
 class Recorder(BaseStreamer):
@@ -528,7 +528,7 @@ def test_tokenizer_output_passed_whole(model: Any) -> None:
 def test_prompts_longer_than_a_chunk(
     chunk: int, options: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_slospec.engine.together.CHUNK", chunk)
+    monkeypatch.setattr("hf_slospec.engine.scheduling.static_batch.CHUNK", chunk)
     model = tiny_model(family)
     generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve"))
     assert_same_as_stock(model, generator.generate, ragged_prompts(4), **OPTIONS | options)

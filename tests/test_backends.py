@@ -18,10 +18,18 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.models.attention import FlashAttention, Row, Span, choice, masked_attention, packing, sdpa_attention
+from hf_slospec.models.attention import (
+    FlashAttention,
+    PackedBatch,
+    Span,
+    choice,
+    masked_attention,
+    packing,
+    sdpa_attention,
+)
 from hf_slospec.models.attention.kernel_trial import attention_with_lse
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
-from hf_slospec.models.kv_pool import CachedSequence
+from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed import PackedModel
 from tests import flash_stand_in
 from tests.attention_rows import TREES, Case, case
@@ -109,7 +117,7 @@ def test_draft_levels_see_what_was_staged_before(monkeypatch: pytest.MonkeyPatch
         mask = torch.tensor([[1, 0, 1, 0, 1, 0], [0, 1, 0, 1, 0, 1]], dtype=torch.bool)
         positions = length + torch.tensor([0, 0, 1, 1, 2, 2])
         spans.append(Span(CachedSequence(12 * index, 12, length), 2 * index, 2 * index + 2, mask, positions))
-    row = Row(spans, [span.visible for span in spans])
+    row = PackedBatch(spans, [span.visible for span in spans])
     query, keys, values = torch.randn(NUM_HEADS, 4, DIM), torch.randn(24, 2, DIM), torch.randn(24, 2, DIM)
     for window in (None, 2, 4):
         arguments = query, keys, values, row, 0.3, window, None, None

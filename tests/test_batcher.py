@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.batcher import Batcher, Observer
-from hf_slospec.engine.continuous import Continuous, Limits
 from hf_slospec.engine.events import Commit, PhaseTimes
-from hf_slospec.engine.handle import RequestHandle, TextStream
-from hf_slospec.engine.loop import Engine
-from hf_slospec.engine.pace import Pace
+from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Chunk, Plan
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.engine.turns import FairLock
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.pace import Pace
+from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
+from hf_slospec.serving.batcher import Batcher, Observer
+from hf_slospec.serving.handle import RequestHandle, TextStream
 from tests.toy_models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
 from tests.toys import markov_model
 
@@ -71,11 +71,11 @@ class Server:
         self.toy, self.books = GatedTarget(), Books()
         limits = Limits(max_batch, 10**12, 6, 8, 1e9)
         self.batcher = Batcher(
-            lambda: Continuous(limits, Pace(new_costs())), self._engine, max_queue, FairLock(), self.books
+            lambda: ContinuousScheduler(limits, Pace(new_costs())), self._engine, max_queue, FairLock(), self.books
         )
         self.num_submitted = 0
 
-    def _engine(self, scheduler: Continuous) -> Engine:
+    def _engine(self, scheduler: ContinuousScheduler) -> Engine:
         policy = WholeTrees(Plan(2, 2))
         return Engine(self.toy, ToyDrafter(MODEL), policy, scheduler, time.perf_counter, check_invariants=True)
 
@@ -84,7 +84,7 @@ class Server:
     ) -> RequestHandle:
         self.num_submitted += 1
         request = Request(self.num_submitted, [0, 1, 2], new, **fields)
-        handle = RequestHandle(request, lambda ids: "".join(map(str, ids)), self.batcher.give_up, None)
+        handle = RequestHandle(request, lambda ids: "".join(map(str, ids)), self.batcher.abort, None)
         self.batcher.submit(handle, block, timeout)
         return handle
 
@@ -365,7 +365,7 @@ def test_when_the_engine_dies_every_handle_hears_why_and_it_may_start_again() ->
 
 def test_out_of_memory_sheds_work_before_anyone_fails(server: Server) -> None:
     server.toy.gate.clear()
-    promised = [server.submit(12, stages=(Stage(1e6),), ttft_target_s=1e6) for _ in range(2)]
+    promised = [server.submit(12, stages=(Stage(1e6),), ttft_slo_s=1e6) for _ in range(2)]
     spare = [server.submit(12) for _ in range(2)]
     server.toy.most_requests = 2
     server.toy.gate.set()

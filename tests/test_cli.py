@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from hf_slospec import __version__, load_tiny_pair
-from hf_slospec import bench as benchmark
-from hf_slospec.cli import app
+from hf_slospec.cli import benchmark
+from hf_slospec.cli.app import app
 
 RUN = CliRunner()
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.engine.admission import MAX_CANDIDATES
-from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.engine.continuous import MAX_PREEMPTED, MAX_SITS, MIN_CHUNK, Continuous, Limits
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.loop import Engine
-from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.admission import MAX_CANDIDATES
+from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, MAX_SITS, MIN_CHUNK, ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.pace import Pace
+from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import Experience
+from hf_slospec.policies.auto import SpeculationHistory
 from tests.toy_models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs, sampled
 from tests.toys import SEEDS, markov_model
 
@@ -29,14 +29,14 @@ class Served:
     def __init__(self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0):
         self.clock, self.target_model = Clock(), markov_model(np.random.default_rng(seed), VOCAB)
         self.toy, self.drafter = ToyTarget(greedy(self.target_model)), ToyDrafter(self.target_model)
-        self.scheduler = Continuous(limits, Pace(new_costs()), admission)
+        self.scheduler = ContinuousScheduler(limits, Pace(new_costs()), admission)
         policy = policy or WholeTrees(Plan(0, 1))
         self.engine = Engine(self.toy, self.drafter, policy, self.scheduler, self.clock, check_invariants=True)
         self.events = list[StepEvent]()
 
     def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
-        target_s = fields.pop("target_s", None)
-        request = Request(index, [0, 1] * prompt, new, (Stage(target_s),), arrived_s=self.clock.now_s, **fields)
+        tpot_slo_s = fields.pop("tpot_slo_s", None)
+        request = Request(index, [0, 1] * prompt, new, (Stage(tpot_slo_s),), arrived_s=self.clock.now_s, **fields)
         del request.tokens[prompt:]
         request.prompt_len = prompt
         self.scheduler.add(request)
@@ -80,15 +80,15 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
     rng = np.random.default_rng(seed)
     config = SLOSpecConfig(policy=policy_name, max_depth=3, max_width=2)
     limits = Limits(max_batch, kv_tokens, 6, prefill_chunk, starvation_s)
-    served = Served(limits, admission, new_policy(config, new_costs(), Experience(config)), seed)
+    served = Served(limits, admission, new_policy(config, new_costs(), SpeculationHistory(config)), seed)
     if is_sampled:
         served.toy.choose = sampled(served.target_model, seed)
     requests = list[Request]()
     while len(requests) < num_requests or served.scheduler.running or served.scheduler.waiting:
         if len(requests) < num_requests and (rng.random() < 0.4 or not served.scheduler.running):
             fields = dict(
-                target_s=rng.choice([None, 0.5, 3.0]),
-                ttft_target_s=rng.choice([None, 4.0, 50.0]),
+                tpot_slo_s=rng.choice([None, 0.5, 3.0]),
+                ttft_slo_s=rng.choice([None, 4.0, 50.0]),
                 priority=int(rng.integers(2)),
                 is_best_effort=bool(rng.random() < 0.3),
             )
@@ -139,7 +139,7 @@ def test_earliest_deadlines_first_or_in_order_of_arrival() -> None:
     for admission, expected in (("edf", [1, 2, 0]), ("fcfs", [0, 1, 2])):
         served = Served(Limits(1, 10**6, 4, 8, 1e9), admission)
         for index, ttft_s in enumerate((90.0, 30.0, 60.0)):
-            served.add(index, ttft_target_s=ttft_s)
+            served.add(index, ttft_slo_s=ttft_s)
         served.run()
         assert [event.requests[0].index for event in served.events if event.is_prefill] == expected
 
@@ -154,8 +154,8 @@ def test_higher_priority_goes_first() -> None:
 
 def test_what_cannot_be_met_is_not_promised_and_still_served() -> None:
     served = Served()
-    impossible = served.add(0, prompt=100, target_s=1e-6, ttft_target_s=1e-6)
-    easy = served.add(1, target_s=1e3, ttft_target_s=1e3)
+    impossible = served.add(0, prompt=100, tpot_slo_s=1e-6, ttft_slo_s=1e-6)
+    easy = served.add(1, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.run()
     assert (impossible.metrics().guaranteed, impossible.metrics().attained) == (False, False)
     assert (easy.metrics().guaranteed, easy.metrics().attained) == (True, True)
@@ -163,7 +163,7 @@ def test_what_cannot_be_met_is_not_promised_and_still_served() -> None:
 
 def test_more_than_can_be_met_in_time_is_not_promised() -> None:
     served = Served(Limits(64, 10**6, 4, 64, 1e9))
-    requests = [served.add(index, prompt=60, new=4, ttft_target_s=14.0) for index in range(8)]  # about 6 s each
+    requests = [served.add(index, prompt=60, new=4, ttft_slo_s=14.0) for index in range(8)]  # about 6 s each
     served.run()
     promised = [request for request in requests if request.metrics().guaranteed]
     assert 0 < len(promised) < len(requests)
@@ -176,7 +176,7 @@ def test_a_promise_takes_the_room_of_best_effort_which_resumes_without_repeating
     for _ in range(5):
         served.step()
     emitted = list(spare.tokens)
-    urgent = served.add(1, new=3, target_s=1e3, ttft_target_s=1e3)
+    urgent = served.add(1, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
     assert served.scheduler.running == [urgent]
     assert spare.num_preempted == 1
@@ -191,7 +191,7 @@ def test_whoever_waited_too_long_goes_first_and_keeps_its_room() -> None:
     served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0))
     starving = None
     for index in range(100):  # promises without end
-        served.add(2 * index, new=3, target_s=1e3, ttft_target_s=1e3)
+        served.add(2 * index, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
         if index == 3:
             starving = served.add(999, new=3)
         for _ in range(3):
@@ -209,7 +209,7 @@ def test_a_preempted_request_is_preempted_no_more_than_some_times() -> None:
     for index in range(1, 20):
         while not (spare.is_decoding or spare.is_finished):
             served.step()
-        served.add(index, new=2, target_s=1e3, ttft_target_s=1e3)
+        served.add(index, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
         served.step()
     served.run()
     assert spare.num_preempted == MAX_PREEMPTED
@@ -220,7 +220,7 @@ def test_best_effort_sits_out_where_it_would_make_a_promise_late_but_not_for_eve
     spare = [served.add(index, new=200) for index in range(1, 30)]
     for _ in range(5):
         served.step()
-    tight = served.add(0, new=100, target_s=1.5, ttft_target_s=100.0)  # a step of one takes 1.0, of thirty 3
+    tight = served.add(0, new=100, tpot_slo_s=1.5, ttft_slo_s=100.0)  # a step of one takes 1.0, of thirty 3
     sits = 0
     while not tight.is_finished:
         event = served.step()
@@ -263,7 +263,7 @@ def test_shrinking_ends_at_one_request() -> None:
 @pytest.mark.parametrize("prompt", [2, MIN_CHUNK, 100])
 def test_cancelled_requests_leave_nothing_behind(prompt: int) -> None:
     served = Served(Limits(2, 10**6, 4, 8, 1e9))
-    requests = [served.add(index, prompt=prompt, new=20, target_s=1e3) for index in range(4)]
+    requests = [served.add(index, prompt=prompt, new=20, tpot_slo_s=1e3) for index in range(4)]
     for _ in range(3):
         served.step()
     for request in requests[1:]:
@@ -279,9 +279,9 @@ def test_promised_requests_without_a_deadline_are_not_overtaken_for_ever() -> No
     served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0), "edf")
     late = None
     for index in range(60):
-        served.add(2 * index, new=3, ttft_target_s=1e3)
+        served.add(2 * index, new=3, ttft_slo_s=1e3)
         if index == 2:
-            late = served.add(999, new=3, target_s=1e3)
+            late = served.add(999, new=3, tpot_slo_s=1e3)
         for _ in range(3):
             served.step()
     assert late is not None
@@ -291,27 +291,27 @@ def test_promised_requests_without_a_deadline_are_not_overtaken_for_ever() -> No
 def test_impossible_requests_take_no_places_from_others() -> None:
     served = Served(Limits(64, 10**6, 4, 64, 1e9))
     for index in range(MAX_CANDIDATES + 4):
-        served.add(index, new=20, target_s=1e-6)  # without a deadline, so they never become too late
-    fine = served.add(999, new=5, target_s=1e3)
+        served.add(index, new=20, tpot_slo_s=1e-6)  # without a deadline, so they never become too late
+    fine = served.add(999, new=5, tpot_slo_s=1e3)
     served.step()
-    assert fine.is_promised
+    assert fine.is_guaranteed
 
 
 def test_a_burst_is_promised_whole_though_few_are_looked_at_together() -> None:
     served = Served(Limits(64, 10**6, 4, 64, 1e9))
-    requests = [served.add(index, new=30, target_s=1e3, ttft_target_s=1e4) for index in range(3 * MAX_CANDIDATES)]
+    requests = [served.add(index, new=30, tpot_slo_s=1e3, ttft_slo_s=1e4) for index in range(3 * MAX_CANDIDATES)]
     for _ in range(4):
         served.step()
-    assert all(request.is_promised for request in requests)
+    assert all(request.is_guaranteed for request in requests)
 
 
 def test_a_best_effort_prompt_is_fed_though_promised_ones_keep_coming() -> None:
     served = Served(Limits(8, 10**6, 4, 16, 1e9), "edf")
-    decoding = served.add(0, new=10**4, target_s=1.05)  # always slightly late, so there is nothing to spare
+    decoding = served.add(0, new=10**4, tpot_slo_s=1.05)  # always slightly late, so there is nothing to spare
     spare = served.add(1, prompt=100, new=2)
     for index in range(400):
         if index % 3 == 0:
-            served.add(index + 2, prompt=20, new=2, ttft_target_s=1e3)
+            served.add(index + 2, prompt=20, new=2, ttft_slo_s=1e3)
         served.step()
     assert spare.num_emitted
     decoding.end(None)
@@ -325,12 +325,12 @@ def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted:
     for index in range(times_preempted):
         for _ in range(5):
             served.step()
-        served.add(index + 1, new=2, target_s=1e3, ttft_target_s=1e3)
+        served.add(index + 1, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
         for _ in range(5):
             served.step()
     for _ in range(5):
         served.step()
     assert (holder.num_preempted, holder.is_decoding) == (times_preempted, True)
-    late = served.add(9, new=4, target_s=1e3, ttft_target_s=1e3)
+    late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
-    assert late.is_promised == (times_preempted < MAX_PREEMPTED)
+    assert late.is_guaranteed == (times_preempted < MAX_PREEMPTED)

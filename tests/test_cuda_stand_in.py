@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cli import app
-from hf_slospec.models.assistant import AssistantDrafter
+from hf_slospec.cli.app import app
+from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.target import PackedTarget
 from tests import test_gpu
 from tests.cuda_stand_in import CUDA, Device, stand_in_cuda

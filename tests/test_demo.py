@@ -12,20 +12,20 @@ import pytest
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.demo import cards
-from hf_slospec.demo.crowd import CONFIG, GONE_S, MAX_SIMULATED, MAX_VISITORS, POLICIES, Crowd, Scene
-from hf_slospec.demo.marks import MarkedText, Piece
-from hf_slospec.demo.pace import HISTORY_S, Gain, gains, history, shares, tokens_per_s
-from hf_slospec.demo.people import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PEOPLE, Wish
+from hf_slospec.demo.highlight import HighlightedText, Piece
+from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, Wish
+from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, shares, tokens_per_s
 from hf_slospec.demo.serve import only_with, plain_pace
+from hf_slospec.demo.sessions import CONFIG, GONE_S, MAX_SIMULATED, MAX_VISITORS, POLICIES, Crowd, Scene
 from hf_slospec.demo.stream import PAUSE_S, View
 from hf_slospec.engine.events import Commit
 from hf_slospec.errors import NotRunningError, SLOSpecError
+from hf_slospec.generate.speculator import clock
 from hf_slospec.policies import max_tree_nodes
-from hf_slospec.speculator import clock
 
 WAIT_S = 60.0
-SHORT = Wish.of(prompt="def f(x):\n", target_ms=50, max_new_tokens=12)
-LONG = Wish.of(prompt="def f(x):\n", target_ms=50, max_new_tokens=MAX_NEW_TOKENS)
+SHORT = Wish.of(prompt="def f(x):\n", tpot_slo_ms=50, max_new_tokens=12)
+LONG = Wish.of(prompt="def f(x):\n", tpot_slo_ms=50, max_new_tokens=MAX_NEW_TOKENS)
 
 
 class Clock:
@@ -78,9 +78,9 @@ class TestWish:
         [
             (dict(prompt=" \n"), "the prompt is empty"),
             (dict(prompt="x" * (MAX_PROMPT_CHARS + 1)), "prompt"),
-            (dict(target_ms=0), "target ms"),
-            (dict(target_ms=-5), "target ms"),
-            (dict(target_ms=float("nan")), "target ms"),
+            (dict(tpot_slo_ms=0), "target ms"),
+            (dict(tpot_slo_ms=-5), "target ms"),
+            (dict(tpot_slo_ms=float("nan")), "target ms"),
             (dict(max_new_tokens=MAX_NEW_TOKENS + 1), "max new tokens"),
             (dict(max_new_tokens=1), "max new tokens"),
             (dict(temperature=-1), "temperature"),
@@ -89,20 +89,20 @@ class TestWish:
     )
     def test_limits_are_named_in_words(self, fields: dict[str, Any], words: str) -> None:
         with pytest.raises(InvalidInputError, match=words):
-            Wish.of(**dict(prompt="x", target_ms=50) | fields)
+            Wish.of(**dict(prompt="x", tpot_slo_ms=50) | fields)
 
     def test_it_becomes_arguments_of_submit(self) -> None:
         assert SHORT.options == dict(slo_tpot=0.05, best_effort=False, max_new_tokens=12)
-        spare = Wish.of(prompt="x", target_ms=None, temperature=0.5, top_p=0.9)
+        spare = Wish.of(prompt="x", tpot_slo_ms=None, temperature=0.5, top_p=0.9)
         assert spare.options == dict(
             slo_tpot=None, best_effort=True, max_new_tokens=128, do_sample=True, temperature=0.5, top_p=0.9
         )
 
     def test_simulated_users_differ_in_their_targets(self) -> None:
-        wishes = [person.wish(0.1, is_embedded) for is_embedded in (True, False) for person in PEOPLE]
-        assert [wish.target_ms for wish in wishes[:4]] == [90, 150, 300, None]
+        wishes = [person.wish(0.1, is_embedded) for is_embedded in (True, False) for person in PERSONAS]
+        assert [wish.tpot_slo_ms for wish in wishes[:4]] == [90, 150, 300, None]
         assert len({wish.prompt for wish in wishes}) == len(wishes)
-        assert PEOPLE[0].wish(1e-9, True).target_ms == 1
+        assert PERSONAS[0].wish(1e-9, True).tpot_slo_ms == 1
 
 
 class TestPace:
@@ -133,7 +133,7 @@ class TestPace:
 
 class TestMarks:
     def test_pieces_are_the_text_and_say_their_origin(self) -> None:
-        marked = MarkedText(lambda ids: "".join("abcdef"[i] for i in ids))
+        marked = HighlightedText(lambda ids: "".join("abcdef"[i] for i in ids))
         assert marked.take([0], [False]) == [Piece("a", False)]
         assert marked.take([0, 1, 2, 3], [False, True, True, False, False]) == [
             Piece("a", False), Piece("bc", True), Piece("d", False),
@@ -144,14 +144,14 @@ class TestMarks:
             return bytes(ids).decode(errors="replace")
 
         first, second = "é".encode()
-        marked = MarkedText(to_text)
+        marked = HighlightedText(to_text)
         assert marked.take([97, first], [False, True]) == [Piece("a", False)]
         assert marked.take([97, first, second], [False, True, False]) == [Piece("a", False), Piece("é", False)]
 
 
 class TestCrowd:
     def test_a_simulated_user_writes_pauses_and_asks_again_while_somebody_looks(self, crowd: Crowd) -> None:
-        place = crowd.add(PEOPLE[0], SHORT)
+        place = crowd.add(PERSONAS[0], SHORT)
         scene = until(crowd, lambda scene: at(scene, place).state == "finished")
         view = at(scene, place)
         assert view.judged == 1
@@ -163,7 +163,7 @@ class TestCrowd:
         until(crowd, lambda scene: at(scene, place).judged == 2)
 
     def test_stop_change_and_remove(self, crowd: Crowd) -> None:
-        places = [crowd.add(person, LONG) for person in PEOPLE[:3]]
+        places = [crowd.add(person, LONG) for person in PERSONAS[:3]]
         before = until(crowd, lambda scene: all(at(scene, place).pieces for place in places))
         crowd.stop(places[1])
         scene = until(crowd, lambda scene: at(scene, places[1]).state == "stopped")
@@ -178,13 +178,13 @@ class TestCrowd:
         assert crowd.look("a").record[1] >= 1  # what it got still counts
         with pytest.raises(InvalidInputError, match="removed"):
             crowd.stop(places[1])
-        assert crowd.add(PEOPLE[3], SHORT) == places[1]
+        assert crowd.add(PERSONAS[3], SHORT) == places[1]
 
     def test_places_and_visitors_are_limited(self, crowd: Crowd) -> None:
         for _ in range(MAX_SIMULATED):
-            crowd.add(PEOPLE[0], LONG)
+            crowd.add(PERSONAS[0], LONG)
         with pytest.raises(InvalidInputError, match="room"):
-            crowd.add(PEOPLE[0], LONG)
+            crowd.add(PERSONAS[0], LONG)
         for number in range(MAX_VISITORS):
             crowd.ask(str(number), LONG)
         with pytest.raises(InvalidInputError, match="visitors"):
@@ -214,7 +214,7 @@ class TestCrowd:
         assert not crowd.look("a").others
 
     def test_the_policy_changes_under_running_streams(self, crowd: Crowd) -> None:
-        place = crowd.add(PEOPLE[0], LONG)
+        place = crowd.add(PERSONAS[0], LONG)
         until(crowd, lambda scene: at(scene, place).pieces)
         for name in POLICIES:
             crowd.set_policy(name)
@@ -230,7 +230,7 @@ class TestCrowd:
         assert max(map(max_tree_nodes, POLICIES.values())) <= max_tree_nodes(CONFIG)
 
     def test_a_prompt_that_is_too_long_shows_as_its_users_error(self, crowd: Crowd) -> None:
-        wish = Wish.of(prompt="é☃" * (MAX_PROMPT_CHARS // 2), target_ms=50)
+        wish = Wish.of(prompt="é☃" * (MAX_PROMPT_CHARS // 2), tpot_slo_ms=50)
         with pytest.raises(InvalidInputError, match="limit"):
             crowd.ask("a", wish)
         own = crowd.look("a").own
@@ -240,7 +240,7 @@ class TestCrowd:
         until(crowd, lambda scene: scene.own and scene.own.state == "finished")
 
     def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, crowd: Crowd) -> None:
-        place = crowd.add(PEOPLE[0], LONG)
+        place = crowd.add(PERSONAS[0], LONG)
         until(crowd, lambda scene: at(scene, place).pieces)
         engine: Any = crowd.generator._serving._engine()
         engine.target.verify = _fails
@@ -272,10 +272,10 @@ class TestCards:
         assert '<span class="d">&lt;script&gt;</span>&amp;' in text
 
     def test_bars_share_a_scale_and_words_say_what_colours_say(self, crowd: Crowd) -> None:
-        slow = Wish.of(prompt="def f(x):\n", target_ms=5000, max_new_tokens=12)
-        hopeless = Wish.of(prompt="def f(x):\n", target_ms=0.001, max_new_tokens=12)
-        for place, wish in enumerate((slow, hopeless, slow.model_copy(update={"target_ms": None}))):
-            crowd.add(PEOPLE[place], wish)
+        slow = Wish.of(prompt="def f(x):\n", tpot_slo_ms=5000, max_new_tokens=12)
+        hopeless = Wish.of(prompt="def f(x):\n", tpot_slo_ms=0.001, max_new_tokens=12)
+        for place, wish in enumerate((slow, hopeless, slow.model_copy(update={"tpot_slo_ms": None}))):
+            crowd.add(PERSONAS[place], wish)
         scene = until(crowd, lambda scene: all(at(scene, place).state == "finished" for place in range(3)))
         kept, missed, spare = cards.cards(scene)[0][:3]
         assert "✓ target met" in kept
@@ -309,9 +309,9 @@ def test_only_the_password_opens() -> None:
 def test_the_package_imports_without_gradio_and_the_command_says_what_is_missing() -> None:
     code = (
         "import sys; sys.modules['gradio'] = None\n"
-        "import hf_slospec, hf_slospec.cli\n"
+        "import hf_slospec, hf_slospec.cli.app\n"
         "from typer.testing import CliRunner\n"
-        "result = CliRunner().invoke(hf_slospec.cli.app, ['demo', '--size', 'tiny'])\n"
+        "result = CliRunner().invoke(hf_slospec.cli.app.app, ['demo', '--size', 'tiny'])\n"
         "assert result.exit_code == 1, result\n"
         "assert 'hf_slospec[demo]' in result.output, result.output\n"
     )

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hf_slospec.demo.crowd import Crowd
 from hf_slospec.demo.serve import Options, launch, prepare
+from hf_slospec.demo.sessions import Crowd
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -23,7 +23,7 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.divergence import first_difference, margin_noise, spacing
+from hf_slospec.generate.divergence import first_difference, margin_noise, spacing
 from tests.tiny_models import ragged_prompts, tiny_model
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)

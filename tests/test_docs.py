@@ -19,8 +19,8 @@ import prometheus_client
 import pytest
 import typer
 
-from hf_slospec.cli import app
-from hf_slospec.tiny import FOLDER
+from hf_slospec.cli.app import app
+from hf_slospec.tiny.embedded import FOLDER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.select import SLOOrder
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
-from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.adaserve import AdaServePolicy
-from hf_slospec.policies.auto import SURE, Experience
+from hf_slospec.policies.auto import SURE, SpeculationHistory
+from hf_slospec.policies.papers.adaserve import AdaServePolicy
 from tests.toy_models import (
     STOP,
     VOCAB,
@@ -40,15 +40,15 @@ from tests.toys import SEEDS, NextProbs, markov_model
 POLICIES = get_args(PolicyName)
 
 
-def policy_of(config: SLOSpecConfig, experience: Experience | None = None) -> Policy:
-    return new_policy(config, new_costs(), experience or Experience(config))
+def policy_of(config: SLOSpecConfig, experience: SpeculationHistory | None = None) -> Policy:
+    return new_policy(config, new_costs(), experience or SpeculationHistory(config))
 
 
 def random_stages(rng: np.random.Generator) -> tuple[Stage, ...]:
     """One to three, that end after some tokens or with one that is even."""
     targets = rng.choice([None, 0.01, 0.8, 10.0], rng.integers(1, 4)).tolist()
     ends = [(dict(num_tokens=3), dict(is_over=lambda tokens: tokens[-1] % 2 == 0))[rng.integers(2)] for _ in targets]
-    return tuple(Stage(target_s, **end) for target_s, end in zip(targets, ends, strict=True))
+    return tuple(Stage(tpot_slo_s, **end) for tpot_slo_s, end in zip(targets, ends, strict=True))
 
 
 def random_requests(rng: np.random.Generator, num_requests: int, stops: bool = True) -> list[Request]:
@@ -97,7 +97,7 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
         assert sum(part.committed for part in parts) == metrics.tokens
         assert sum(part.nodes - 1 for part in parts) == metrics.drafted
         assert all(1 <= part.committed <= part.nodes for part in parts)
-        assert {part.target_s for part in parts} <= {stage.target_s for stage in request.stages}
+        assert {part.tpot_slo_s for part in parts} <= {stage.tpot_slo_s for stage in request.stages}
         assert metrics.phases == phases
         assert metrics.expected_tokens == pytest.approx(expected)
 
@@ -348,13 +348,13 @@ def commit(request: Request, tokens: Sequence[int], now_s: float) -> None:
 @pytest.mark.parametrize("stage", [Stage(0.5, 3), Stage(0.5, is_over=lambda tokens: tokens[-1] == 9)])
 def test_every_stage_has_to_be_attained(stage: Stage, times: list[float], attained: bool) -> None:
     request = Request(0, [9, 9], 20, (stage, Stage(2.0)))
-    targets = [request.target_s]
+    targets = [request.tpot_slo_s]
     for token, now_s in zip((5, 7, 9, 9, 8), times, strict=True):
         commit(request, [token], now_s)
-        targets.append(request.target_s)
+        targets.append(request.tpot_slo_s)
     assert targets == [0.5, 0.5, 0.5, 2.0, 2.0, 2.0]
     assert request.metrics().attained is attained
-    assert request.metrics().target_s == 2.0
+    assert request.metrics().tpot_slo_s == 2.0
     assert request.metrics().slack_s == pytest.approx(2 * 2.0 - (times[-1] - times[2]))
     assert request.decoded(10.0) == pytest.approx((10.0 - times[2], 2))
 
@@ -363,12 +363,12 @@ def test_a_stage_that_ends_within_a_step_ends_with_the_step() -> None:
     request = Request(0, [0], 20, (Stage(1.0, 3), Stage(None, 2), Stage(1.0)))
     commit(request, [1], 0.0)
     commit(request, [1, 1, 1, 1], 4.0)  # two of these make the stage's three; all four count for it
-    assert request.target_s is None
+    assert request.tpot_slo_s is None
     assert request.decoded(5.0) == (1.0, 0)
     commit(request, [1], 6.0)
-    assert request.target_s is None  # its second token is still to come
+    assert request.tpot_slo_s is None  # its second token is still to come
     commit(request, [1, 1], 99.0)  # no promise, nothing to be late with
-    assert request.target_s == 1.0
+    assert request.tpot_slo_s == 1.0
     commit(request, [1], 100.0)
     assert request.metrics().attained is True
 
@@ -409,18 +409,18 @@ def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) 
 
 
 def sizes(
-    targets: Sequence[float | None], experience: Experience, draft: NextProbs, max_new_tokens: int = 40
+    targets: Sequence[float | None], experience: SpeculationHistory, draft: NextProbs, max_new_tokens: int = 40
 ) -> list[list[int]]:
     """Nodes of every request in each step under auto."""
     config = SLOSpecConfig(token_budget=8, max_depth=4)
-    requests = [Request(i, [0, 1], max_new_tokens, (Stage(target_s),)) for i, target_s in enumerate(targets)]
+    requests = [Request(i, [0, 1], max_new_tokens, (Stage(tpot_slo_s),)) for i, tpot_slo_s in enumerate(targets)]
     engine = engine_of(requests, ToyTarget(greedy(draft)), ToyDrafter(draft), policy_of(config, experience), Clock())
     return [[part.nodes for part in event.requests] for event in run(engine)]
 
 
 def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
     model = markov_model(np.random.default_rng(6), VOCAB)
-    experience = Experience(SLOSpecConfig(max_depth=4))
+    experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
     sizes([None, None], experience, model)
     assert experience.depths.num_observed > SURE
     relaxed = sizes([None, None], copy.deepcopy(experience), model)
@@ -433,7 +433,7 @@ def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog: pyte
 
 def test_no_request_is_given_up_before_anything_is_known(caplog: pytest.LogCaptureFixture) -> None:
     model = markov_model(np.random.default_rng(6), VOCAB)
-    sizes([1e-9, None], Experience(SLOSpecConfig(max_depth=4)), model, max_new_tokens=5)
+    sizes([1e-9, None], SpeculationHistory(SLOSpecConfig(max_depth=4)), model, max_new_tokens=5)
     assert not caplog.records
 
 

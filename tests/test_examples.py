@@ -19,7 +19,7 @@ from examples import (
 )
 from examples.drop_in import CHAT_TEMPLATE
 from hf_slospec import load_tiny_pair, tiny_prompts
-from hf_slospec.speculator import MEASURE_S
+from hf_slospec.generate.speculator import MEASURE_S
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("*.py"))

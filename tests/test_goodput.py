@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.goodput import (
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.policies.papers.goodput import (
     MovingAcceptance,
     best_length,
     chain_tokens,
@@ -19,8 +20,7 @@ from hf_slospec.algo.goodput import (
     heads_shapes,
     heads_tokens,
 )
-from hf_slospec.algo.static_trees import StaticTree
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.policies.papers.tree_shapes import StaticTree
 from tests.toys import grow
 
 DRAWS = 200_000

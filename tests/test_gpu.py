@@ -20,12 +20,12 @@ from hf_slospec import (
     tiny_prompts,
 )
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.models import graphs
-from hf_slospec.models.assistant import AssistantDrafter
 from hf_slospec.models.attention import FlashAttention, choice, packing, sdpa_attention
 from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
-from hf_slospec.models.graphs import CudaGraphs, Run
-from hf_slospec.models.late import LateAnswers
+from hf_slospec.models.cuda import graphs
+from hf_slospec.models.cuda.deferred import DeferredFlags
+from hf_slospec.models.cuda.graphs import CudaGraphs, Run
+from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.packed import PackedModel
 from tests.attention_rows import TREES, case
 from tests.graph_bench import Bench
@@ -275,6 +275,6 @@ def test_drafting_and_verifying_wait_for_nothing(
 
 
 def test_an_answer_one_question_late() -> None:
-    answers = LateAnswers(CUDA)
+    answers = DeferredFlags(CUDA)
     asked = [torch.tensor(answer, device=CUDA) for answer in (False, True, False)]
     assert [answers.next(answer) for answer in asked] == [False, False, True]

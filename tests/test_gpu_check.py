@@ -14,17 +14,17 @@ import torch
 from typer.testing import CliRunner
 
 from hf_slospec import UnsupportedModelError, UnsupportedOptionError, load_tiny_pair, tiny_prompts
-from hf_slospec.bench import ASSISTED, OURS, PLAIN, Bench
-from hf_slospec.cli import app
-from hf_slospec.gpu_check import Plan, check, environment, exit_code, phases, tables
-from hf_slospec.gpu_check.budget import Budget
-from hf_slospec.gpu_check.continuous import ContinuousBatching
-from hf_slospec.gpu_check.failures import outcome_of
-from hf_slospec.gpu_check.floor import weight_bytes
-from hf_slospec.gpu_check.phases import order_of
-from hf_slospec.gpu_check.speed import CONTINUOUS, measure_speed
-from hf_slospec.gpu_check.suite import gpu_tests
-from hf_slospec.gpu_check.variants import VARIANTS
+from hf_slospec.cli.app import app
+from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
+from hf_slospec.cli.gpu_check import Plan, check, environment, exit_code, phases, tables
+from hf_slospec.cli.gpu_check.budget import Budget
+from hf_slospec.cli.gpu_check.continuous import ContinuousBatching
+from hf_slospec.cli.gpu_check.failures import outcome_of
+from hf_slospec.cli.gpu_check.floor import weight_bytes
+from hf_slospec.cli.gpu_check.phases import order_of
+from hf_slospec.cli.gpu_check.speed import CONTINUOUS, measure_speed
+from hf_slospec.cli.gpu_check.suite import gpu_tests
+from hf_slospec.cli.gpu_check.variants import VARIANTS
 from hf_slospec.models.attention import choice
 from tests.flash_stand_in import StandIn
 

@@ -19,19 +19,19 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models import graphs, packed
-from hf_slospec.models import sequences as sequences_module
-from hf_slospec.models.assistant import AssistantDrafter
-from hf_slospec.models.attention import Fresh, choice
-from hf_slospec.models.graphs import Graphs
-from hf_slospec.models.kv_pool import CachedSequence, KVPool
-from hf_slospec.models.late import LateAnswers
+from hf_slospec.models.attention import NewTokens, choice
+from hf_slospec.models.cuda import graphs, packed
+from hf_slospec.models.cuda.bucket_sizes import SIZES
+from hf_slospec.models.cuda.deferred import DeferredFlags
+from hf_slospec.models.cuda.graphs import Graphs
+from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
+from hf_slospec.models.cuda.sync_guard import HostSyncError, SyncGuard
+from hf_slospec.models.cuda.transfer import DeviceCopy, leaves, signature
+from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.kv_cache import sequences as sequences_module
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
 from hf_slospec.models.memory import as_memory_error
-from hf_slospec.models.no_sync import NoSync, WouldWaitError
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.padding import MAX_GHOSTS, padded
-from hf_slospec.models.parcel import Parcel, leaves, signature
-from hf_slospec.models.sizes import SIZES
 from tests.graph_bench import TREES, Bench, tree
 from tests.graph_stand_in import OpaqueStandIn, Tapes
 from tests.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
@@ -48,9 +48,9 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     """Stands in for CUDA's graphs of all models that are made while the test runs."""
     made = Tapes()
     monkeypatch.setattr(choice, "KERNELS", (OpaqueStandIn,))
-    monkeypatch.setattr(packed, "maker_for", lambda device: made)
+    monkeypatch.setattr(packed, "capturer_for", lambda device: made)
     monkeypatch.setattr(graphs, "PATIENCE", 1)
-    monkeypatch.setattr("hf_slospec.speculator.load_profile", lambda packed: COST)
+    monkeypatch.setattr("hf_slospec.generate.speculator.load_profile", lambda packed: COST)
     return made
 
 
@@ -101,7 +101,7 @@ def test_switched_off(tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, config=CONFIG.model_copy(update=dict(cuda_graphs=False)))
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=12)
     assert not tapes.num_captured
-    assert not PackedModel(model, "flash", cuda_graphs=False).new_pool(10).num_ghosts
+    assert not PackedModel(model, "flash", cuda_graphs=False).new_pool(10).num_padding_slots
 
 
 def test_no_graphs_and_no_padding_on_a_cpu() -> None:
@@ -116,7 +116,7 @@ def test_a_model_that_asks_the_device_runs_without_graphs(tapes: Tapes, caplog: 
     plain = layer.forward
     layer.forward = lambda hidden: plain(hidden) if hidden.abs().sum() > 0 else hidden
     generator = SLOSpecGenerator(model, config=CONFIG)
-    with caplog.at_level(logging.INFO, "hf_slospec.models.graphs"):
+    with caplog.at_level(logging.INFO, "hf_slospec.models.cuda.graphs"):
         assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     (record,) = caplog.records
     assert "has the host wait" in record.getMessage() and not tapes.num_captured
@@ -154,10 +154,10 @@ class WrongTapes(Tapes):
 def test_a_capture_that_fails_ends_it_and_nothing_else(
     maker: Any, tapes: Tapes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packed, "maker_for", lambda device: maker())
+    monkeypatch.setattr(packed, "capturer_for", lambda device: maker())
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, config=CONFIG)
-    with caplog.at_level(logging.INFO, "hf_slospec.models.graphs"):
+    with caplog.at_level(logging.INFO, "hf_slospec.models.cuda.graphs"):
         for _ in range(2):
             assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     assert len(caplog.records) == 1
@@ -203,7 +203,7 @@ def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
     layer.forward = lambda hidden: -plain(hidden)
     found.append(check())
     assert len({str(sequences.tolist()) for sequences in found}) == len(found)
-    granted = graphs.Granted(model)
+    granted = graphs.GraphPreconditions(model)
     before = granted.now()
     model.config.some_softcapping = 3.0
     granted.renew()
@@ -260,30 +260,30 @@ def test_what_a_broken_call_leaves_is_not_taken_over(tapes: Tapes) -> None:
 # ---- padding and its ghosts
 
 
-def fresh(length: int) -> Fresh:
-    return Fresh(CachedSequence(0, 999), torch.ones(length), torch.ones(length), torch.ones(length, length).bool())
+def fresh(length: int) -> NewTokens:
+    return NewTokens(CachedSequence(0, 999), torch.ones(length), torch.ones(length), torch.ones(length, length).bool())
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=64), st.data())
 @settings(max_examples=200)
 def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None:
-    pool, parts = KVPool([], 1000, MAX_GHOSTS), [fresh(length) for length in lengths]
+    pool, parts = KVPool([], 1000, MAX_PADDING_SLOTS), [fresh(length) for length in lengths]
     num_logits = data.draw(st.integers(0, sum(lengths)))
     larger = padded(parts, torch.arange(num_logits), pool)
     if larger is None:
-        assert sum(lengths) > SIZES[-1] - MAX_GHOSTS
+        assert sum(lengths) > SIZES[-1] - MAX_PADDING_SLOTS
         return
     more, logit_rows = larger
     assert more[: len(parts)] == parts and len(more) in SIZES
     assert sum(len(part.input_ids) for part in more) in SIZES and len(logit_rows) in (0, 1, *SIZES)
     assert logit_rows[:num_logits].tolist() == list(range(num_logits)) and not logit_rows[num_logits:].any()
     slots = [slot for ghost in more[len(parts) :] for slot in own_slots(ghost)]
-    assert slots == list(range(1000, 1000 + len(slots))) and len(slots) <= MAX_GHOSTS
+    assert slots == list(range(1000, 1000 + len(slots))) and len(slots) <= MAX_PADDING_SLOTS
     for ghost in more[len(parts) :]:
         assert len(ghost.input_ids) and torch.equal(ghost.mask, torch.eye(len(ghost.input_ids)).bool())
 
 
-def own_slots(part: Fresh) -> range:
+def own_slots(part: NewTokens) -> range:
     start = part.sequence.start + part.sequence.length
     return range(start, start + len(part.input_ids))
 
@@ -321,7 +321,7 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
         parts = [bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents)) for r, parents in pairs]
         larger = padded(parts, torch.arange(5), bench.sequences.pool)
         assert larger is not None
-        return bench.packed._inputs(packed.Row.of(larger[0], is_padded=True), *larger)
+        return bench.packed._inputs(packed.PackedBatch.of(larger[0], is_padded=True), *larger)
 
     first = inputs()
     assert any(key[2] is not None for key in first.plans) and len(leaves(first)) > 10
@@ -357,7 +357,7 @@ def test_a_parcel_holds_what_is_put_in() -> None:
             "c": 1,
         }
 
-    parcel = Parcel(made(0), CPU)
+    parcel = DeviceCopy(made(0), CPU)
     for start in (3, 9):
         parcel.fill(made(start))
         assert signature(parcel.content) == signature(made(start))
@@ -414,7 +414,7 @@ def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) 
 
     held = Graphs(Large(), CPU)
     held.patience = 0
-    with caplog.at_level(logging.INFO, "hf_slospec.models.graphs"):
+    with caplog.at_level(logging.INFO, "hf_slospec.models.cuda.graphs"):
         for size in range(1, 6):
             out = held.run(inputs_of(size), scaled, 0)
             assert held.is_off == (size >= 3) and (out is None) == (size > 3)
@@ -423,7 +423,7 @@ def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) 
 
 def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-    granted = graphs.Granted(model)
+    granted = graphs.GraphPreconditions(model)
     first = granted.now()
     model[0].weight.data.mul_(2.0)
     assert granted.now() == first  # graphs read the weights where they are
@@ -469,7 +469,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     bench.verify()
     layers = list[Any]()
     monkeypatch.setattr(drafter, "_trees", lambda requests, made: layers.extend(made) or [])  # the copy to the host
-    monkeypatch.setattr(LateAnswers, "next", lambda self, answer: False)  # what waits is a level behind
+    monkeypatch.setattr(DeferredFlags, "next", lambda self, answer: False)  # what waits is a level behind
     for sequences in (drafter.sequences, bench.sequences):
         sequences.pool.graphs.patience = patience
     for request in bench.requests:
@@ -481,7 +481,7 @@ def test_drafting_and_verifying_wait_for_nothing(
             drafter.sequences.of(request).length -= 1
     layers.clear()
     captured = tapes.num_captured
-    with NoSync(), NoRead():
+    with SyncGuard(), NoRead():
         drafter._draft(bench.requests, plan)
         bench.verify()
     assert tapes.num_captured == captured and bool(captured) == (patience == 0)
@@ -496,15 +496,15 @@ def test_reads_are_found() -> None:
         lambda: x.masked_select(x > 0), lambda: x.repeat_interleave(x.long()), lambda: x.unique(),
         lambda: torch.where(x > 0), lambda: x.to("meta"),
     ):  # fmt: skip
-        with NoSync(), pytest.raises(WouldWaitError):
+        with SyncGuard(), pytest.raises(HostSyncError):
             reads()
-    with NoSync():
+    with SyncGuard():
         assert x[torch.tensor([0])].shape == x.index_put((torch.tensor([0]),), x[:1])[:1].shape
 
 
 def test_an_answer_one_question_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting ends a level later, and no other way."""
-    answers = LateAnswers(CPU)
+    answers = DeferredFlags(CPU)
     assert [answers.next(torch.tensor(answer)) for answer in (False, True, False)] == [False, True, False]
     requests = [Request(index, [1, 5 + index, 9], 40) for index in range(4)]
 
@@ -513,13 +513,13 @@ def test_an_answer_one_question_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return drafter.draft(requests, Plan(8, 1, min_path_prob=0.0, min_gain=0.3))
 
     at_once = drafted()
-    monkeypatch.setattr("hf_slospec.models.assistant.LateAnswers", Late)
+    monkeypatch.setattr("hf_slospec.models.drafters.assistant.DeferredFlags", Late)
     for early, late in zip(at_once, drafted(), strict=True):
         assert late.max_depth == early.max_depth + 1 < 8
         assert late.up_to(early.max_depth).tokens.tolist() == early.tokens.tolist()
 
 
-class Late(LateAnswers):
+class Late(DeferredFlags):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.lag = 1

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.growth import grown_nodes, important_nodes
 from hf_slospec.algo.select import optimal_nodes
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
+from hf_slospec.policies.papers.growth import grown_nodes, important_nodes
 from tests.test_select import chain, fan, total
 from tests.toys import SEEDS, TIED, UNEVEN, grow, is_parent_closed, random_tree
 
@@ -99,7 +99,7 @@ def test_better_nodes_of_one_request_push_out_those_of_another() -> None:
 def printed_loop(
     trees: Sequence[TokenTree],
     required: Sequence[float],
-    targets_s: Sequence[float | None],
+    tpot_slos_s: Sequence[float | None],
     budget: int,
     slack_s: float,
     max_slo_nodes: int | None,
@@ -112,13 +112,13 @@ def printed_loop(
         return min(left, key=lambda v: (-trees[i].path_probs[v], trees[i].depths[v], v), default=None)
 
     def score(i: int) -> float:
-        node, target_s = best_left(i), targets_s[i]
+        node, tpot_slo_s = best_left(i), tpot_slos_s[i]
         if node is None:
             return -1.0
-        if target_s is not None and (max_slo_nodes is None or len(chosen[i]) <= max_slo_nodes):
-            needed = required[i] + slack_s / target_s
+        if tpot_slo_s is not None and (max_slo_nodes is None or len(chosen[i]) <= max_slo_nodes):
+            needed = required[i] + slack_s / tpot_slo_s
             needed = needed if max_slo_nodes is None else min(needed, trees[i].max_depth + 1)
-            missing_s = (needed - trees[i].path_probs[chosen[i]].sum()) * target_s
+            missing_s = (needed - trees[i].path_probs[chosen[i]].sum()) * tpot_slo_s
             if missing_s > 0.0:
                 return missing_s + 1.0
         return float(trees[i].path_probs[node])
@@ -152,11 +152,11 @@ def test_importance_equals_the_plain_loop(
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     required = (rng.integers(-4, 30, len(trees)) / 4).tolist()
-    targets_s = [[None, 0.25, 0.5, 2.0][i] for i in rng.integers(0, 4, len(trees))]
+    tpot_slos_s = [[None, 0.25, 0.5, 2.0][i] for i in rng.integers(0, 4, len(trees))]
     limits = dict(capped=False) if max_slo_nodes is None else dict(capped=True, max_slo_nodes=max_slo_nodes)
-    chosen = important_nodes(trees, required, targets_s, budget, slack_s=slack_s, **limits)
+    chosen = important_nodes(trees, required, tpot_slos_s, budget, slack_s=slack_s, **limits)
     assert [nodes.tolist() for nodes in chosen] == printed_loop(
-        trees, required, targets_s, budget, slack_s, max_slo_nodes
+        trees, required, tpot_slos_s, budget, slack_s, max_slo_nodes
     )
     assert all(is_parent_closed(tree, nodes) for tree, nodes in zip(trees, chosen, strict=True))
     num_reachable = len(Forest.of(trees).canonical(Forest.of(trees).path_probs))

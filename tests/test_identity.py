@@ -119,11 +119,11 @@ def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     rng = np.random.default_rng(0)
 
     class ForSome(FixedPolicy):
-        def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+        def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
             some = rng.permutation(len(requests))[: rng.integers(len(requests) + 1)]
             return replace(super().plan(requests, begun_s), drafting=[requests[index] for index in some])
 
-    monkeypatch.setattr("hf_slospec.speculator.new_policy", lambda *_: ForSome(4, 2))
+    monkeypatch.setattr("hf_slospec.generate.speculator.new_policy", lambda *_: ForSome(4, 2))
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_slospec import load_tiny_pair, tiny_prompts
-from hf_slospec.inflate import Shape, inflate
+from hf_slospec.tiny.inflate import Shape, inflate
 
 
 @pytest.mark.parametrize("shape", [Shape(256, 704, 10), Shape(256, 1024, 8), Shape(512, 704, 8), Shape(1024, 1024, 9)])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from hf_slospec.models.kv_pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
 from tests.toys import SEEDS, stored
 
 NUM_SLOTS = 24

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_slospec.models import measure as measure_module
-from hf_slospec.models.measure import CURVE, HELD_OUT, REPEATS, SLOPES, Measured, Size, measure
+from hf_slospec.models.costs.measure import CURVE, HELD_OUT, REPEATS, SLOPES, Measured, Size, measure
 from hf_slospec.models.packed import PackedModel
 from tests.tiny_models import tiny_model
 

@@ -31,7 +31,7 @@ def test_tpot_lies_between_the_smallest_and_the_largest_gap(first: float, gaps: 
 
 
 @pytest.mark.parametrize(
-    ("measured_s", "target_s", "expected"),
+    ("measured_s", "tpot_slo_s", "expected"),
     [
         (0.04, 0.05, True),
         (0.05, 0.05, True),
@@ -41,8 +41,8 @@ def test_tpot_lies_between_the_smallest_and_the_largest_gap(first: float, gaps: 
         (None, None, None),
     ],
 )
-def test_is_attained(measured_s: float | None, target_s: float | None, expected: bool | None) -> None:
-    assert is_attained(measured_s, target_s) is expected
+def test_is_attained(measured_s: float | None, tpot_slo_s: float | None, expected: bool | None) -> None:
+    assert is_attained(measured_s, tpot_slo_s) is expected
 
 
 @given(steps=st.lists(st.tuples(st.integers(1, 14), st.floats(0, 5)), max_size=30))

@@ -26,7 +26,7 @@ from hf_slospec import (
     disable,
     enable,
 )
-from hf_slospec.row_processors import IGNORE_SEQUENCE
+from hf_slospec.generate.processors import IGNORE_SEQUENCE
 from tests.tiny_models import assert_same_as_stock, assert_same_cache, ragged_prompts, tiny_model
 
 DRAFTS_ALWAYS = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
@@ -507,7 +507,7 @@ def test_text_may_be_far_shorter_than_its_limit() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
 def test_storage_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr("hf_slospec.models.sequences.FIRST_ROOM", 5)
+    monkeypatch.setattr("hf_slospec.models.kv_cache.sequences.FIRST_ROOM", 5)
     check(GREEDY | dict(max_new_tokens=70, eos_token_id=[2, 17]), (1, 3), family=family)
     check(SAMPLED | dict(max_new_tokens=70, eos_token_id=[2, 17]), (3,), family=family)
 
@@ -556,7 +556,7 @@ def test_target_and_everything_else_from_a_saved_generation_config(tmp_path: Any
         out = assert_same_as_stock(model, model.generate, ragged_prompts(2), generation_config=config)
     finally:
         disable(model)
-    assert [metrics.target_s for metrics in out.slo] == [0.5, None]
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5, None]
 
 
 @pytest.mark.parametrize("place", ["argument", "config"])

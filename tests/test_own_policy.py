@@ -37,7 +37,7 @@ class Odd:
         self.config, self.steps = config, 0
         Odd.made.append(self)
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         depth = min(self.config.max_depth, *(max(request.num_left - 1, 0) for request in requests))
         return Plan(depth, self.config.max_width, drafting=requests[::2])
 
@@ -116,7 +116,7 @@ def replace_index(request: Request) -> Request:
 @pytest.mark.parametrize("why", [*BROKEN_PLANS, *BROKEN_SELECTIONS])
 def test_what_is_wrong_with_its_decisions_is_said(why: str) -> None:
     class Broken(Odd):
-        def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+        def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
             return BROKEN_PLANS[why](requests) if why in BROKEN_PLANS else Plan(1, 1)
 
         def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:

@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hf_slospec.algo.goodput import MovingAcceptance, heads_nodes
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import max_tree_nodes, new_policy
-from hf_slospec.policies.auto import LOOKED_AT, Experience
-from hf_slospec.policies.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
-from hf_slospec.policies.slos_serve import SLOsServePolicy
-from hf_slospec.policies.smartspec import RECENT, SmartSpecPolicy
-from hf_slospec.policies.smartspec_confidence import ConfidencePolicy
-from hf_slospec.policies.smartspec_tree import HeadsPolicy
-from hf_slospec.policies.thesis import ThesisPolicy, ThesisSLOPolicy
-from hf_slospec.policies.turbospec import PAUSE, PROPOSED, RESET, TRIES, TurboSpecPolicy
+from hf_slospec.policies.auto import LOOKED_AT, SpeculationHistory
+from hf_slospec.policies.papers.goodput import MovingAcceptance, heads_nodes
+from hf_slospec.policies.papers.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
+from hf_slospec.policies.papers.slos_serve import SLOsServePolicy
+from hf_slospec.policies.papers.smartspec import RECENT, SmartSpecPolicy
+from hf_slospec.policies.papers.smartspec_confidence import ConfidencePolicy
+from hf_slospec.policies.papers.smartspec_tree import HeadsPolicy
+from hf_slospec.policies.papers.thesis import ThesisPolicy, ThesisSLOPolicy
+from hf_slospec.policies.papers.turbospec import PAUSE, PROPOSED, RESET, TRIES, TurboSpecPolicy
 from tests.test_select import chain, fan
 from tests.toys import SEEDS, UNEVEN, grow, path_to, random_tree
 
@@ -47,9 +47,9 @@ def requests_of(number: int) -> list[Request]:
     return [Request(index, [1, 2, 3], 100) for index in range(number)]
 
 
-def late(index: int, target_s: float | None, elapsed_s: float = 1.0, emitted: int = 1) -> Request:
+def late(index: int, tpot_slo_s: float | None, elapsed_s: float = 1.0, emitted: int = 1) -> Request:
     """One that has emitted so many tokens since the first at 0 s."""
-    request = Request(index, [1, 2, 3], 100, (Stage(target_s),))
+    request = Request(index, [1, 2, 3], 100, (Stage(tpot_slo_s),))
     for now_s, number in ((0.0, 1), (elapsed_s, emitted)):
         for _ in range(number):
             request.emit(5)
@@ -60,7 +60,7 @@ def late(index: int, target_s: float | None, elapsed_s: float = 1.0, emitted: in
 def test_every_name_is_a_policy_and_no_other() -> None:
     for name in get_args(PolicyName):
         config = SLOSpecConfig(policy=name)
-        assert new_policy(config, costs(0.02), Experience(config)) is not None
+        assert new_policy(config, costs(0.02), SpeculationHistory(config)) is not None
         assert (max_tree_nodes(config) == 0) == (name == "none")
     with pytest.raises(ValidationError) as error:
         SLOSpecConfig(policy="adaserv")  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_every_name_is_a_policy_and_no_other() -> None:
 @pytest.mark.parametrize("policy_name", get_args(PolicyName))
 def test_plans_stay_within_what_storage_was_made_for(policy_name: PolicyName) -> None:
     config = SLOSpecConfig(policy=policy_name, max_depth=9, max_width=2)
-    policy = new_policy(config, costs(1e-4, 0.0), Experience(config))
+    policy = new_policy(config, costs(1e-4, 0.0), SpeculationHistory(config))
     for number in (1, 20):
         plan = policy.plan(requests_of(number), 0.0)
         assert plan.depth * plan.width <= max_tree_nodes(config)
@@ -90,7 +90,7 @@ def test_budgets_are_kept_and_expected_tokens_are_sums_of_path_probabilities(
     """Property 4."""
     rng = np.random.default_rng(seed)
     config = SLOSpecConfig(policy=policy_name, token_budget=budget)
-    policy = new_policy(config, costs(0.02), Experience(config))
+    policy = new_policy(config, costs(0.02), SpeculationHistory(config))
     requests = [late(index, rng.choice([None, 0.1, 5.0])) for index in range(len(sizes))]
     candidates = [random_tree(rng, size, UNEVEN) for size in sizes]
     selection = policy.select(requests, candidates, policy.plan(requests, 1.0))
@@ -341,7 +341,9 @@ def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float =
 
 def test_slos_serve_speculates_as_long_as_each_tier_needs() -> None:
     step = costs(0.02, 0.02)  # a little more than a second
-    tight, relaxed, easy = (Request(i, [1, 2], 50, (Stage(target_s),)) for i, target_s in enumerate((0.7, 1.0, 9.0)))
+    tight, relaxed, easy = (
+        Request(i, [1, 2], 50, (Stage(tpot_slo_s),)) for i, tpot_slo_s in enumerate((0.7, 1.0, 9.0))
+    )
     longest, shorter, none = lengths(SLOsServePolicy(EIGHT, step), [tight, relaxed, easy])
     assert longest > shorter > none == 0
     assert lengths(SLOsServePolicy(EIGHT, step), [easy, easy]) == [0, 0]
@@ -381,7 +383,7 @@ def test_slos_serve_decodes_what_cannot_be_kept_by_goodput() -> None:
 def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
     """Drafting for all would have the draft read everybody's prompts, for nothing."""
     config = SLOSpecConfig(max_depth=4, max_width=1)
-    policy = new_policy(config, costs(0.05), Experience(config))
+    policy = new_policy(config, costs(0.05), SpeculationHistory(config))
     requests = requests_of(20)
     looks = list[int]()
     for _ in range(200):
@@ -402,7 +404,7 @@ def test_auto_learns_from_a_few_as_from_all() -> None:
     config = SLOSpecConfig(max_depth=4, max_width=1)
     found = []
     for number in (LOOKED_AT, 40):
-        experience = Experience(config)
+        experience = SpeculationHistory(config)
         experience.depths.is_on = False
         experience.depths.num_observed = 99
         policy = new_policy(config, costs(1e-6, 1e-6), experience)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
-from hf_slospec.engine.pace import Pace
-from hf_slospec.engine.prefill import IN_TIME, SLOWDOWN, STALL, num_fed, tokens_per_s
 from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.pace import Pace
+from hf_slospec.engine.scheduling.prefill import IN_TIME, SLOWDOWN, STALL, num_prefill_tokens, tokens_per_s
 
 
 def new_pace() -> Pace:
@@ -21,7 +21,7 @@ def new_pace() -> Pace:
 
 
 def prompt(num_tokens: int, ttft_s: float | None = None, arrived_s: float = 0.0) -> Request:
-    return Request(0, [1] * num_tokens, 9, (Stage(1.0),), arrived_s=arrived_s, ttft_target_s=ttft_s, is_promised=True)
+    return Request(0, [1] * num_tokens, 9, (Stage(1.0),), arrived_s=arrived_s, ttft_slo_s=ttft_s, is_guaranteed=True)
 
 
 @pytest.mark.parametrize(
@@ -34,16 +34,18 @@ def prompt(num_tokens: int, ttft_s: float | None = None, arrived_s: float = 0.0)
 )
 def test_without_a_deadline_prompts_take_what_makes_nobody_late(allowed_s: float, expected: int) -> None:
     assert STALL == 3.0
-    assert num_fed("beside", new_pace(), 1, [], 64, allowed_s, 0.0) == expected
+    assert num_prefill_tokens("beside", new_pace(), 1, [], 64, allowed_s, 0.0) == expected
 
 
 def test_what_is_due_is_fed_whoever_becomes_late() -> None:
     pace = new_pace()
     # 30 tokens within 0.95 x 10 s: 3.16 tokens/s; c tokens beside one that decodes take 1.1 + 0.1 c: 6 / 1.7 = 3.5.
     assert tokens_per_s([prompt(30, ttft_s=10.0)], pace, 0.0) == pytest.approx(30 / (IN_TIME * 10.0))
-    assert num_fed("beside", pace, 1, [prompt(30, ttft_s=10.0)], 64, 0.0, 0.0) == 6
-    assert num_fed("beside", pace, 1, [prompt(30, ttft_s=10.0)], 64, 0.0, 10.0) == 64  # too late: all that may be
-    assert num_fed("beside", pace, 1, [prompt(30, ttft_s=1e9)], 64, 0.0, 0.0) == 1
+    assert num_prefill_tokens("beside", pace, 1, [prompt(30, ttft_s=10.0)], 64, 0.0, 0.0) == 6
+    assert (
+        num_prefill_tokens("beside", pace, 1, [prompt(30, ttft_s=10.0)], 64, 0.0, 10.0) == 64
+    )  # too late: all that may be
+    assert num_prefill_tokens("beside", pace, 1, [prompt(30, ttft_s=1e9)], 64, 0.0, 0.0) == 1
 
 
 def test_without_a_target_for_the_first_token_a_multiple_of_the_time_alone_is_soon_enough() -> None:
@@ -68,10 +70,10 @@ def test_a_prompt_waits_for_those_before_it() -> None:
 
 def test_rules_of_other_systems() -> None:
     pace = new_pace()
-    assert num_fed("first", pace, 8, [prompt(5)], 64, 0.0, 0.0) == 64
-    assert num_fed("chunked", pace, 8, [prompt(5)], 64, 0.0, 0.0) == 56  # those that decode count
-    assert num_fed("chunked", pace, 99, [prompt(5)], 64, 0.0, 0.0) == 0
-    assert num_fed("beside", pace, 0, [prompt(5)], 64, 0.0, 0.0) == 64  # nobody to make late
+    assert num_prefill_tokens("first", pace, 8, [prompt(5)], 64, 0.0, 0.0) == 64
+    assert num_prefill_tokens("chunked", pace, 8, [prompt(5)], 64, 0.0, 0.0) == 56  # those that decode count
+    assert num_prefill_tokens("chunked", pace, 99, [prompt(5)], 64, 0.0, 0.0) == 0
+    assert num_prefill_tokens("beside", pace, 0, [prompt(5)], 64, 0.0, 0.0) == 64  # nobody to make late
 
 
 @given(
@@ -83,8 +85,8 @@ def test_enough_is_fed_and_no_more_than_that_or_than_is_spare(
     lengths: list[tuple[int, float]], num_decoding: int, allowed_s: float
 ) -> None:
     pace, promised = new_pace(), [prompt(tokens, ttft_s) for tokens, ttft_s in lengths]
-    spare = num_fed("beside", pace, num_decoding, [], 64, allowed_s, 0.0)
-    fed = num_fed("beside", pace, num_decoding, promised, 64, allowed_s, 0.0)
+    spare = num_prefill_tokens("beside", pace, num_decoding, [], 64, allowed_s, 0.0)
+    fed = num_prefill_tokens("beside", pace, num_decoding, promised, 64, allowed_s, 0.0)
     rate = tokens_per_s(promised, pace, 0.0)
     assert spare <= fed <= 64
     if fed < 64:

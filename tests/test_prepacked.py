@@ -18,9 +18,9 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.models import prepacked
+from hf_slospec.models.cpu import prepacked
+from hf_slospec.models.cpu.prepacked import PrepackedLinears
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.prepacked import PrepackedLinears
 from tests.tiny_models import tiny_model
 
 needs_kernels = pytest.mark.skipif(not prepacked._works(torch.float32), reason="no oneDNN kernels on this machine")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hf_slospec import profiles
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.generate.speculator import CheckedModel
+from hf_slospec.models.costs import profiles
+from hf_slospec.models.costs.profiles import identity, load_profile, save_profile
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.profiles import identity, load_profile, save_profile
-from hf_slospec.speculator import TriedModel
 from tests.tiny_models import tiny_model
 
 COST = ForwardCost(LatencyCurve((1, 4, 16), (0.001, 0.0015, 0.1)), per_request_s=1e-5, per_key_s=1e-8)
@@ -152,10 +152,10 @@ def test_a_model_is_measured_once_and_again_after_its_profile_was_lost(
         calls.append(limit_s)
         return Measured()
 
-    monkeypatch.setattr("hf_slospec.speculator.measure", measure)
+    monkeypatch.setattr("hf_slospec.generate.speculator.measure", measure)
 
     def cost() -> ForwardCost:
-        return TriedModel(tiny_model("llama"), SLOSpecConfig(), 1.5).cost
+        return CheckedModel(tiny_model("llama"), SLOSpecConfig(), 1.5).cost
 
     assert cost() == cost() == COST
     assert calls == [1.5]

@@ -10,7 +10,7 @@ import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.prompt_lookup import TRUST, PromptLookupDrafter, continuations
+from hf_slospec.models.drafters.prompt_lookup import TRUST, PromptLookupDrafter, continuations
 from tests.tiny_models import assert_same_as_stock, tiny_model
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.request import Request
-from hf_slospec.models import sequences as module
-from hf_slospec.models.kv_pool import KVPool, LayerShape, Stored
+from hf_slospec.models.kv_cache import sequences as module
+from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.memory import as_memory_error
-from hf_slospec.models.sequences import Sequences
 from tests.toys import SEEDS
 
 MAX_NODES = 3

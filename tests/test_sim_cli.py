@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from hf_slospec.cli import app
+from hf_slospec.cli.app import app
 from hf_slospec.sim import comparison
 
 RUN = CliRunner(env={"COLUMNS": "200"})

@@ -26,7 +26,7 @@ def outcome_of(
 ) -> Outcome:
     """A request that commits so many tokens at these times."""
     job = Job(arrival_s, 2, sum(count for count, _ in commits), tpot_s, ttft_s, kind)
-    request = Request(0, [0, 0], job.output_tokens, (Stage(tpot_s),), arrived_s=arrival_s, ttft_target_s=ttft_s)
+    request = Request(0, [0, 0], job.output_tokens, (Stage(tpot_s),), arrived_s=arrival_s, ttft_slo_s=ttft_s)
     for count, now_s in commits:
         for _ in range(count):
             request.emit(0)

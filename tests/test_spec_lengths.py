@@ -36,14 +36,14 @@ def test_lengths_are_the_best_of_all(
     max_len: int,
     draft_level_s: float,
 ) -> None:
-    targets_s, counts, slacks_s = zip(*tiers, strict=True)
+    tpot_slos_s, counts, slacks_s = zip(*tiers, strict=True)
     seconds = curve(np.arange(1, 41))
 
     def rate(lengths: tuple[int, ...]) -> float:
         """Of prompt tokens, with steps as long as these chains allow; -inf if some tier cannot keep its target."""
         limit = min(
             target * sum(acceptance**k for k in range(length)) + slack
-            for target, count, slack, length in zip(targets_s, counts, slacks_s, lengths, strict=True)
+            for target, count, slack, length in zip(tpot_slos_s, counts, slacks_s, lengths, strict=True)
             if count
         )
         load = sum(count * length for count, length in zip(counts, lengths, strict=True))
@@ -52,7 +52,7 @@ def test_lengths_are_the_best_of_all(
         fitting = [n for n in range(max(load, 1), 41) if steps[n - 1] <= limit]
         return max(((n - load) / steps[n - 1] for n in fitting), default=-math.inf)
 
-    found = best_lengths(curve, targets_s, counts, acceptance, max_len, 40, draft_level_s, slacks_s)
+    found = best_lengths(curve, tpot_slos_s, counts, acceptance, max_len, 40, draft_level_s, slacks_s)
     if not any(counts):
         assert found is not None and found.lengths.tolist() == [0] * len(counts)
         return

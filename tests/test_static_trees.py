@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.static_trees import SPECINFER, Sequoia, StaticTree
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
+from hf_slospec.policies.papers.tree_shapes import SPECINFER, Sequoia, StaticTree
 from tests.toys import SEEDS, UNEVEN, path_to, random_tree
 
 Shape = tuple["Shape", ...]  # a tree as those of its children, by rank

@@ -13,7 +13,7 @@ import torch
 import hf_slospec
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOStage
 from hf_slospec.engine.request import Stage
-from hf_slospec.targets import check_targets, stages_of, targets_by_row
+from hf_slospec.generate.slo import parse_slo, slo_by_row, stages_of
 
 THINK, ANSWER = SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)
 AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
@@ -40,7 +40,7 @@ AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
     ],
 )
 def test_what_targets_mean(given: Any, expected: Any) -> None:
-    assert check_targets(given) == expected
+    assert parse_slo(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_targets_mean(given: Any, expected: Any) -> None:
 )
 def test_impossible_targets_are_named(bad: Any, why: str) -> None:
     with pytest.raises(InvalidInputError, match=f"slo_tpot(.|\n)*{why}"):
-        check_targets(bad)
+        parse_slo(bad)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +69,28 @@ def test_impossible_targets_are_named(bad: Any, why: str) -> None:
 )
 def test_targets_of_wrong_type_are_named(bad: Any) -> None:
     with pytest.raises(InvalidTypeError, match="slo_tpot must be"):
-        check_targets(bad)
+        parse_slo(bad)
 
 
 def test_one_target_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
-    assert targets_by_row(0.5, 3, 1) == [0.5] * 3
-    assert targets_by_row((THINK, ANSWER), 2, 1) == [(THINK, ANSWER)] * 2
-    assert targets_by_row([0.5, None], 4, 2) == [0.5, 0.5, None, None]
-    assert targets_by_row([1.0, 2.0, 3.0, 4.0], 4, 2) == [1.0, 2.0, 3.0, 4.0]
+    assert slo_by_row(0.5, 3, 1) == [0.5] * 3
+    assert slo_by_row((THINK, ANSWER), 2, 1) == [(THINK, ANSWER)] * 2
+    assert slo_by_row([0.5, None], 4, 2) == [0.5, 0.5, None, None]
+    assert slo_by_row([1.0, 2.0, 3.0, 4.0], 4, 2) == [1.0, 2.0, 3.0, 4.0]
     for wrong in ([], [0.5], [0.5] * 3):
         with pytest.raises(InvalidInputError, match=f"slo_tpot has {len(wrong)} entries for 4 rows"):
-            targets_by_row(wrong, 4, 2)
+            slo_by_row(wrong, 4, 2)
 
 
 @pytest.mark.parametrize("target", [None, 0.5])
 def test_a_number_is_one_stage(target: float | None) -> None:
     (stage,) = stages_of(target, None)
-    assert (stage.target_s, stage.num_tokens, stage.is_over([1, 2])) == (target, None, False)
+    assert (stage.tpot_slo_s, stage.num_tokens, stage.is_over([1, 2])) == (target, None, False)
 
 
 def test_stages_by_tokens_need_no_tokenizer() -> None:
-    stages = stages_of(check_targets([{"slo_tpot": 0.1, "tokens": 3}, {"slo_tpot": None}]), None)
-    assert [(stage.target_s, stage.num_tokens) for stage in stages] == [(0.1, 3), (None, None)]
+    stages = stages_of(parse_slo([{"slo_tpot": 0.1, "tokens": 3}, {"slo_tpot": None}]), None)
+    assert [(stage.tpot_slo_s, stage.num_tokens) for stage in stages] == [(0.1, 3), (None, None)]
 
 
 def test_stages_by_text_end_with_the_token_that_completes_it() -> None:

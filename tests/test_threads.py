@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_slospec.models.threads import cores, release_team, warn_of_a_crowd
+from hf_slospec.models.cpu.threads import cores, release_openmp_threads, warn_if_oversubscribed
 
 SCRIPT = """
 import json, os, time
 import torch
 import hf_slospec
-from hf_slospec.models.threads import release_team
+from hf_slospec.models.cpu.threads import release_openmp_threads
 
 def count():
     return len(os.listdir("/proc/self/task"))
@@ -38,7 +38,7 @@ target, draft, tokenizer = hf_slospec.load_tiny_pair()
 gen = hf_slospec.SLOSpecGenerator(target, draft, tokenizer, hf_slospec.SLOSpecConfig(max_depth=2))
 generate()  # other libraries start threads of their own, once
 first, with_team = compute(), count()
-release_team()
+release_openmp_threads()
 released, again = settled(with_team - 1), compute()
 generate()
 after_generate = settled(released)
@@ -64,8 +64,8 @@ def test_teams_are_let_go_by_those_who_rest() -> None:
 
 
 def test_letting_go_twice_does_nothing() -> None:
-    release_team()
-    release_team()
+    release_openmp_threads()
+    release_openmp_threads()
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_containers_quota_counts(
 
 def test_a_crowd_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
-    warn_of_a_crowd.cache_clear()
-    warn_of_a_crowd()
-    warn_of_a_crowd()
+    warn_if_oversubscribed.cache_clear()
+    warn_if_oversubscribed()
+    warn_if_oversubscribed()
     assert caplog.text.count("10000 threads") == 1
-    warn_of_a_crowd.cache_clear()
+    warn_if_oversubscribed.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_slospec import load_tiny_pair, tiny_prompts
-from hf_slospec.tiny import FOLDER
+from hf_slospec.tiny.embedded import FOLDER
 
 FACTS = json.loads((FOLDER / "training.json").read_text())
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hf_slospec import write_chrome_trace
+from hf_slospec.engine.chrome_trace import PHASES
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
-from hf_slospec.trace import PHASES
 
 
 def part(index: int, nodes: int, committed: int) -> RequestStep:

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.urgency import CUSHION, MAX_LATE, Standing, urgency
+from hf_slospec.algo.urgency import CUSHION, MAX_LATE, SLOProgress, urgency
 
 TOKENS = st.floats(-100, 100)
 
 
-def standing(*requests: tuple[float, float, float, float]) -> Standing:
+def standing(*requests: tuple[float, float, float, float]) -> SLOProgress:
     """Of target, seconds elapsed, tokens emitted and tokens left."""
-    return Standing(*np.array(requests, dtype=np.float64).T)
+    return SLOProgress(*np.array(requests, dtype=np.float64).T)
 
 
 def test_lateness_counts_tokens_beyond_the_one_that_comes_anyway() -> None:
@@ -57,5 +57,5 @@ def test_later_requests_never_count_less(late: list[tuple[float, float]], streng
 
 def test_weights() -> None:
     late, cushion = np.array([-5.0, 0.0, 2.0, 2.0, 99.0]), np.array([1.0, 1.0, 0.0, 0.0, 0.0])
-    is_hopeless = np.array([False, False, False, True, False])
-    assert urgency(late, cushion, is_hopeless, 0.5).tolist() == [1.0, 1.5, 2.0, 1.0, 1.0 + 0.5 * MAX_LATE]
+    is_unattainable = np.array([False, False, False, True, False])
+    assert urgency(late, cushion, is_unattainable, 0.5).tolist() == [1.0, 1.5, 2.0, 1.0, 1.0 + 0.5 * MAX_LATE]

@@ -10,10 +10,10 @@ import numpy as np
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.loop import Engine
 from hf_slospec.engine.protocols import Chunk, Drafter, Plan, Policy, Selection, Target
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.together import Together
+from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.step import Engine
 from tests.toys import NextProbs, beam_tree, draw, path_to
 
 Choose = Callable[[Request], int]  # the token plain decoding gives a request after its tokens as they stand
@@ -115,7 +115,7 @@ class WholeTrees:
     def __init__(self, plan: Plan):
         self.fixed = plan
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         return self.fixed
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
@@ -143,4 +143,4 @@ def engine_of(
     check_invariants: bool = True,
 ) -> Engine:
     """One that decodes these requests as a batch."""
-    return Engine(target, drafter, policy, Together(requests), clock, check_invariants)
+    return Engine(target, drafter, policy, StaticScheduler(requests), clock, check_invariants)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, FloatArray, TokenTree
-from hf_slospec.models.kv_pool import Stored
+from hf_slospec.models.kv_cache.pool import Stored
 
 NextProbs = Callable[[Sequence[int]], FloatArray]  # all tokens so far -> [vocab], probabilities of the next one
 

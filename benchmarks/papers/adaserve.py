@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hf_slospec.bench import provenance
+from hf_slospec.cli.benchmark import provenance
 from hf_slospec.sim.hardware import HARDWARE, Hardware, lines
 from hf_slospec.sim.outcomes import METRICS
 from hf_slospec.sim.simulation import Simulation

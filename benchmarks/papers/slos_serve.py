@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_slospec.bench import provenance
+from hf_slospec.cli.benchmark import provenance
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import HARDWARE, lines

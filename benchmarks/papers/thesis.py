@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_slospec.bench import provenance
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.policies.fixed import StaticTreePolicy
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import Hardware, lines
@@ -54,9 +54,9 @@ def systems(batch: int) -> dict[str, dict[str, Any]]:
 def load(number: int, seed: int, with_targets: bool = False) -> Load:
     """All at once: prompts of 64 to 128 tokens. Outputs are equally long, so that the batch stays full."""
     rng = np.random.default_rng(seed)
-    shares, targets_s = zip(*TARGETS_S, strict=True)
+    shares, tpot_slos_s = zip(*TARGETS_S, strict=True)
     jobs = [
-        Job(0.0, int(rng.integers(64, 129)), NEW_TOKENS, float(rng.choice(targets_s, p=shares)))
+        Job(0.0, int(rng.integers(64, 129)), NEW_TOKENS, float(rng.choice(tpot_slos_s, p=shares)))
         if with_targets
         else Job(0.0, int(rng.integers(64, 129)), NEW_TOKENS)
         for _ in range(number)
@@ -99,7 +99,7 @@ def targets(seed: int) -> dict[str, dict[str, float]]:
     for name, settings in policies.items():
         outcomes = run(own, 4, **settings).outcomes
         tpots_s = np.array([outcome.tpot_s for outcome in outcomes])
-        wanted_s = np.array([outcome.tpot_target_s for outcome in outcomes])
+        wanted_s = np.array([outcome.tpot_slo_s for outcome in outcomes])
         found[name] = {
             "mean_tpot_ms": 1e3 * float(tpots_s.mean()),
             "attained": float((tpots_s <= wanted_s).mean()),

@@ -25,7 +25,7 @@ import typer
 from tqdm import tqdm
 
 from hf_slospec.algo.latency import ForwardCost
-from hf_slospec.bench import provenance
+from hf_slospec.cli.benchmark import provenance
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import MAX_TOKENS, Hardware, curve, lines
 from hf_slospec.sim.simulation import Simulation

@@ -24,7 +24,7 @@ FAR_S = 1e9  # deadlines later than this count as this, so that no product with 
 
 def prefill_rate(
     step_s: StepTime,
-    targets_s: Sequence[float],
+    tpot_slos_s: Sequence[float],
     counts: Sequence[int],
     acceptance: float,
     max_len: int,
@@ -40,7 +40,7 @@ def prefill_rate(
     Returns:
         Tokens per second, at least 0; -inf if the targets cannot be kept even without any prompt.
     """
-    best = best_lengths(step_s, targets_s, counts, acceptance, max_len, max_tokens, draft_level_s)
+    best = best_lengths(step_s, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
     return -np.inf if best is None else best.rate
 
 

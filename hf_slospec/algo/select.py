@@ -16,12 +16,12 @@ SLOOrder = Literal["ascending", "descending"]
 StepTime = Callable[[IntArray], FloatArray]  # nodes verified in a step -> its predicted seconds
 
 
-def required_tokens(elapsed_s: float, emitted: int, step_time_s: float, target_s: float | None) -> float:
+def required_tokens(elapsed_s: float, emitted: int, step_time_s: float, tpot_slo_s: float | None) -> float:
     """A(r): tokens this step must commit for the running average to meet the target (AdaServe, constraint 3).
 
     ``elapsed_s`` and ``emitted`` count from the first token on. At most 1 means that the root alone suffices.
     """
-    return 0.0 if target_s is None else (elapsed_s + step_time_s) / target_s - emitted
+    return 0.0 if tpot_slo_s is None else (elapsed_s + step_time_s) / tpot_slo_s - emitted
 
 
 def adaptive_shape(

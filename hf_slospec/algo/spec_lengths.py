@@ -22,7 +22,7 @@ class SpecLengths:
 
 def best_lengths(
     step_s: StepTime,
-    targets_s: Sequence[float],
+    tpot_slos_s: Sequence[float],
     counts: Sequence[int],
     acceptance: float,
     max_len: int,
@@ -43,7 +43,7 @@ def best_lengths(
 
     Args:
         step_s: seconds of a step without drafting, by its tokens.
-        targets_s: [tiers] seconds per output token; inf: no target, one token per step.
+        tpot_slos_s: [tiers] seconds per output token; inf: no target, one token per step.
         counts: [tiers] decoding requests.
         acceptance: a in [0, 1], the probability that a token of a chain is accepted after its parent.
         max_len: longest chain, at least 1.
@@ -59,7 +59,7 @@ def best_lengths(
     seconds = np.maximum.accumulate(step_s(tokens))
     is_there = np.array([count > 0 for count in counts], dtype=np.bool_)
     num_decoding = np.asarray(counts, dtype=np.int64)[is_there]
-    targets = np.asarray(targets_s, dtype=np.float64)[is_there]
+    targets = np.asarray(tpot_slos_s, dtype=np.float64)[is_there]
     accepted = np.cumsum(np.power(float(acceptance), np.arange(max_len)))  # Acc(1), Acc(2), ...
     paces = targets[:, None] * accepted  # [tiers, max_len] seconds a step may last
     if slacks_s is not None:
@@ -89,7 +89,7 @@ class Batches:
     left: IntArray  # [batches] tokens
 
 
-def decoding_batches(targets_s: Sequence[float], budget: int, num_batches: int) -> Batches | None:
+def decoding_batches(tpot_slos_s: Sequence[float], budget: int, num_batches: int) -> Batches | None:
     """Batches of plain decoding in which every request gets its next token in time (SLOs-Serve, Algorithm 2).
 
     A batch lasts as long as the least target, t0, and goes to those whose tokens are due. A request's j-th token,
@@ -99,13 +99,13 @@ def decoding_batches(targets_s: Sequence[float], budget: int, num_batches: int) 
     requests tokens until the budget is gone, and ``due <= i * t0`` is late where a target is no multiple of t0.
 
     Args:
-        targets_s: [requests] seconds per output token, finite.
+        tpot_slos_s: [requests] seconds per output token, finite.
         budget: tokens of a batch that lasts t0 (Time2BS(t0)).
 
     Returns:
         None if the budget of some batch ends before those that are due.
     """
-    targets = np.asarray(targets_s, dtype=np.float64)
+    targets = np.asarray(tpot_slos_s, dtype=np.float64)
     batch_s = targets.min()
     decoding = np.zeros((num_batches, len(targets)), dtype=np.bool_)
     for batch in range(num_batches):

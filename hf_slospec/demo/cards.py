@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from hf_slospec.demo.crowd import Scene
-from hf_slospec.demo.marks import Piece
-from hf_slospec.demo.pace import shares
+from hf_slospec.demo.highlight import Piece
+from hf_slospec.demo.rates import shares
+from hf_slospec.demo.sessions import Scene
 from hf_slospec.demo.stream import View
 
 SHOWN_CHARS = 1200  # of an answer, the last ones
@@ -31,7 +31,7 @@ def speed_of(view: View) -> float | None:
 def full_scale(views: Sequence[View]) -> float:
     """Tokens per second at the right end of all bars: one scale, so that users can be compared."""
     speeds = [speed_of(view) or 0.0 for view in views]
-    targets = [1e3 / view.wish.target_ms for view in views if view.wish.target_ms is not None]
+    targets = [1e3 / view.wish.tpot_slo_ms for view in views if view.wish.tpot_slo_ms is not None]
     fast = max(speeds, default=0.0)
     top = max([fast, *(target for target in targets if target < 4 * max(fast, 5.0)), 10.0]) * 1.15
     step = 10 ** math.floor(math.log10(top)) / 2
@@ -40,7 +40,7 @@ def full_scale(views: Sequence[View]) -> float:
 
 def verdict(view: View) -> tuple[str, str]:
     """-> a class for its looks, and words"""
-    if view.wish.target_ms is None:
+    if view.wish.tpot_slo_ms is None:
         return "spare", "no target"
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
         return "spare", "not known yet"
@@ -77,12 +77,12 @@ def _speed(view: View) -> str:
 
 
 def _bar(view: View, scale: float, look: str) -> str:
-    speed, target_ms = speed_of(view) or 0.0, view.wish.target_ms
+    speed, tpot_slo_ms = speed_of(view) or 0.0, view.wish.tpot_slo_ms
     line, label = "", "no target"
-    if target_ms is not None:
-        wanted = 1e3 / target_ms
+    if tpot_slo_ms is not None:
+        wanted = 1e3 / tpot_slo_ms
         at = min(100 * wanted / scale, 99.4)
-        label = f"target: at least {wanted:.1f} tokens/s ({target_ms:.0f} ms per token)"
+        label = f"target: at least {wanted:.1f} tokens/s ({tpot_slo_ms:.0f} ms per token)"
         side = "right" if at > 50 else "left"
         line = f'<i class="target" style="left:{at:.1f}%"></i><span class="aim {side}" style="{_beside(at)}">'
         line += f"target {wanted:.1f} tokens/s{' →' if wanted > scale else ''}</span>"
@@ -99,7 +99,7 @@ def _beside(at: float) -> str:
 def _sparkline(view: View) -> str:
     """Tokens per second over the last seconds, smoothed over three, with the target as a dashed line."""
     values = [sum(view.history[max(i - 2, 0) : i + 1]) / min(i + 1, 3) for i in range(len(view.history))]
-    wanted = None if view.wish.target_ms is None else 1e3 / view.wish.target_ms
+    wanted = None if view.wish.tpot_slo_ms is None else 1e3 / view.wish.tpot_slo_ms
     top = max(*values, min(wanted or 0.0, 3 * max(*values, 5.0)), 1.0) * 1.1
     points = " ".join(f"{100 * i / (len(values) - 1):.1f},{30 - 30 * v / top:.1f}" for i, v in enumerate(values))
     dashed = ""
@@ -131,7 +131,7 @@ def _figures(view: View, share: float) -> str:
     length = None if own is None else own.acceptance_length
     accepted = f"{100 * own.accepted / own.drafted:.0f} %" if own is not None and own.drafted else "-"
     promised = ""
-    if view.wish.target_ms is not None and own is not None and view.is_active:
+    if view.wish.tpot_slo_ms is not None and own is not None and view.is_active:
         promised = "promised" if own.guaranteed else "not promised: it might not be kept"
     kept = f"{view.kept} of {view.judged}" if view.judged else "-"
     pairs = [

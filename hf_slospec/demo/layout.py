@@ -10,8 +10,8 @@ from typing import Any
 import gradio as gr
 
 from hf_slospec.demo import cards
-from hf_slospec.demo.crowd import MAX_SIMULATED, Crowd, Scene
-from hf_slospec.demo.people import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Person, Wish
+from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Person, Wish
+from hf_slospec.demo.sessions import MAX_SIMULATED, Crowd, Scene
 from hf_slospec.errors import SLOSpecError
 
 LOOK_S = 0.5  # between two looks at the crowd
@@ -39,7 +39,7 @@ class Controls:
     """What a user may ask for."""
 
     prompt: gr.Textbox
-    target_ms: gr.Slider
+    tpot_slo_ms: gr.Slider
     has_target: gr.Checkbox
     temperature: gr.Slider
     top_p: gr.Slider
@@ -50,20 +50,20 @@ class Controls:
         prompt = gr.Textbox(
             wish.prompt, lines=4, max_lines=8, max_length=MAX_PROMPT_CHARS, label="Prompt", render=not folds_prompt
         )
-        target_ms = gr.Slider(
-            *(1, most_ms, wish.target_ms or most_ms),
+        tpot_slo_ms = gr.Slider(
+            *(1, most_ms, wish.tpot_slo_ms or most_ms),
             step=1,
             label="Target (ms per token)",
             min_width=200,
-            visible=wish.target_ms is not None,
+            visible=wish.tpot_slo_ms is not None,
         )
         with gr.Accordion("Prompt and sampling" if folds_prompt else "Sampling", open=False):
             if folds_prompt:
                 prompt.render()
             return cls(
                 prompt,
-                target_ms,
-                gr.Checkbox(wish.target_ms is not None, label="Promise a speed"),
+                tpot_slo_ms,
+                gr.Checkbox(wish.tpot_slo_ms is not None, label="Promise a speed"),
                 gr.Slider(0, 1.5, wish.temperature, step=0.1, label="Temperature (0: likeliest)"),
                 gr.Slider(0.1, 1, wish.top_p, step=0.05, label="Top-p"),
                 gr.Slider(16, MAX_NEW_TOKENS, wish.max_new_tokens, step=16, label="Tokens to write"),
@@ -72,24 +72,24 @@ class Controls:
     @property
     def all(self) -> list[Any]:
         return [
-            self.prompt, self.target_ms, self.has_target, self.temperature, self.top_p, self.max_new_tokens,
+            self.prompt, self.tpot_slo_ms, self.has_target, self.temperature, self.top_p, self.max_new_tokens,
         ]  # fmt: skip
 
 
 def wish_of(
-    prompt: str | None, target_ms: float, has_target: bool, temperature: float, top_p: float, max_new_tokens: int
+    prompt: str | None, tpot_slo_ms: float, has_target: bool, temperature: float, top_p: float, max_new_tokens: int
 ) -> Wish:
     """What the controls say, in their order."""
     return Wish.of(
-        prompt=prompt or "", target_ms=target_ms if has_target else None, temperature=temperature, top_p=top_p,
+        prompt=prompt or "", tpot_slo_ms=tpot_slo_ms if has_target else None, temperature=temperature, top_p=top_p,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
 
 
 def shown(wish: Wish) -> list[Any]:
     """What the controls should say."""
-    target = gr.Slider(visible=False) if wish.target_ms is None else gr.Slider(value=wish.target_ms, visible=True)
-    return [wish.prompt, target, wish.target_ms is not None, wish.temperature, wish.top_p, wish.max_new_tokens]
+    target = gr.Slider(visible=False) if wish.tpot_slo_ms is None else gr.Slider(value=wish.tpot_slo_ms, visible=True)
+    return [wish.prompt, target, wish.tpot_slo_ms is not None, wish.temperature, wish.top_p, wish.max_new_tokens]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Page:
                 stop = gr.Button("Stop", size="sm", min_width=60)
                 remove = gr.Button("Remove", size="sm", min_width=60)
         change = guarded(lambda *values: self.crowd.change(number, wish_of(*values)))
-        for event in (start.click, controls.target_ms.release, controls.has_target.input):
+        for event in (start.click, controls.tpot_slo_ms.release, controls.has_target.input):
             event(change, controls.all, None, concurrency_limit=None, show_progress="hidden")
         stop.click(guarded(lambda: self.crowd.stop(number)), None, None, concurrency_limit=None)
         remove.click(guarded(lambda: self.crowd.remove(number)), None, None, concurrency_limit=None)

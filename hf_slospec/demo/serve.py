@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_slospec.demo.crowd import CONFIG, POLICIES, Crowd
-from hf_slospec.demo.people import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TARGET_MS, PEOPLE
-from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.generator import SLOSpecGenerator
-from hf_slospec.pairs import load_pair
-from hf_slospec.quiet import unlogged
-from hf_slospec.speculator import clock
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
+from hf_slospec.demo.sessions import CONFIG, POLICIES, Crowd
+from hf_slospec.generate.speculator import clock
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.log_level import only_errors_logged
+from hf_slospec.tiny.load import load_pair
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -44,7 +44,7 @@ class Options:
 
 def serve(options: Options, say: Callable[[str], None] = print) -> None:
     """Serve until interrupted."""
-    with unlogged():
+    with only_errors_logged():
         say("loading models")
         crowd, page = prepare(options, say)
         try:
@@ -71,11 +71,11 @@ def prepare(options: Options, say: Callable[[str], None] = lambda words: None) -
     generator.start()
     plain_s = plain_pace(generator)
     is_embedded = options.target is None
-    people = {person.name: (person, person.wish(plain_s, is_embedded)) for person in PEOPLE}
+    people = {person.name: (person, person.wish(plain_s, is_embedded)) for person in PERSONAS}
     crowd = Crowd(generator, clock)
     for person, wish in people.values():
         crowd.add(person, wish)
-    most_ms = min(max(round(1e3 * SLOWEST * plain_s), 10), MAX_TARGET_MS)
+    most_ms = min(max(round(1e3 * SLOWEST * plain_s), 10), MAX_TPOT_SLO_MS)
     return crowd, Page(crowd, people, most_ms, EMBEDDED if is_embedded else "").build()
 
 
@@ -85,7 +85,7 @@ def plain_pace(generator: SLOSpecGenerator) -> float:
     tokens = dict(min_new_tokens=MEASURED_TOKENS, max_new_tokens=MEASURED_TOKENS)
     measured = []
     for _ in range(MEASURED_TIMES):
-        handles = [generator.submit(person.code, **tokens) for person in PEOPLE[:NUM_MEASURED]]
+        handles = [generator.submit(person.code, **tokens) for person in PERSONAS[:NUM_MEASURED]]
         own = [handle.result().metrics.tpot_s for handle in handles]
         measured.append(statistics.median(tpot_s for tpot_s in own if tpot_s is not None))
     generator.set_policy(POLICIES["auto"])

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_slospec.demo.marks import MarkedText, Piece
-from hf_slospec.demo.pace import HISTORY_S, Gain, gains, history, recent, tokens_per_s
-from hf_slospec.demo.people import Wish
-from hf_slospec.engine.handle import RequestHandle, ToText
+from hf_slospec.demo.highlight import HighlightedText, Piece
+from hf_slospec.demo.personas import Wish
+from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, recent, tokens_per_s
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import RequestCancelledError
+from hf_slospec.serving.handle import RequestHandle, ToText
 
 Submit = Callable[[Wish], RequestHandle]
 State = Literal["waiting", "writing", "finished", "stopped", "failed"]
@@ -50,7 +50,7 @@ class Stream:
         self.version = version
         self._to_text = to_text
         self._handle: RequestHandle | None = None
-        self._text = MarkedText(to_text)
+        self._text = HighlightedText(to_text)
         self._past: deque[Gain] = deque()  # of requests before the one at hand
         self._kept = self._judged = 0
         self._is_counted = True
@@ -61,7 +61,7 @@ class Stream:
     def begin(self, submit: Submit, now_s: float) -> None:
         """Ask, once more or for the first time. What cannot be submitted shows as this stream's error, and raises."""
         self.end(now_s)
-        self._text, self._handle, self._error, self._is_stopped = MarkedText(self._to_text), None, None, False
+        self._text, self._handle, self._error, self._is_stopped = HighlightedText(self._to_text), None, None, False
         try:
             self._handle = submit(self.wish)
         except Exception as error:

@@ -40,8 +40,8 @@ class CheckedPolicy:
         """``max_nodes``: of one request's tree, its root not counted, that there is room for."""
         self.policy, self.max_nodes, self.vocab_size = policy, max_nodes, vocab_size
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
-        plan = self.policy.plan(requests, begun_s, num_fed)
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        plan = self.policy.plan(requests, begun_s, num_prefill_tokens)
         if not isinstance(plan, Plan):
             raise InvalidInputError(f"policy.plan returned {type(plan).__name__}, where Plan was expected")
         if not isinstance(plan.depth, Integral) or not isinstance(plan.width, Integral):

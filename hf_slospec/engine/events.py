@@ -46,7 +46,7 @@ class RequestStep:
     nodes: int  # verified, root included
     committed: int  # tokens
     expected: float  # tokens that were expected
-    target_s: float | None  # seconds per output token, of its stage
+    tpot_slo_s: float | None  # seconds per output token, of its stage
     elapsed_s: float  # since its stage began
     emitted: int  # tokens since its stage began
 

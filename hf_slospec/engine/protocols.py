@@ -49,7 +49,7 @@ class Turn:
     preempted: Sequence[Request] = ()  # those that lose their K/V before the step
 
     @property
-    def num_fed(self) -> int:
+    def num_prefill_tokens(self) -> int:
         """Prefill tokens."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
@@ -156,10 +156,10 @@ class Drafter(Protocol):
 class Policy(Protocol):
     """Decides what a step spends and on whom. Its methods are called in this order, once each per step."""
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         """How deep and wide to draft for these requests, in a step that began at ``begun_s``.
 
-        ``num_fed`` prefill tokens of others go through the same forward.
+        ``num_prefill_tokens`` prefill tokens of others go through the same forward.
         """
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:

@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Stage:
     """A stretch of a request with a target of its own."""
 
-    target_s: float | None  # TPOT in seconds; None: no promise
+    tpot_slo_s: float | None  # TPOT in seconds; None: no promise
     num_tokens: int | None = None  # it ends after so many
     is_over: IsOver = lambda tokens: False  # or with the token after which this says so
 
@@ -33,9 +33,9 @@ class Request:
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     arrived_s: float = 0.0
     is_sampled: bool = False  # drafts are accepted otherwise than by greedy choice
-    ttft_target_s: float | None = None  # seconds from arrival to the first token
+    ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # higher goes first
-    is_promised: bool = False  # its targets; by the batcher only
+    is_guaranteed: bool = False  # its targets; by the batcher only
     is_best_effort: bool = False  # it gets what others leave, and may be preempted
 
     num_cached: int = 0  # tokens whose K/V the target holds
@@ -63,9 +63,9 @@ class Request:
         return self.finish_reason is not None
 
     @property
-    def target_s(self) -> float | None:
+    def tpot_slo_s(self) -> float | None:
         """TPOT target of the stage it is in, in seconds; None: no promise."""
-        return self.stages[self._stage].target_s
+        return self.stages[self._stage].tpot_slo_s
 
     @property
     def num_emitted(self) -> int:
@@ -94,8 +94,8 @@ class Request:
         return self.num_emitted > 0 and self.num_uncached == 1
 
     @property
-    def has_targets(self) -> bool:
-        return self.ttft_target_s is not None or any(stage.target_s is not None for stage in self.stages)
+    def has_slo(self) -> bool:
+        return self.ttft_slo_s is not None or any(stage.tpot_slo_s is not None for stage in self.stages)
 
     def emit(self, token: int) -> bool:
         """Commit one token.  -> whether the request is finished with it."""
@@ -139,7 +139,7 @@ class Request:
 
     def _is_late(self, now_s: float) -> bool:
         elapsed_s, emitted = self.decoded(now_s)
-        return is_attained(elapsed_s / emitted if emitted else None, self.target_s) is False
+        return is_attained(elapsed_s / emitted if emitted else None, self.tpot_slo_s) is False
 
     def end(self, error: BaseException | None) -> None:
         """It ends before its time: it failed, or without an error was cancelled."""
@@ -152,22 +152,22 @@ class Request:
         elapsed_s, emitted = self.decoded(self.last_token_s)
         ttft_s = first_s - self.arrived_s
         is_late = self._missed_stage or self._is_late(self.last_token_s)
-        is_late |= self.ttft_target_s is not None and ttft_s > self.ttft_target_s
+        is_late |= self.ttft_slo_s is not None and ttft_s > self.ttft_slo_s
         return RequestMetrics(
-            target_s=self.target_s,
+            tpot_slo_s=self.tpot_slo_s,
             tpot_s=measured_s,
             ttft_s=ttft_s if has_begun else None,
-            attained=not is_late if self.has_targets and has_begun else None,
+            attained=not is_late if self.has_slo and has_begun else None,
             tokens=self.num_emitted,
             steps=self.num_steps,
             drafted=self.num_drafted,
             accepted=self.num_accepted,
-            slack_s=None if self.target_s is None else self.target_s * emitted - elapsed_s,
+            slack_s=None if self.tpot_slo_s is None else self.tpot_slo_s * emitted - elapsed_s,
             worst_tpot_s=worst_tpot_s([(commit.num_emitted, commit.at_s) for commit in self.commits]),
             expected_tokens=self.expected_tokens,
             phases=self.phases,
-            ttft_target_s=self.ttft_target_s,
-            guaranteed=self.is_promised,
+            ttft_slo_s=self.ttft_slo_s,
+            guaranteed=self.is_guaranteed,
             preempted=self.num_preempted,
         )
 
@@ -176,7 +176,7 @@ class Request:
 class RequestMetrics:
     """What was promised to a request and what it got."""
 
-    target_s: float | None  # seconds per output token, of the stage it ended in
+    tpot_slo_s: float | None  # seconds per output token, of the stage it ended in
     tpot_s: float | None  # seconds, (last - first token) / (tokens - 1); None for fewer than two tokens
     ttft_s: float | None  # seconds from arrival to the first token; None before it
     attained: bool | None  # every stage, and the time to the first token; None without a target or a token
@@ -188,7 +188,7 @@ class RequestMetrics:
     worst_tpot_s: float | None  # highest seconds per token over 10 tokens in a row (SLOs-Serve); None below 11
     expected_tokens: float  # what the policy expected the steps to commit, the prefill not counted
     phases: PhaseTimes  # where the seconds of its steps went; steps are shared with the other requests
-    ttft_target_s: float | None = None  # seconds from arrival to the first token
+    ttft_slo_s: float | None = None  # seconds from arrival to the first token
     guaranteed: bool = False  # whether its targets were promised to it; the batcher only
     preempted: int = 0  # times it lost its K/V to another request; the batcher only
 

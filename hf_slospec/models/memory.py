@@ -20,13 +20,13 @@ GROUPS = (  # files of a control group, version 2 and 1: its limit, what it has 
 )
 
 
-class GivesUp(Protocol):
+class FreesMemory(Protocol):
     """Keeps memory that it could do without."""
 
-    def give_up(self) -> None: ...
+    def abort(self) -> None: ...
 
 
-given_up_when_short: WeakSet[GivesUp] = WeakSet()
+holders_of_idle_memory: WeakSet[FreesMemory] = WeakSet()
 
 
 class MemoryUse(BaseModel):
@@ -70,8 +70,8 @@ def as_memory_error() -> Iterator[None]:
             raise
         message = str(error)
     if message is not None:
-        for keeper in list(given_up_when_short):
-            keeper.give_up()
+        for keeper in list(holders_of_idle_memory):
+            keeper.abort()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise MemoryError(message)

@@ -15,19 +15,25 @@ from hf_slospec.models.attention import (
     MAX_DENSE,
     AttentionLayer,
     FlashAttention,
-    Fresh,
+    NewTokens,
+    PackedBatch,
     PackedForward,
-    PlannedRow,
-    Row,
+    PlannedBatch,
     backend_for,
 )
-from hf_slospec.models.graphs import Granted, Graphs, maker_for
-from hf_slospec.models.kv_pool import KVPool
-from hf_slospec.models.memory import given_up_when_short
-from hf_slospec.models.padding import MAX_GHOSTS, padded
-from hf_slospec.models.parcel import sent
-from hf_slospec.models.prepacked import PrepackedLinears
-from hf_slospec.models.probe import input_device, probe_layers, refuse_by_declaration, run_model, vocab_size
+from hf_slospec.models.compatibility.probe import (
+    input_device,
+    probe_layers,
+    refuse_by_declaration,
+    run_model,
+    vocab_size,
+)
+from hf_slospec.models.cpu.prepacked import PrepackedLinears
+from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
+from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
+from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.kv_cache.pool import KVPool
+from hf_slospec.models.memory import holders_of_idle_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +61,8 @@ class PackedModel:
         self._asked: dict[Hashable, None] = {}  # plans that layers have asked for
         # Other backends read the row itself.
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
-        self.has_graphs = cuda_graphs and self._has_plans and maker_for(self.device) is not None
-        self._granted = Granted(model) if self.has_graphs else None
+        self.has_graphs = cuda_graphs and self._has_plans and capturer_for(self.device) is not None
+        self._granted = GraphPreconditions(model) if self.has_graphs else None
         self._kept: KVPool | None = None
         self._lock = threading.Lock()
 
@@ -96,8 +102,8 @@ class PackedModel:
 
     def new_pool(self, num_slots: int) -> KVPool:
         has_graphs = self.has_graphs and num_slots > 0
-        pool = KVPool([layer.shape for layer in self.layers], num_slots, MAX_GHOSTS if has_graphs else 0)
-        if has_graphs and (maker := maker_for(self.device)) is not None:
+        pool = KVPool([layer.shape for layer in self.layers], num_slots, MAX_PADDING_SLOTS if has_graphs else 0)
+        if has_graphs and (maker := capturer_for(self.device)) is not None:
             pool.graphs = Graphs(maker, self.device)
         return pool
 
@@ -113,9 +119,9 @@ class PackedModel:
         if pool.graphs is not None and pool.graphs.may_keep(pool.num_bytes):
             with self._lock:
                 self._kept = pool
-            given_up_when_short.add(self)
+            holders_of_idle_memory.add(self)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Memory is short."""
         with self._lock:
             self._kept = None
@@ -126,7 +132,7 @@ class PackedModel:
         return 0 if pool is None else pool.num_bytes
 
     @torch.no_grad()
-    def forward(self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Stage the K/V of all parts' tokens and return the logits of some rows.
 
         Args:
@@ -139,7 +145,7 @@ class PackedModel:
         """
         num_logits, larger = len(logit_rows), self._padded(pool, parts, logit_rows)
         parts, logit_rows = larger or (parts, logit_rows)
-        row = Row.of(parts, is_padded=larger is not None)
+        row = PackedBatch.of(parts, is_padded=larger is not None)
         inputs = self._inputs(row, parts, logit_rows)
         with self.linears.in_use():
             logits = None
@@ -154,8 +160,8 @@ class PackedModel:
         return logits[:num_logits]
 
     def _padded(
-        self, pool: KVPool, parts: Sequence[Fresh], logit_rows: torch.Tensor
-    ) -> tuple[list[Fresh], torch.Tensor] | None:
+        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
+    ) -> tuple[list[NewTokens], torch.Tensor] | None:
         """None where a forward cannot be replayed anyway."""
         if self._granted is None or not self._granted.is_plain or pool.graphs is None or pool.graphs.is_off:
             return None
@@ -165,7 +171,7 @@ class PackedModel:
             return None
         return padded(parts, logit_rows, pool)
 
-    def _inputs(self, row: Row, parts: Sequence[Fresh], logit_rows: torch.Tensor) -> Inputs:
+    def _inputs(self, row: PackedBatch, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
         assert not embeds or len(embeds) == len(parts), "all rows of a prefill have embeddings, or none"
         tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
@@ -176,9 +182,9 @@ class PackedModel:
 
     def _replayable(self, pool: KVPool, inputs: Inputs) -> torch.Tensor:
         """A forward that reads its inputs and nothing else of the row."""
-        return self._compute(pool, PlannedRow(inputs.plans), inputs)
+        return self._compute(pool, PlannedBatch(inputs.plans), inputs)
 
-    def _compute(self, pool: KVPool, row: Row | PlannedRow, inputs: Inputs) -> torch.Tensor:
+    def _compute(self, pool: KVPool, row: PackedBatch | PlannedBatch, inputs: Inputs) -> torch.Tensor:
         forward = PackedForward(pool, row, inputs.own_slots, self.backend, self.layers)
         keep = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
         logits = run_model(self.model, forward, **inputs.tokens, position_ids=inputs.position_ids, **keep)

@@ -11,10 +11,10 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
+from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.sampling import Asked
-from hf_slospec.models.sequences import Sequences
 
 
 class Sampler(Protocol):

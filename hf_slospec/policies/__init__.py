@@ -3,19 +3,19 @@
 from collections.abc import Callable
 
 from hf_slospec.algo.latency import StepCosts
-from hf_slospec.algo.static_trees import SPECINFER
-from hf_slospec.engine.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import PolicyName, SLOSpecConfig
 from hf_slospec.engine.protocols import Policy
-from hf_slospec.policies.adaserve import AdaServePolicy
-from hf_slospec.policies.auto import AutoPolicy, Experience
+from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
 from hf_slospec.policies.fixed import FixedPolicy, StaticTreePolicy
-from hf_slospec.policies.sequoia import SequoiaPolicy
-from hf_slospec.policies.slos_serve import SLOsServePolicy
-from hf_slospec.policies.smartspec import SmartSpecPolicy
-from hf_slospec.policies.smartspec_confidence import ConfidencePolicy
-from hf_slospec.policies.smartspec_tree import HeadsPolicy
-from hf_slospec.policies.thesis import ThesisPolicy, ThesisSLOPolicy
-from hf_slospec.policies.turbospec import TurboSpecPolicy
+from hf_slospec.policies.papers.adaserve import AdaServePolicy
+from hf_slospec.policies.papers.sequoia import SequoiaPolicy
+from hf_slospec.policies.papers.slos_serve import SLOsServePolicy
+from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
+from hf_slospec.policies.papers.smartspec_confidence import ConfidencePolicy
+from hf_slospec.policies.papers.smartspec_tree import HeadsPolicy
+from hf_slospec.policies.papers.thesis import ThesisPolicy, ThesisSLOPolicy
+from hf_slospec.policies.papers.tree_shapes import SPECINFER
+from hf_slospec.policies.papers.turbospec import TurboSpecPolicy
 
 NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]
 NEW: dict[PolicyName, NewPolicy] = {
@@ -36,7 +36,7 @@ NEW: dict[PolicyName, NewPolicy] = {
 }
 
 
-def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: Experience) -> Policy:
+def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: SpeculationHistory) -> Policy:
     """The policy a config names."""
     if config.policy == "auto":
         return AutoPolicy(config, costs, experience)

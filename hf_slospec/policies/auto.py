@@ -13,24 +13,24 @@ from hf_slospec.algo.depth import DepthControl, ShapeTime
 from hf_slospec.algo.latency import StepCosts
 from hf_slospec.algo.select import best_ratio_nodes
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray, TokenTree
-from hf_slospec.algo.urgency import Standing, urgency
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.algo.urgency import SLOProgress, urgency
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
-from hf_slospec.policies.adaserve import affordable_tokens, useful_depth
+from hf_slospec.policies.papers.adaserve import affordable_tokens, useful_depth
 
 logger = logging.getLogger(__name__)
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
-HOPELESS = 2.0  # times what whole candidate trees yield on average: a request that needs more cannot be helped
+UNATTAINABLE = 2.0  # times what whole candidate trees yield on average: a request that needs more cannot be helped
 SURE = 8  # steps with drafts before any request is given up
 FADE = 0.1  # weight of a step in running figures
 LOOKED_AT = 8  # requests that are drafted for to see whether speculation pays again: for all, all prompts would be read
 LEFTOVER = 0.5  # weight of a best-effort request
 
 
-class Experience:
+class SpeculationHistory:
     """What runs teach the next: acceptance, and the shapes that paid."""
 
     def __init__(self, config: SLOSpecConfig):
@@ -50,14 +50,14 @@ class AutoPolicy:
     what was measured.
     """
 
-    def __init__(self, config: SLOSpecConfig, costs: StepCosts, experience: Experience | None = None):
+    def __init__(self, config: SLOSpecConfig, costs: StepCosts, experience: SpeculationHistory | None = None):
         self.config, self.costs = config, costs
-        self.learned = experience or Experience(config)
+        self.learned = experience or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
-        self._num_fed = num_fed
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        self._num_fed = num_prefill_tokens
         self._num_keys = sum(len(request.tokens) for request in requests)
         self._urgency = self._urgency_of(requests, begun_s)
         self._weights = self._urgency * np.array([LEFTOVER if request.is_best_effort else 1.0 for request in requests])
@@ -129,17 +129,17 @@ class AutoPolicy:
 
     def _urgency_of(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """How much more the tokens of late requests count.  -> [num_requests] f64"""
-        if all(request.target_s is None for request in requests):
+        if all(request.tpot_slo_s is None for request in requests):
             return np.ones(len(requests))
         learned = self.learned
-        rows = [(r.target_s or np.inf, *r.decoded(begun_s), r.num_left_in_stage) for r in requests]
-        standing = Standing(*np.array(rows, np.float64).T)
+        rows = [(r.tpot_slo_s or np.inf, *r.decoded(begun_s), r.num_left_in_stage) for r in requests]
+        standing = SLOProgress(*np.array(rows, np.float64).T)
         needed = standing.needed_rate(learned.step_s)
-        is_hopeless = (needed > HOPELESS * learned.most_tokens) & (learned.depths.num_observed > SURE)
-        for index in np.flatnonzero(is_hopeless).tolist():
+        is_unattainable = (needed > UNATTAINABLE * learned.most_tokens) & (learned.depths.num_observed > SURE)
+        for index in np.flatnonzero(is_unattainable).tolist():
             self._warn_once(requests[index], float(needed[index]))
         cushion = standing.cushion(learned.step_s, learned.tokens, learned.variance**0.5)
-        return urgency(standing.late(learned.step_s), cushion, is_hopeless, self.config.urgency)
+        return urgency(standing.late(learned.step_s), cushion, is_unattainable, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
@@ -147,7 +147,7 @@ class AutoPolicy:
             logger.warning(
                 "request %d can no longer meet its target of %.4g s per token and goes on as fast as the leftover "
                 "allows: it needs %.1f tokens per step, and whole candidate trees yield %.1f",
-                request.index, request.target_s, needed, self.learned.most_tokens,
+                request.index, request.tpot_slo_s, needed, self.learned.most_tokens,
             )  # fmt: skip
 
     def _shape_time(self, num_requests: int, num_drafting: int) -> ShapeTime:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_slospec.algo.static_trees import SPECINFER, StaticTree
 from hf_slospec.algo.tree import Forest, TokenTree
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
-from hf_slospec.policies.adaserve import useful, useful_depth
+from hf_slospec.policies.papers.adaserve import useful, useful_depth
+from hf_slospec.policies.papers.tree_shapes import SPECINFER, StaticTree
 
 
 class FixedPolicy:
@@ -21,7 +21,7 @@ class FixedPolicy:
     def __init__(self, depth: int, width: int):
         self.depth, self.width = depth, width
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_fed: int = 0) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         return Plan(useful_depth(requests, self.depth), self.width)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:

@@ -35,10 +35,12 @@ class SimulatedTarget:
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
         num_nodes = sum(tree.num_nodes for tree in trees)
-        num_fed = sum(request.num_uncached - 1 for request in requests) + sum(chunk.num_tokens for chunk in chunks)
+        num_prefill_tokens = sum(request.num_uncached - 1 for request in requests) + sum(
+            chunk.num_tokens for chunk in chunks
+        )
         keys = sum(len(r.tokens) for r in requests) + sum(c.request.num_cached + c.num_tokens for c in chunks)
-        is_mixed = num_fed > 0 and any(request.is_decoding for request in requests)
-        seconds = float(self.hardware.target(num_nodes + num_fed, len(requests) + len(chunks), keys))
+        is_mixed = num_prefill_tokens > 0 and any(request.is_decoding for request in requests)
+        seconds = float(self.hardware.target(num_nodes + num_prefill_tokens, len(requests) + len(chunks), keys))
         self.clock.now_s += seconds + self.hardware.host_s + self.hardware.mixed_s * is_mixed
         return [functools.partial(self._choose, request) for request in requests]
 

@@ -26,8 +26,8 @@ class Outcome:
     arrival_s: float
     input_tokens: int
     output_tokens: int
-    tpot_target_s: float | None
-    ttft_target_s: float | None
+    tpot_slo_s: float | None
+    ttft_slo_s: float | None
     first_token_s: float
     decode_begun_s: float  # when the step began that decoded it first
     finish_s: float
@@ -52,8 +52,8 @@ class Outcome:
             arrival_s=job.arrival_s,
             input_tokens=job.input_tokens,
             output_tokens=own.tokens,
-            tpot_target_s=own.target_s,
-            ttft_target_s=own.ttft_target_s,
+            tpot_slo_s=own.tpot_slo_s,
+            ttft_slo_s=own.ttft_slo_s,
             first_token_s=own.ttft_s + job.arrival_s if own.ttft_s is not None else math.nan,
             decode_begun_s=decode_begun_s,
             finish_s=request.last_token_s,
@@ -80,18 +80,18 @@ def attained(outcome: Outcome) -> bool | None:
 
 def adaserve_attained(outcome: Outcome) -> bool | None:
     """AdaServe's: (finish - first decode iteration) / tokens; waiting and prefill do not count."""
-    if outcome.tpot_target_s is None:
+    if outcome.tpot_slo_s is None:
         return None
-    return (outcome.finish_s - outcome.decode_begun_s) / outcome.output_tokens <= outcome.tpot_target_s
+    return (outcome.finish_s - outcome.decode_begun_s) / outcome.output_tokens <= outcome.tpot_slo_s
 
 
 def slos_serve_attained(outcome: Outcome) -> bool | None:
     """SLOs-Serve's: the first token in time, and no 10 tokens in a row slower than the target."""
-    if outcome.tpot_target_s is None and outcome.ttft_target_s is None:
+    if outcome.tpot_slo_s is None and outcome.ttft_slo_s is None:
         return None
-    is_late = outcome.ttft_target_s is not None and outcome.ttft_s > outcome.ttft_target_s
+    is_late = outcome.ttft_slo_s is not None and outcome.ttft_s > outcome.ttft_slo_s
     worst_s = outcome.tpot_s if outcome.worst_tpot_s is None else outcome.worst_tpot_s
-    is_slow = outcome.tpot_target_s is not None and worst_s is not None and worst_s > outcome.tpot_target_s
+    is_slow = outcome.tpot_slo_s is not None and worst_s is not None and worst_s > outcome.tpot_slo_s
     return not (is_late or is_slow)
 
 

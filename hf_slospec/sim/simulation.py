@@ -8,20 +8,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.checked_policy import CheckedPolicy
-from hf_slospec.engine.config import SLOSpecConfig
-from hf_slospec.engine.continuous import Continuous, Limits
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.loop import Engine
-from hf_slospec.engine.pace import Pace
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.pace import Pace
+from hf_slospec.engine.step import Engine
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies import NewPolicy, max_tree_nodes, new_policy
-from hf_slospec.policies.auto import Experience
+from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.sim.hardware import Hardware
-from hf_slospec.sim.hindsight import HindsightPolicy
 from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock
+from hf_slospec.sim.oracle import OraclePolicy
 from hf_slospec.sim.outcomes import Outcome, Run, Totals
 from hf_slospec.sim.texts import Library
 from hf_slospec.sim.workload import MOST_S, Job
@@ -56,14 +56,14 @@ class Replica:
         costs = hardware.costs()
         max_nodes = max_tree_nodes(config, make_policy)
         limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
-        self.scheduler = Continuous(limits, Pace(costs), config.admission, config.prefill)
+        self.scheduler = ContinuousScheduler(limits, Pace(costs), config.admission, config.prefill)
         policy: Policy
         if make_policy is not None:
             policy = CheckedPolicy(make_policy(config, costs), max_nodes, sys.maxsize)  # tokens are ranks
         else:
-            policy = new_policy(config, costs, Experience(config))
+            policy = new_policy(config, costs, SpeculationHistory(config))
         if hindsight:
-            policy = HindsightPolicy(library, config, hardware, seed)
+            policy = OraclePolicy(library, config, hardware, seed)
         self.engine = Engine(
             SimulatedTarget(library, hardware, self.clock),
             SimulatedDrafter(library, hardware, self.clock, seed),
@@ -175,7 +175,7 @@ class Simulation:
             Outcome.of(v.request, v.job, v.replica, _or(v.decode_begun_s, v.request.last_token_s), v.hops)
             for v in self._visits
         )
-        declined = sum(v.request.has_targets and not v.request.is_promised for v in self._visits)
+        declined = sum(v.request.has_slo and not v.request.is_guaranteed for v in self._visits)
         return Run(system, outcomes, totals, declined)
 
     def _check(self, event: StepEvent) -> None:
@@ -197,7 +197,7 @@ class Simulation:
         """Requests that a replica promises nothing go on to the next before they begin, up to ``max_hops`` times."""
         replica.scheduler.promise(replica.clock.now_s)
         for request in (*replica.scheduler.waiting, *replica.scheduler.running):
-            visit, is_declined = self._visits[request.index], request.has_targets and not request.is_promised
+            visit, is_declined = self._visits[request.index], request.has_slo and not request.is_guaranteed
             if is_declined and not request.num_cached and visit.hops < self.max_hops:
                 replica.engine.retire([request])
                 request.is_best_effort = False  # that is for the next one to say
@@ -215,7 +215,7 @@ def _request(index: int, job: Job) -> Request:
         is_stop=lambda tokens: len(tokens) >= end,
         arrived_s=job.arrival_s,
         is_sampled=job.is_sampled,
-        ttft_target_s=job.ttft_s,
+        ttft_slo_s=job.ttft_s,
         priority=job.priority,
     )
 

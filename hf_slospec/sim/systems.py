@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hf_slospec.engine.config import SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.sim.files import described
 

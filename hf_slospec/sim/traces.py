@@ -89,7 +89,7 @@ class _Line:
         value = self.value(name, int, 1, MOST_TOKENS)
         return None if value is None else int(value)
 
-    def target_s(self, name: str) -> float | None:
+    def tpot_slo_s(self, name: str) -> float | None:
         value = self.value(name, float, 0.0, MOST_S)
         if value == 0.0:
             raise self.fault(name, "0 is no target; leave it empty for none")
@@ -99,7 +99,7 @@ class _Line:
 def _job(line: _Line, base_tpot_s: float | None) -> Job:
     if "" in line.fields:
         raise InvalidFileError(f"{line.path}:{line.number}: has more fields than the header")
-    tpot_s, ratio = line.target_s("slo"), line.value("slo_ratio", float, -1e6, 1e6)
+    tpot_s, ratio = line.tpot_slo_s("slo"), line.value("slo_ratio", float, -1e6, 1e6)
     if ratio == 0.0:
         raise line.fault("slo_ratio", "0 is no target; leave it empty for none")
     if ratio is not None and base_tpot_s is not None:
@@ -112,7 +112,7 @@ def _job(line: _Line, base_tpot_s: float | None) -> Job:
         input_tokens=line.count("input_tokens") or 1,
         output_tokens=num_output,
         tpot_s=tpot_s,
-        ttft_s=line.target_s("ttft_s"),
+        ttft_s=line.tpot_slo_s("ttft_s"),
         kind=line.text("class") or ("none" if tpot_s is None else f"{1e3 * tpot_s:g} ms"),
         priority=int(line.value("priority", int, -MOST_TOKENS, MOST_TOKENS) or 0),
         max_new_tokens=most,

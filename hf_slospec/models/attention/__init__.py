@@ -5,8 +5,8 @@ from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
 from hf_slospec.models.attention.hook import active_forward
+from hf_slospec.models.attention.packed_batch import AttentionLayer, NewTokens, PackedBatch, PlannedBatch, Span
 from hf_slospec.models.attention.packing import MAX_DENSE
-from hf_slospec.models.attention.row import AttentionLayer, Fresh, PlannedRow, Row, Span
 from hf_slospec.models.attention.sdpa import sdpa_attention
 
 __all__ = [
@@ -14,10 +14,10 @@ __all__ = [
     "AttentionLayer",
     "Backend",
     "FlashAttention",
-    "Fresh",
+    "NewTokens",
+    "PackedBatch",
     "PackedForward",
-    "PlannedRow",
-    "Row",
+    "PlannedBatch",
     "Span",
     "active_forward",
     "backend_for",

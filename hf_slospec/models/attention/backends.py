@@ -11,7 +11,7 @@ import torch
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention, kernel_for
-from hf_slospec.models.attention.row import AttentionLayer, Row
+from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch
 from hf_slospec.models.attention.sdpa import sdpa_attention
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Backend(Protocol):
         query: torch.Tensor,  # [num_heads, num_tokens, head_dim]
         keys: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         values: torch.Tensor,  # [num_slots, num_kv_heads, value_dim]
-        row: Row,
+        row: PackedBatch,
         scaling: float,
         window: int | None,  # in positions
         softcap: float | None,

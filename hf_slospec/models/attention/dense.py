@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_slospec.models.attention.row import Row
+from hf_slospec.models.attention.packed_batch import PackedBatch
 
 
 def dense_attention(
@@ -34,7 +34,7 @@ def masked_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    row: Row,
+    row: PackedBatch,
     scaling: float,
     window: int | None,
     softcap: float | None,

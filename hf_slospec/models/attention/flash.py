@@ -9,8 +9,8 @@ import torch
 from hf_slospec.models.attention.choice import kernel_on
 from hf_slospec.models.attention.kernels import FlashKernel
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
+from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch
 from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
-from hf_slospec.models.attention.row import AttentionLayer, Row
 from hf_slospec.models.attention.sdpa import sdpa_attention
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class FlashAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        row: Row,
+        row: PackedBatch,
         scaling: float,
         window: int | None,
         softcap: float | None,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention.backends import Backend
-from hf_slospec.models.attention.row import AttentionLayer, PlannedRow, Row, Slots
-from hf_slospec.models.kv_pool import KVPool
+from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Slots
+from hf_slospec.models.kv_cache.pool import KVPool
 
 
 class PackedForward:
@@ -20,7 +20,7 @@ class PackedForward:
     def __init__(
         self,
         pool: KVPool,
-        row: Row | PlannedRow,
+        row: PackedBatch | PlannedBatch,
         own_slots: torch.Tensor,
         backend: Backend,
         layers: Sequence[AttentionLayer],
@@ -33,10 +33,10 @@ class PackedForward:
         self._latent: int | None = None  # the latent layer that cached last and has not attended yet
 
     @functools.cached_property
-    def _gathered(self) -> Row:
+    def _gathered(self) -> PackedBatch:
         """The row as layers see it that were given what is visible, one sequence after the other."""
         ends = itertools.accumulate(span.num_visible for span in self.row.spans)
-        return Row(
+        return PackedBatch(
             self.row.spans,
             [slice(end - span.num_visible, end) for span, end in zip(self.row.spans, ends, strict=False)],
         )

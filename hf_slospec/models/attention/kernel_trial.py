@@ -8,7 +8,7 @@ import torch
 
 from hf_slospec.models.attention.kernels import FlashKernel, KernelUnavailable
 from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.parcel import sent
+from hf_slospec.models.cuda.transfer import sent
 
 
 def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

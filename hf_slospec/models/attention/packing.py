@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.models.attention.row import Row, Span
-from hf_slospec.models.sizes import size_for
+from hf_slospec.models.attention.packed_batch import PackedBatch, Span
+from hf_slospec.models.cuda.bucket_sizes import bucket_for
 
 MAX_DENSE = 64  # longer chains are causal entries: the work of a dense block grows with the square of its tokens
 # A kernel gives an entry and head to one block of threads: long ranges are cut until there are enough (not measured).
@@ -107,7 +107,7 @@ class Packing:
         return self if self.split is None else replace(self, split=self.split.opened())
 
 
-def pack(row: Row, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
+def pack(row: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
     """Cut up a row, for layers with this window and these numbers of heads; to be sent to them, and opened."""
     in_order = sorted(zip(row.spans, row.visible, strict=True), key=lambda pair: pair[1].start)
     chains = [(span, slots) for span, slots in in_order if span.is_chain and span.num_tokens > MAX_DENSE]
@@ -139,18 +139,18 @@ def _split(
         num_queries += num_pieces * span.num_tokens
     entries = Entries.of(ranges, groups) if num_pieces else None
     if is_padded and entries is not None:
-        most = size_for(max(span.num_tokens for span, _ in spans))
+        most = bucket_for(max(span.num_tokens for span, _ in spans))
         entries = entries.padded(2 * len(ranges), most * groups, -(-longest // num_pieces))
     return Split(entries, [_block(parts, is_padded) for parts in by_size.values()], groups, num_kv_heads)
 
 
 def _common(span: Span, slots: slice, window: int | None) -> slice:
     """The slots that every token of the span sees for certain, one range."""
-    if span.num_fresh == 1:  # a single token sees itself as well
+    if span.num_staged == 1:  # a single token sees itself as well
         return slice(slots.start if window is None else max(slots.start, slots.stop - window), slots.stop)
     length = span.sequence.length
     # Positions are on the device. None is further from the root than there are fresh tokens.
-    dropped = 0 if window is None else min(max(length + span.num_fresh - window, 0), length)
+    dropped = 0 if window is None else min(max(length + span.num_staged - window, 0), length)
     return slice(slots.start + dropped, slots.start + length)
 
 
@@ -177,13 +177,13 @@ class _Part:
     ) -> _Part:
         fresh = np.arange(common.stop, slots.stop)
         if window is None or not len(fresh):
-            return cls(span, fresh, slots.stop - 1, span.fresh_mask[:, : len(fresh)], first_query, is_empty)
+            return cls(span, fresh, slots.stop - 1, span.staged_mask[:, : len(fresh)], first_query, is_empty)
         first_common = common.start - slots.start
         first = min(max(span.sequence.length - window + 1, 0), first_common)  # no token sees what is before it
-        edge = torch.arange(first, first_common, device=span.fresh_mask.device)
-        key_positions = torch.cat((edge, span.fresh_positions))
-        is_near = span.fresh_positions[-span.num_tokens :, None] - key_positions[None, :] < window
-        is_seen = F.pad(span.fresh_mask, (len(edge), 0), value=True)
+        edge = torch.arange(first, first_common, device=span.staged_mask.device)
+        key_positions = torch.cat((edge, span.staged_positions))
+        is_near = span.staged_positions[-span.num_tokens :, None] - key_positions[None, :] < window
+        is_seen = F.pad(span.staged_mask, (len(edge), 0), value=True)
         own = np.concatenate((np.arange(slots.start + first, common.start), fresh))
         return cls(span, own, slots.stop - 1, is_near & is_seen, first_query, is_empty)
 
@@ -192,7 +192,7 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
     num_queries = max(part.span.num_tokens for part in parts)
     num_keys = max(len(part.slots) for part in parts)
     if is_padded:
-        num_queries, num_keys = size_for(num_queries), size_for(num_keys) if num_keys else 0
+        num_queries, num_keys = bucket_for(num_queries), bucket_for(num_keys) if num_keys else 0
     num_tokens = np.array([part.span.num_tokens for part in parts])
     own = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [batch, num_queries]
     rows = own + np.array([part.span.begin for part in parts])[:, None]

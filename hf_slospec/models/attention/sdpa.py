@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.models.attention.dense import dense_attention
-from hf_slospec.models.attention.row import Row
+from hf_slospec.models.attention.packed_batch import PackedBatch
 
 
 def sdpa_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    row: Row,
+    row: PackedBatch,
     scaling: float,
     window: int | None,
     softcap: float | None,

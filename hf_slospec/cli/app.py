@@ -1,0 +1,36 @@
+"""The command line: ``python -m hf_slospec`` or ``hf_slospec``. A command is a file in ``commands/``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hf_slospec import __version__
+from hf_slospec.cli.commands.bench import bench
+from hf_slospec.cli.commands.demo import demo
+from hf_slospec.cli.commands.generate import generate
+from hf_slospec.cli.commands.gpu_check import gpu_check
+from hf_slospec.cli.commands.profile import profile
+from hf_slospec.cli.commands.simulate import simulate
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a speed target per request.")
+
+
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Tree speculation with a speed target per request."""
+
+
+for command in (generate, demo, bench, profile, gpu_check, simulate):
+    app.command()(command)

@@ -1,0 +1,260 @@
+"""Speed of stock ``generate``, assisted generation, prompt lookup and ours, interleaved in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_slospec
+from hf_slospec.cli.draft_recording import recorded
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.sim.texts import RecordedText
+
+OURS = "hf_slospec"
+PREPACK_OFF = "hf_slospec, prepack off"  # it is only done on CPUs
+PLAIN = "generate"
+ASSISTED = "assisted, defaults"
+
+
+Run = Callable[[dict[str, torch.Tensor]], Any]  # encoded prompts -> sequences, or an output that holds them
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to generate, at one batch size."""
+
+    name: str
+    batch: int
+    run: Run
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # entered before the clock
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call."""
+
+    seconds: float
+    forward_s: float | None  # of them, within either model's forward; None if that was not timed
+    sequences: torch.Tensor  # [batch, length]
+    slo: Any  # per-row metrics; None for stock
+    steps: Any  # what happened in each step; None for stock
+
+
+class Bench:
+    """Runs every contestant once per repeat, on the repeat's own prompts, so that drift hits all alike."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: list[str],
+        prompt_tokens: int,
+        new_tokens: int,
+        config: SLOSpecConfig | None = None,
+        times_forwards: bool = True,
+    ):
+        """``times_forwards``: the host waits for the GPU at both ends of every forward; nothing runs beside it then."""
+        self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
+        self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
+        self.config, self.times_forwards = config or SLOSpecConfig(), times_forwards
+        for model in (target, draft):
+            model.generation_config.eos_token_id = None  # every contestant writes exactly new_tokens per row
+
+    def contestants(self, batches: list[int], constants: list[int]) -> list[Contestant]:
+        """Stock ones at batch 1 include assisted generation with each constant number of assistant tokens."""
+        found, ours = [], {OURS: self.ours(self.config)}
+        if self.target.device.type == "cpu":
+            ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False}))
+        for batch in batches:
+            found.append(Contestant(PLAIN, batch, self.stock()))
+            if batch == 1:
+                found.append(Contestant(ASSISTED, 1, self._assisted(None)))
+                found += [Contestant(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
+                found.append(Contestant("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
+            found += [Contestant(name, batch, run) for name, run in ours.items()]
+        return found
+
+    def run(self, contestants: list[Contestant], repeats: int) -> dict[tuple[str, int], list[Sample]]:
+        samples: dict[tuple[str, int], list[Sample]] = {(c.name, c.batch): [] for c in contestants}
+        for contestant in contestants:  # warm-up; ours also measures its step costs here
+            if contestant.name in (PLAIN, OURS, PREPACK_OFF, ASSISTED):
+                self.time(contestant, 0)
+        rounds = [(repeat, contestant) for repeat in range(repeats) for contestant in contestants]
+        for repeat, contestant in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
+            samples[contestant.name, contestant.batch].append(self.time(contestant, repeat))
+        return samples
+
+    def _encoded(self, batch: int, repeat: int) -> dict[str, torch.Tensor]:
+        texts = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
+        options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.prompt_tokens}
+        encoded = self.tokenizer(texts, return_tensors="pt", **options).to(self.target.device)
+        encoded.pop("token_type_ids", None)
+        return dict(encoded)
+
+    def record(self, samples: dict[tuple[str, int], list[Sample]]) -> list[RecordedText]:
+        """How the draft saw what we wrote, prompt after prompt."""
+        texts = []
+        for (name, batch), own in samples.items():
+            if name != OURS:
+                continue
+            for repeat, sample in enumerate(own):
+                mask = self._encoded(batch, repeat)["attention_mask"]
+                for row, sequence in zip(mask, sample.sequences, strict=True):
+                    prompt_len = int(row.sum())
+                    texts.append(recorded(self.draft, sequence[len(row) - prompt_len :].tolist(), prompt_len))
+        return texts
+
+    def time(self, contestant: Contestant, repeat: int) -> Sample:
+        """One call, on the repeat's prompts."""
+        encoded = self._encoded(contestant.batch, repeat)
+        timing = forward_time(self.target, self.draft) if self.times_forwards else contextlib.nullcontext()
+        with contestant.around(), timing as spent:
+            synchronize(self.target.device)
+            started_s = time.perf_counter()
+            output = contestant.run(encoded)
+            synchronize(self.target.device)
+            seconds = time.perf_counter() - started_s
+        sequences, forward_s = getattr(output, "sequences", output), spent[0] if spent else None
+        return Sample(seconds, forward_s, sequences, getattr(output, "slo", None), getattr(output, "steps", None))
+
+    def stock(self, **options: Any) -> Run:
+        def run(encoded: dict[str, torch.Tensor]) -> Any:
+            return self.target.generate(**encoded, do_sample=False, max_new_tokens=self.new_tokens, **options)
+
+        return run
+
+    def _assisted(self, constant: int | None) -> Run:
+        run = self.stock(assistant_model=self.draft)
+        if constant is None:
+            return run
+
+        def run_constant(encoded: dict[str, torch.Tensor]) -> Any:
+            settings = {
+                "num_assistant_tokens": constant,
+                "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0.0,
+            }
+            stock = {name: getattr(self.draft.generation_config, name) for name in settings}
+            self.draft.generation_config.update(**settings)
+            try:
+                return run(encoded)
+            finally:
+                self.draft.generation_config.update(**stock)
+
+        return run_constant
+
+    def ours(self, config: SLOSpecConfig | None) -> Run:
+        generator = SLOSpecGenerator(self.target, self.draft, self.tokenizer, config)
+
+        def run(encoded: dict[str, torch.Tensor]) -> Any:
+            return generator.generate(
+                **encoded, do_sample=False, max_new_tokens=self.new_tokens, return_dict_in_generate=True
+            )
+
+        return run
+
+
+@contextlib.contextmanager
+def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
+    """Within, the yielded single-element list sums the seconds spent in the models' forwards."""
+    spent, started = [0.0], [0.0]
+
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        synchronize(next(module.parameters()).device)
+        started[0] = time.perf_counter()
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        synchronize(next(module.parameters()).device)
+        spent[0] += time.perf_counter() - started[0]
+
+    hooks = [model.register_forward_pre_hook(before) for model in models]
+    hooks += [model.register_forward_hook(after) for model in models]
+    try:
+        yield spent
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> list[dict[str, Any]]:
+    """One row per contestant; speed-ups are medians of ratios within the same repeat, None where stock has not run."""
+    rows = []
+    for (name, batch), own in samples.items():
+        plain = samples.get((PLAIN, batch), own)
+        ratios = [p.seconds / s.seconds for p, s in zip(plain, own, strict=True)]
+        pairs = [pair for p, s in zip(plain, own, strict=True) for pair in zip(p.sequences, s.sequences, strict=True)]
+        equal = [torch.equal(theirs, ours) for theirs, ours in pairs]
+        is_compared = (PLAIN, batch) in samples
+        shares = [1 - s.forward_s / s.seconds for s in own if s.forward_s is not None]
+        lengths = [m.acceptance_length for s in own if s.slo for m in s.slo if m.steps]
+        rows.append(
+            {
+                "batch": batch,
+                "name": name,
+                "speedup_vs_generate": round(statistics.median(ratios), 3) if is_compared else None,
+                "speedup_per_repeat": [round(ratio, 3) for ratio in ratios] if is_compared else None,
+                "tokens_per_s": round(batch * new_tokens / statistics.median(s.seconds for s in own), 2),
+                "ms_per_token_and_row": round(1e3 * statistics.median(s.seconds for s in own) / new_tokens, 2),
+                "host_share": round(statistics.median(shares), 4) if shares else None,
+                "acceptance_length": round(statistics.mean(lengths), 3) if lengths else None,
+                "rows_equal_to_generate": f"{sum(equal)}/{len(equal)}" if is_compared else None,
+            }
+        )
+    return rows
+
+
+def provenance(**facts: Any) -> dict[str, Any]:
+    """What a reader needs to repeat a result."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cpu": f"{len(names)} x {names[0]}",
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **facts,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this runs from, marked if files were changed since; None when installed."""
+    root = Path(hf_slospec.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()

@@ -1,0 +1,99 @@
+"""``hf_slospec bench``: ours against stock generate and assisted generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hf_slospec.cli import benchmark
+from hf_slospec.cli.options import (
+    Assistant,
+    ConfigJSON,
+    Device,
+    DType,
+    ResultPath,
+    Size,
+    TargetModel,
+    pair_of,
+    settings_of,
+    write_results,
+)
+from hf_slospec.engine.chrome_trace import write_chrome_trace
+from hf_slospec.sim.texts import Recording
+from hf_slospec.tiny.embedded import tiny_prompts
+
+
+def bench(
+    target: TargetModel = None,
+    assistant: Assistant = None,
+    size: Size = "0.6B",
+    dtype: DType = "bfloat16",
+    device: Device = "cpu",
+    batch: Annotated[list[int], typer.Option(help="Batch sizes; give several times.")] = [1, 8],  # noqa: B006
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are cut to this many tokens.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens every row writes.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each contestant runs, each time on other prompts.")] = 5,
+    tune: Annotated[
+        bool, typer.Option(help="Also try assisted generation with 1..8 constant assistant tokens.")
+    ] = True,
+    config: ConfigJSON = "{}",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the steps of our last run as a Chrome trace to this file.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write how the draft saw our texts, for `simulate --recording`, to this file.")
+    ] = None,
+    json_path: ResultPath = None,
+) -> None:
+    """Compare ours with stock generate, assisted generation and prompt lookup on this machine.
+
+    All contestants are interleaved in one process; speed-ups are medians of ratios within a repeat.
+
+    Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
+    """
+    settings = settings_of(config)
+    models = pair_of(target, assistant, size, dtype, device)
+    facts = benchmark.provenance(
+        target=target or f"embedded, {size}", assistant=assistant or "embedded", dtype=dtype, device=device,
+        parameters=[model.num_parameters() for model in models[:2]], prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens, repeats=repeats,
+        config=settings.model_dump(),
+    )  # fmt: skip
+    runner = benchmark.Bench(
+        *models, tiny_prompts(), prompt_tokens, new_tokens, settings, times_forwards=models.target.device.type == "cpu"
+    )
+    contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
+    samples = runner.run(contestants, repeats)
+    rows = benchmark.summarize(samples, new_tokens)
+    Console().print(_table(rows))
+    if trace is not None:
+        write_chrome_trace(samples[benchmark.OURS, max(batch)][-1].steps, trace)
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        Recording(provenance=facts, texts=runner.record(samples)).write(record)
+    if json_path is not None:
+        write_results(json_path, facts, rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    title = "Speed against stock generate, same batch, same repeat (medians)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)  # within 80 columns
+    table.caption = "host: time outside of forwards; equal: rows with generate's tokens"
+    table.add_column("batch", justify="right", no_wrap=True)
+    table.add_column("method", no_wrap=True)
+    for heading in ("speed-up", "tokens/s", "ms/token", "host", "tok/step", "equal"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold" if row["name"] == benchmark.OURS else None
+        length, host = row["acceptance_length"], row["host_share"]
+        table.add_row(
+            str(row["batch"]), row["name"], f"{row['speedup_vs_generate']:.2f}x", f"{row['tokens_per_s']:.1f}",
+            f"{row['ms_per_token_and_row']:.1f}", "" if host is None else f"{host:.1%}",
+            f"{length:.2f}" if length else "", row["rows_equal_to_generate"], style=style,
+        )  # fmt: skip
+    return table

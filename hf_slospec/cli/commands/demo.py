@@ -1,0 +1,54 @@
+"""``hf_slospec demo``: several users of one model, in a browser."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hf_slospec.cli.options import Assistant, Device, DType, Size, TargetModel
+from hf_slospec.demo.serve import Options, serve
+from hf_slospec.errors import InvalidInputError, SLOSpecError
+
+MISSING = "the demo needs gradio; install it with: pip install 'hf_slospec[demo]'"
+
+
+def demo(
+    target: TargetModel = None,
+    assistant: Assistant = None,
+    size: Size = Options.size,
+    dtype: DType = Options.dtype,
+    device: Device = Options.device,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 lets others in. Default: this machine only.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860.")] = None,
+    password: Annotated[
+        str | None,
+        typer.Option(envvar="HF_SLOSPEC_DEMO_PASSWORD", help="Ask for it; better given by the environment variable."),
+    ] = None,
+) -> None:
+    """Watch several users of one model get different, promised speeds, in a browser.
+
+    A coding copilot, a chat, a summary and a batch job share one engine with whoever opens the page. Move their
+    targets, switch the policy, see who is served. Nothing leaves the machine. Ends with Ctrl-C.
+
+    Example, with a slower model:  hf_slospec demo --size 0.3B --port 7860
+
+    With real models, for colleagues:
+    hf_slospec demo --target org/name --assistant org/draft --device cuda --host 0.0.0.0 --password ...
+    """
+    console = Console(stderr=True)
+    try:
+        serve(Options(target, assistant, size, dtype, device, host, port, password), console.print)
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        console.print(MISSING, style="red", markup=False)
+        raise typer.Exit(1) from error
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (SLOSpecError, OSError) as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from error

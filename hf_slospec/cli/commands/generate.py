@@ -1,0 +1,148 @@
+"""``hf_slospec generate``: one text, as it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hf_slospec.cli.options import Assistant, ConfigJSON, Device, DType, Size, TargetModel, pair_of, settings_of
+from hf_slospec.engine.request import RequestMetrics
+from hf_slospec.errors import InvalidInputError, SLOSpecError
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.handle import RequestHandle, RequestResult
+
+FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a wrong call
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to go on from. '-', or nothing in a pipe: standard input.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Target: seconds per token. Default: none.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most probable token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest with this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among so many; 0: all.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of sampling; drawn if omitted.")] = None,
+    stop: Annotated[list[str], typer.Option(help="End with this text; give several times.")] = [],  # noqa: B006
+    chat: Annotated[bool, typer.Option(help="Put the prompt into the tokenizer's chat template.")] = False,
+    target: TargetModel = None,
+    assistant: Assistant = None,
+    size: Size = "tiny",
+    dtype: DType = "bfloat16",
+    device: Device = "cpu",
+    config: ConfigJSON = "{}",
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", help="Write text and metrics to this file; '-': to the output, as all of it."),
+    ] = None,
+    strict: Annotated[bool, typer.Option(help=f"Exit with {MISSED} if the target was missed.")] = False,
+) -> None:
+    """Write on from a prompt, as fast as a target asks for, and say how fast it was.
+
+    The text streams to the output, the figures go to standard error.
+
+    Example:  hf_slospec generate "def fibonacci(n):" --slo-tpot 0.02
+
+    From a pipe, sampled, for a script:
+    cat main.py | hf_slospec generate --temperature 0.7 --seed 1 --json - | jq .metrics.tpot_s
+
+    Exit codes: 0 written, 1 failed, 2 wrong call, 3 target missed (with --strict), 130 interrupted.
+    """
+    text, settings = _prompt(prompt, file), settings_of(config)
+    sampling: dict[str, Any] = {}
+    if temperature:
+        sampling = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
+    arguments = dict(slo_tpot=slo_tpot, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stop or None, **sampling)
+    console = Console(stderr=True)
+    pair = pair_of(target, assistant, size, dtype, device)
+    try:
+        with console.status("measuring how fast the models are (kept for next time)"):
+            generator = SLOSpecGenerator(*pair, settings).start()
+        with generator:
+            handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
+            result = _streamed(handle, is_shown=json_path != "-")
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from error
+    except SLOSpecError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(FAILED) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(INTERRUPTED) from error
+    console.print(summary(result.metrics), style="dim", highlight=False, soft_wrap=True)
+    if json_path is not None:
+        _write(json_path, record(text, result, handle))
+    if strict and result.metrics.attained is False:
+        raise typer.Exit(MISSED)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt not in (None, "-") and file is not None:
+        raise typer.BadParameter("give a prompt or --file, not both")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"--file: {error}") from error
+    elif prompt in (None, "-"):
+        if sys.stdin.isatty():
+            raise typer.BadParameter("give a prompt, --file, or a text in a pipe")
+        text = sys.stdin.read()
+    else:
+        text = str(prompt)
+    if not text:
+        raise typer.BadParameter("the prompt is empty")
+    return text
+
+
+def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
+    for piece in handle:
+        if is_shown:
+            print(piece, end="", flush=True)
+    if is_shown:
+        print(flush=True)
+    return handle.result()
+
+
+def summary(metrics: RequestMetrics) -> str:
+    """The figures of one request in a line."""
+    parts = [f"{metrics.tokens} token{'' if metrics.tokens == 1 else 's'}"]
+    if metrics.tpot_s:
+        parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token ({1 / metrics.tpot_s:.1f} tokens/s)")
+    if metrics.tpot_slo_s is not None:
+        parts.append(f"target {1e3 * metrics.tpot_slo_s:g} ms {'met' if metrics.attained else 'missed'}")
+    if metrics.ttft_s is not None:
+        parts.append(f"first token after {1e3 * metrics.ttft_s:.0f} ms")
+    if metrics.acceptance_length:
+        parts.append(f"{metrics.acceptance_length:.2f} tokens per step")
+    return ", ".join(parts)
+
+
+def record(prompt: str, result: RequestResult, handle: RequestHandle) -> dict[str, Any]:
+    """What ``--json`` writes."""
+    metrics = dataclasses.asdict(result.metrics) | {"acceptance_length": result.metrics.acceptance_length}
+    return {
+        "prompt": prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "from_draft": handle.from_draft,
+        "finish_reason": result.finish_reason,
+        "seed": handle.seed,
+        "metrics": metrics,
+    }
+
+
+def _write(path: str, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2) + "\n"
+    if path == "-":
+        print(text, end="")
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")

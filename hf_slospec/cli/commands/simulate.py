@@ -1,0 +1,133 @@
+"""``hf_slospec simulate``: systems under the same loads on simulated models."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from hf_slospec.cli import benchmark
+from hf_slospec.cli.options import ResultPath, write_results
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.serving.log_level import only_errors_logged
+from hf_slospec.sim import comparison
+from hf_slospec.sim.hardware import HARDWARE, hardware_of
+from hf_slospec.sim.outcomes import METRICS, write_requests
+from hf_slospec.sim.systems import SYSTEMS, config_of
+from hf_slospec.sim.texts import Recording, TextModel
+from hf_slospec.sim.traces import read_trace
+from hf_slospec.sim.workload import ARRIVALS, MIXES, jobs_of, mix_of
+from hf_slospec.sim.workload import arrivals as arrival_times
+
+
+def simulate(
+    context: typer.Context,
+    system: Annotated[
+        list[str],
+        typer.Option(help=f"{', '.join(SYSTEMS)}; with settings: 'auto {{...}}'. Give several times."),
+    ] = ["auto", "adaserve", "vllm-spec4", "sarathi", "vllm"],  # noqa: B006
+    hardware: Annotated[
+        str, typer.Option(help=f"{', '.join(HARDWARE)}; or a latency file, as `profile --json` writes it.")
+    ] = "llama-70b-4xa100",
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV: arrival_s, input_tokens, output_tokens, slo; in place of a mix.")
+    ] = None,
+    base_tpot: Annotated[float | None, typer.Option(help="Seconds that a trace's slo_ratio multiplies.")] = None,
+    mix: Annotated[str, typer.Option(help=f"Lengths and targets: {', '.join(MIXES)}.")] = "adaserve",
+    arrivals: Annotated[str, typer.Option(help=f"{', '.join(ARRIVALS)}.")] = "poisson",
+    variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 3.0,
+    rate: Annotated[
+        list[float], typer.Option(help="Requests per second; several times. Default: 2, or as traced.")
+    ] = [],  # noqa: B006
+    number: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 400,
+    recording: Annotated[
+        Path | None, typer.Option(help="Texts of real runs, as `bench --record` writes them; else they are made up.")
+    ] = None,
+    acceptance: Annotated[float, typer.Option(help="Made-up texts: how often the first choice is right.")] = 0.8,
+    spread: Annotated[float, typer.Option(help="Made-up texts: the larger, the more alike requests are.")] = 12.0,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines that share the load; who declines hands on.")] = 1,
+    metric: Annotated[str, typer.Option(help=f"Attained as defined by {', '.join(METRICS)}.")] = "tpot",
+    seed: Annotated[int, typer.Option(min=0, help="Everything follows from it.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG.")] = None,
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every request to this file.")] = None,
+    json_path: ResultPath = None,
+) -> None:
+    """Replay a load under several systems on simulated models: the real scheduler and policies, a virtual clock.
+
+    Example:  hf_slospec simulate --system auto --system vllm --rate 2 --rate 4 --plot attained.png
+    """
+    if metric not in METRICS:
+        raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}")
+    _refuse_unused(context, trace, recording, arrivals)
+    _prepare(plot, csv_path, json_path)
+    try:
+        device = hardware_of(hardware)
+        num_children = comparison.widest(system)
+        texts = Recording.read(recording) if recording else TextModel(acceptance, spread, num_children=num_children)
+        traced = None if trace is None else read_trace(trace, base_tpot)
+        loads = []
+        for own_rate in rate or [None if traced else 2.0]:
+            rng = np.random.default_rng(seed)
+            if traced is None:
+                times_s = arrival_times(arrivals, rng, own_rate, number, variation)
+                jobs = jobs_of(mix_of(mix), times_s, rng, lambda tokens: float(device.target(tokens, 1, tokens)))
+            else:
+                jobs = traced if own_rate is None else comparison.at_rate(traced, own_rate)
+            loads.append(comparison.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
+        with only_errors_logged():
+            runs = comparison.compare(system, loads, device, replicas=replicas, seed=seed)
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    console.print(comparison.table(runs, loads, metric))
+    if plot is not None:
+        comparison.draw(runs, loads, metric, plot)
+        console.print(f"drawn to {plot}")
+    if csv_path is not None:
+        pairs = [(load.label, run) for own in runs.values() for load, run in zip(loads, own, strict=True)]
+        write_requests(pairs, METRICS[metric], csv_path)
+    if json_path is not None:
+        facts = benchmark.provenance(
+            systems={name: config_of(name).model_dump() for name in system}, hardware=hardware, metric=metric,
+            rates=rate, base_tpot=base_tpot,
+            load=str(trace) if trace else {"mix": mix, "arrivals": arrivals, "variation": variation, "number": number},
+            texts=str(recording) if recording else {"acceptance": acceptance, "spread": spread},
+            replicas=replicas, seed=seed,
+        )  # fmt: skip
+        write_results(json_path, facts, comparison.records(runs, loads, metric))
+
+
+def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str) -> None:
+    """Options that what else was given leaves without any effect."""
+    without_effect = [
+        (trace is not None, "--trace", ("mix", "arrivals", "variation", "number")),
+        (trace is None, "no --trace", ("base_tpot",)),
+        (recording is not None, "--recording", ("acceptance", "spread")),
+        (arrivals != "gamma", f"--arrivals {arrivals}", ("variation",)),
+    ]
+    for is_so, reason, names in without_effect:
+        for name in names:
+            source = context.get_parameter_source(name)
+            if is_so and source is not None and source.name == "COMMANDLINE":
+                raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {reason}")
+
+
+def _prepare(plot: Path | None, *others: Path | None) -> None:
+    """Refuse places that nothing can be written to, before any work."""
+    if plot is not None:
+        if plot.suffix.lower() != ".png":
+            raise typer.BadParameter(f"--plot writes a PNG, and {plot} does not end in .png")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("--plot needs matplotlib: pip install 'hf_slospec[plot]'")
+    for path in (plot, *others):
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise typer.BadParameter(f"{path}: cannot be written ({error.strerror})") from error
+            if path.is_dir():
+                raise typer.BadParameter(f"{path} is a folder")

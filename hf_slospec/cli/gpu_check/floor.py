@@ -1,0 +1,79 @@
+"""What a verify step must move through memory, against what it takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_slospec.cli.benchmark import synchronize
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.costs.measure import Forwards, Size
+from hf_slospec.models.packed import PackedModel
+
+COPIES = 10
+FORWARDS = 10
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+GOAL = 1.15  # of the floor, at batch 1
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy within the device moves, reads and writes counted; the best of some."""
+    num_bytes = COPY_BYTES[device.type]
+    if device.type == "cuda":
+        num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    destination = torch.empty_like(source)
+    destination.copy_(source)
+    seconds = []
+    for _ in range(COPIES):
+        synchronize(device)
+        begun_s = time.perf_counter()
+        destination.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - begun_s)
+    return 2 * num_bytes / min(seconds)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Of all weights that a forward reads whole: not of an embedding table, unless it is the output's too."""
+    read = sum(parameter.nbytes for parameter in model.parameters())
+    table, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return read if table is output else read - table.nbytes
+
+
+def floor(
+    target: PreTrainedModel, batch: int, keys_each: int, steps: dict[str, float] | None, bandwidth: float
+) -> dict[str, Any]:
+    """The verify step of a batch whose texts have ``keys_each`` tokens, of as many tokens as ours verified (``steps``).
+
+    ``floor_ms``: weights, cached K and V at that bandwidth. ``forward_ms``: a packed forward alone, by the backend that
+    auto picks. ``verify_ms``: what whole verify phases took while ours was benched, choice of tokens included.
+    """
+    num_tokens = max(batch, round(steps["tokens"])) if steps else batch
+    with evaluating(target):
+        packed = PackedModel(target, SLOSpecConfig().attention)
+        kv_bytes = batch * keys_each * packed.kv_bytes_per_token
+        size = Size(num_tokens, batch, keys_each)
+        forward_s = Forwards(packed, -(-num_tokens // batch))
+        forward_s(size)
+        seconds = statistics.median(forward_s(size) for _ in range(FORWARDS))
+    weights = weight_bytes(target)
+    floor_s = (weights + kv_bytes) / bandwidth
+    verify_ms = steps["verify_ms"] if steps else None
+    return {
+        "batch": batch,
+        "tokens": num_tokens,
+        "keys_each": keys_each,
+        "weight_gb": round(weights / 1e9, 4),
+        "kv_gb": round(kv_bytes / 1e9, 4),
+        "floor_ms": round(1e3 * floor_s, 4),
+        "forward_ms": round(1e3 * seconds, 4),
+        "forward_over_floor": round(seconds / floor_s, 3),
+        "verify_ms": verify_ms,
+        "verify_over_floor": None if verify_ms is None else round(verify_ms / (1e3 * floor_s), 3),
+    }

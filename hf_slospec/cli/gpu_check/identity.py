@@ -1,0 +1,55 @@
+"""Whether speculated output is stock's: token for token in fp32, up to near-ties in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_slospec.cli.gpu_check.budget import Budget
+from hf_slospec.cli.gpu_check.failures import outcome_of, release_memory
+from hf_slospec.cli.gpu_check.variants import VARIANTS
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.generate.divergence import DivergenceReport, divergence_report
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.tiny.embedded import tiny_prompts
+from hf_slospec.tiny.load import Pair, load_pair
+
+BATCH = 4
+RULES = {"float32": "identical", "bfloat16": "near-ties only"}
+
+
+def identity(device: torch.device, size: str, new_tokens: int, budget: Budget) -> Iterator[dict[str, Any]]:
+    """One record per dtype and variant, as they are had."""
+    for dtype, rule in RULES.items():
+        pair: Pair | None = None
+        for name, config in VARIANTS.items():
+            record: dict[str, Any] = {"dtype": dtype, "size": size, "batch": BATCH, "name": name, "rule": rule}
+            if budget.left_s <= 0:
+                yield record | {"status": "skipped", "reason": "no time was left"}
+                continue
+            try:
+                pair = pair or load_pair(None, None, size, dtype, str(device))
+                report = _report(pair, config, new_tokens)
+            except Exception as error:  # noqa: BLE001  recorded
+                yield record | outcome_of(error)
+                continue
+            near = sum(divergence.is_near_tie for divergence in report.divergences)
+            is_right = not report.divergences if dtype == "float32" else report.all_near_ties
+            yield record | {
+                "status": "passed" if is_right else "failed",
+                "tokens": report.num_tokens,
+                "divergences": len(report.divergences),
+                "near_ties": near,
+                "report": str(report).splitlines() if report.divergences else [],
+            }
+        del pair
+        release_memory()
+
+
+def _report(pair: Pair, config: SLOSpecConfig, new_tokens: int) -> DivergenceReport:
+    texts = tiny_prompts()[:BATCH]
+    inputs = pair.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(pair.target.device)
+    inputs.pop("token_type_ids", None)
+    return divergence_report(SLOSpecGenerator(*pair, config), dict(inputs), do_sample=False, max_new_tokens=new_tokens)

@@ -1,0 +1,86 @@
+"""``python -m hf_slospec profile``: what forwards cost here, how well that is predicted, and a picture of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.costs.measure import REPEATS, measure
+from hf_slospec.models.costs.profiles import save_profile
+from hf_slospec.models.packed import PackedModel
+
+
+def profile(name: str, model: PreTrainedModel, seconds: float, keep: bool) -> dict[str, Any]:
+    """Measure one model for about ``seconds``; ``keep`` the fit for later runs on this machine.
+
+    Returns:
+        ``measured``: tokens, requests, keys each and milliseconds of every size; ``fit``: its curve and terms;
+        ``held_out``: relative error of the fit at sizes it was not made from.
+    """
+    with evaluating(model):
+        packed = PackedModel(model)
+        with tqdm(desc=f"profile {name}", unit=" forwards", disable=not sys.stderr.isatty()) as bar:
+            measured = measure(packed, seconds, held_out=True, on_forward=lambda _: bar.update(), repeats=4 * REPEATS)
+    cost = measured.fit()
+    if keep:
+        save_profile(packed, cost)
+    return {
+        "measured": [
+            {"tokens": s.num_tokens, "requests": s.num_requests, "keys_each": s.keys_each, "ms": round(1e3 * t, 3)}
+            for s, t in sorted(measured.seconds.items())
+        ],
+        "fit": {
+            "tokens": cost.curve.num_tokens,
+            "ms": [round(1e3 * t, 3) for t in cost.curve.seconds],
+            "ms_per_further_request": round(1e3 * cost.per_request_s, 4),
+            "ms_per_1000_keys": round(1e6 * cost.per_key_s, 4),
+        },
+        "held_out": [
+            {"tokens": s.num_tokens, "requests": s.num_requests, "keys_each": s.keys_each, "error": round(error, 4)}
+            for s, error in sorted(measured.errors(cost).items())
+        ],
+    }
+
+
+def table(name: str, record: dict[str, Any]) -> Table:
+    """The curve and its errors, for a terminal."""
+    fit = record["fit"]
+    made = Table(title=f"{name}: milliseconds of a forward by its tokens")
+    for tokens in fit["tokens"]:
+        made.add_column(str(tokens), justify="right")
+    made.add_row(*(f"{ms:.1f}" for ms in fit["ms"]))
+    errors = ", ".join(f"{e['tokens']} tokens of {e['requests']}: {e['error']:+.0%}" for e in record["held_out"])
+    made.caption = (
+        f"+{fit['ms_per_further_request']:.2f} ms per further request, +{fit['ms_per_1000_keys']:.2f} ms per 1,000 "
+        f"keys; error of the fit where it was not fitted: {errors or 'nothing'}"
+    )
+    return made
+
+
+def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
+    """Measured points and fitted curves, one panel per model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(records), figsize=(5.5 * len(records), 4), layout="constrained")
+    for panel, (name, record) in zip(panels, records.items(), strict=True):
+        plain = [m for m in record["measured"] if m["requests"] == 1 and m["keys_each"] == 128]
+        other = [m for m in record["measured"] if m not in plain]
+        panel.plot(record["fit"]["tokens"], record["fit"]["ms"], color="#0072B2", label="fit, without keys")
+        panel.plot([m["tokens"] for m in plain], [m["ms"] for m in plain], "o", color="#0072B2", label="one request")
+        panel.plot([m["tokens"] for m in other], [m["ms"] for m in other], "^", color="#D55E00",
+                   label="several requests or long texts")  # fmt: skip
+        panel.set(xscale="log", xlabel="tokens of the forward", ylabel="milliseconds", title=name, ylim=(0, None))
+        panel.set_xticks(record["fit"]["tokens"], [str(tokens) for tokens in record["fit"]["tokens"]])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,1 @@
+"""Schedulers: which requests a step decodes and which prompts it prefills."""

@@ -1,0 +1,170 @@
+"""What a call gives a model to read before its first new token, and the cache it wants back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import GenerationConfig
+
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.static_batch import CHUNK
+from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.models.kv_cache.sequences import Sequences
+
+
+@dataclass
+class Context:
+    """What the first forward of stock ``generate`` would read: one column per token, the cached ones first."""
+
+    tokens: torch.Tensor  # [batch, length] int64
+    mask: torch.Tensor  # [batch, length] bool, False = padding
+    embeds: torch.Tensor | None  # [batch, length, hidden], in place of the tokens' embeddings
+    cache: Any  # a transformers cache that holds the first num_cached columns, or None
+    num_cached: int
+
+    @classmethod
+    def of(
+        cls, input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig, embedding: torch.nn.Module
+    ) -> Context:
+        """Read it from what stock ``generate`` prepared."""
+        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        cache = model_kwargs.get("past_key_values")
+        num_cached = 0 if cache is None else int(cache.get_seq_length())
+        tokens = input_ids
+        if embeds is not None:
+            if input_ids.shape[1] not in (0, embeds.shape[1]):
+                raise UnsupportedOptionError(
+                    f"input_ids of length {input_ids.shape[1]} and inputs_embeds of length {embeds.shape[1]} cannot be "
+                    "combined with slo_tpot; pass input_ids of the same length, or none"
+                )
+            tokens = input_ids if input_ids.shape[1] else nearest_tokens(embeds, embedding)
+        elif num_cached:
+            length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+            if length != input_ids.shape[1]:  # only what is new was passed; what came before is in the cache alone
+                tokens = torch.cat((input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1)
+        if tokens.shape[1] <= num_cached:
+            raise InvalidInputError(
+                f"past_key_values holds {num_cached} tokens, which is all of the prompt; at least one must be left "
+                "to feed, so pass the whole text so far, or new tokens with an attention_mask over old and new ones"
+            )
+        if mask is None:
+            mask = torch.ones_like(tokens)
+        if mask.shape != tokens.shape:
+            raise InvalidInputError(
+                f"attention_mask has shape {list(mask.shape)}; with this prompt it must be {list(tokens.shape)}"
+            )
+        context = cls(tokens, mask.bool(), embeds, cache, num_cached)
+        context._check_cached_rows()
+        context._check_positions(model_kwargs.get("position_ids"))
+        return context
+
+    def _check_cached_rows(self) -> None:
+        rows = {len(layer.keys) for layer in self._cached_layers()} if self.num_cached else set()
+        if rows - {len(self.tokens)}:
+            raise InvalidInputError(
+                f"past_key_values holds {rows.pop()} rows, and this batch has {len(self.tokens)}; use a cache per batch"
+            )
+
+    def _check_positions(self, position_ids: torch.Tensor | None) -> None:
+        """Refuse positions other than those of the tokens, counted without padding."""
+        if position_ids is None:
+            return
+        expected = (self.mask.long().cumsum(-1) - 1).masked_fill(~self.mask, 0)
+        given = position_ids[..., -expected.shape[1] :]
+        if given.shape[-1] != expected.shape[1] or bool(((given != expected) & self.mask).any()):
+            raise UnsupportedOptionError("position_ids cannot be combined with slo_tpot; leave positions to generate")
+
+    @property
+    def is_cache_given(self) -> bool:
+        """Whether the caller passed the cache, and so expects to find the text in it."""
+        return getattr(self.cache, "_is_user_defined", False)
+
+    @property
+    def cached_shapes(self) -> list[tuple[int, int]]:
+        """Heads and K size of each layer that a cache from an earlier turn holds; empty without one."""
+        return [(layer.keys.shape[1], layer.keys.shape[-1]) for layer in self._cached_layers() if self.num_cached]
+
+    def _cached_layers(self) -> list[Any]:
+        return [layer for layer in getattr(self.cache, "layers", []) if getattr(layer, "keys", None) is not None]
+
+    def columns_of(self, row: int) -> torch.Tensor:
+        """The columns of a row's tokens, padding left out.  -> [prompt_len] int64"""
+        return self.mask[row].nonzero()[:, 0]
+
+    def prompt(self, row: int) -> list[int]:
+        columns = self.columns_of(row)
+        if len(columns) and int(columns[-1]) != self.tokens.shape[1] - 1:
+            raise UnsupportedInputError(
+                f"attention_mask masks the last token of row {row}; pad on the left (tokenizer.padding_side = 'left')"
+            )
+        return self.tokens[row, columns].tolist()
+
+    def load_into(self, requests: list[Request], sequences: Sequences) -> None:
+        """Give embeddings and cached K/V to the requests, one per row."""
+        sequences.reserve(requests)
+        for request in requests:
+            columns = self.columns_of(request.index)
+            if self.embeds is not None:
+                sequences.give_embeds(request, self.embeds[request.index, columns])
+            cached = columns[columns < self.num_cached]
+            if len(cached):
+                sequences.load(request, self._cached_pairs(request.index, cached), len(cached))
+                request.num_cached = len(cached)
+
+    def _cached_pairs(self, row: int, columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for layer in self._cached_layers():
+            yield (
+                _columns(layer.keys[row], columns, self.num_cached),
+                _columns(layer.values[row], columns, self.num_cached),
+            )
+
+    def fill(self, cache: Any, requests: list[Request], sequences: Sequences, num_new: int) -> None:
+        """Append to the call's cache what it lacks of all columns but the last, as stock does; padding is zeros.
+
+        Args:
+            num_new: new tokens of every row.
+        """
+        length = self.tokens.shape[1]
+        places = []  # of each request's fed tokens, among the columns that the cache lacks
+        for request in requests:
+            columns = self.columns_of(request.index)
+            new = torch.arange(length, length + num_new - 1, device=columns.device)
+            places.append(torch.cat((columns[columns >= self.num_cached], new)) - self.num_cached)
+        own = [sequences.read(request) for request in requests]
+        for index, layer in enumerate(zip(*own, strict=True)):
+            filled = []
+            for tensors in zip(*layer, strict=True):  # of K, then of V: [num_heads, length, dim] per request
+                num_heads, _, dim = tensors[0].shape
+                lacking = tensors[0].new_zeros(len(requests), num_heads, length + num_new - 1 - self.num_cached, dim)
+                for row, own_places, tensor in zip(lacking, places, tensors, strict=True):
+                    row[:, own_places.to(row.device)] = tensor[:, tensor.shape[1] - len(own_places) :]
+                filled.append(lacking)
+            cache.update(*filled, index)
+
+
+def _columns(tensor: torch.Tensor, columns: torch.Tensor, num_cached: int) -> torch.Tensor:
+    """Some columns of a cache layer [num_heads, n, dim] that holds the last (sliding window) or room for more."""
+    held = tensor[:, :num_cached]
+    dropped = num_cached - held.shape[1]
+    return held[:, (columns[columns >= dropped] - dropped).to(tensor.device)]
+
+
+def nearest_tokens(embeds: torch.Tensor, embedding: torch.nn.Module) -> torch.Tensor:
+    """The token whose embedding points the same way: what a draft is told of a prompt given as embeddings.
+
+    Args:
+        embeds: [batch, length, hidden].
+
+    Returns:
+        [batch, length] int64; zeros if the table is not in memory.
+    """
+    table = embedding.weight
+    if table.device.type == "meta":
+        return torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+    norms = torch.linalg.vector_norm(table, dim=-1, dtype=torch.float32).clamp(min=1e-12)
+    pieces = embeds.to(table).flatten(0, 1).split(CHUNK)
+    nearest = torch.cat([((piece @ table.T) / norms).argmax(-1) for piece in pieces])
+    return nearest.view(embeds.shape[:2]).to(embeds.device)

@@ -1,0 +1,185 @@
+"""A batch as stock ``generate`` lays it out: where its rows stop, what is streamed, and what comes out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    stopping_criteria,
+)
+
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.static_batch import CHUNK
+from hf_slospec.generate.prompt import Context
+from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.sampling import Record, StockSampler
+
+
+class Stops:
+    """When rows end. Criteria are asked after every token, each row alone and laid out as stock does."""
+
+    def __init__(
+        self,
+        criteria: StoppingCriteriaList,
+        input_ids: torch.Tensor,
+        scores_of: Callable[[int], tuple[torch.Tensor, ...] | None],
+        before_asking: Callable[[int], None],
+    ):
+        """``scores_of`` a row so far, if they are recorded; ``before_asking`` hears the row's number of tokens."""
+        self.input_ids, self.scores_of, self.before_asking = input_ids, scores_of, before_asking
+        self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
+        self.others = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        # Without an end-of-sequence criterion stock does not pad: a row that stopped is written on until all have.
+        self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
+        self._stopped: dict[int, int] = {}  # row -> tokens at its stop, where rows are written on
+
+    @property
+    def end(self) -> int | None:
+        """Where stopped rows are written on: the tokens at which the last row stopped; None while one has not."""
+        return max(self._stopped.values()) if len(self._stopped) == len(self.input_ids) else None
+
+    def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
+        prompt = self.input_ids[row].tolist()
+        others = self.others if len(self.input_ids) == 1 else [_of_a_row(criterion) for criterion in self.others]
+
+        def is_stop(tokens: list[int]) -> bool:
+            if tokens[-1] in self.eos:
+                return True
+            if not others:
+                return False
+            num_new = len(tokens) - prompt_len
+            self.before_asking(num_new)
+            text = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
+            # All are asked, as stock does: one that counts its calls must not miss any.
+            answers = [ask(text, self.scores_of(row)) for ask in others]
+            is_hit = any(bool(torch.as_tensor(answer).all()) for answer in answers)
+            if self.is_padded:
+                return is_hit
+            if is_hit:
+                self._stopped.setdefault(row, num_new)
+            return self.end is not None and num_new >= self.end
+
+        return is_stop
+
+
+def _of_a_row(criterion: Any) -> Any:
+    """A criterion of the user's own may remember what it saw; transformers' do not."""
+    return criterion if type(criterion).__module__ == stopping_criteria.__name__ else copy.deepcopy(criterion)
+
+
+class Rows:
+    """The rows of a call, one request each, its padding left out."""
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,  # [batch, padded_len] int64, as the caller gets them back
+        context: Context,
+        config: GenerationConfig,
+        criteria: StoppingCriteriaList,
+        stages: list[tuple[Stage, ...]],
+        arrived_s: float,
+        streamer: Any,
+    ):
+        self.input_ids, self.context, self.streamer = input_ids, context, streamer
+        self.pad = pad_token(config)
+        self.record = Record(len(input_ids), config)
+        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._put_before)
+        self.requests: list[Request] = []
+        for row, own_stages in enumerate(stages):
+            tokens = context.prompt(row)
+            stop = self.stops.of(row, len(tokens))
+            max_new_tokens = criteria.max_length - input_ids.shape[1]
+            request = Request(row, tokens, max_new_tokens, own_stages, stop, arrived_s, bool(config.do_sample))
+            self.requests.append(request)
+        self.steps: list[StepEvent] = []
+        self._num_streamed = 0
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of every row, padding included."""
+        end = self.stops.end
+        return max(request.num_emitted for request in self.requests) if end is None else end
+
+    def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
+        own = request.tokens[request.prompt_len :][begin:end]
+        return own + [self.pad] * (end - begin - len(own))
+
+    def begin(self) -> None:
+        if self.streamer is not None:
+            self.streamer.put(self.input_ids.cpu())
+
+    def on_step(self, step: StepEvent) -> None:
+        self.steps.append(step)
+        self.stream()
+
+    def stream(self) -> None:
+        """Hand over every position that all unfinished rows have reached, one [batch] tensor each, as stock does."""
+        if self.streamer is None:
+            return
+        self._put(min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)]))
+
+    def _put_before(self, num_new: int) -> None:
+        """A single row's criteria may look at what was streamed: all tokens but the one they are asked about."""
+        if self.streamer is not None and len(self.requests) == 1:
+            self._put(num_new - 1)
+
+    def _put(self, ready: int) -> None:
+        for position in range(self._num_streamed, ready):
+            column = [self._new_tokens(request, position, position + 1)[0] for request in self.requests]
+            self.streamer.put(torch.tensor(column))
+        self._num_streamed = max(self._num_streamed, ready)
+
+    def end(self) -> None:
+        """All rows are finished: drop what was written beyond the end."""
+        for request in self.requests:
+            del request.tokens[request.prompt_len + self.num_new :]
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def length_of(self, new: list[int]) -> int:
+        """How many of a row's new tokens, as stock returns them, are its own and not padding behind its end."""
+        for place, token in enumerate(new):
+            if token in self.stops.eos:
+                return place + 1
+        length = len(new)
+        while self.stops.is_padded and length > 1 and new[length - 1] == self.pad:
+            length -= 1
+        return length
+
+    def sequences(self) -> torch.Tensor:
+        """-> [batch, padded_len + num_new] int64"""
+        new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
+        return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
+
+    def feed_padding(self, sequences: Sequences, sampler: StockSampler) -> None:
+        """Feed finished rows the padding that stock feeds them until the longest row ends.
+
+        Only what is returned beside the tokens needs it: scores, logits and the cache.
+        """
+        for request in self.requests:
+            text = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
+            sequences.reserve_for(request, len(text))
+            sequence = sequences.of(request)
+            sequence.length = min(sequence.length, len(text) - 1)  # the last token has no K/V
+            while sequence.length < len(text) - 1:
+                piece = text[sequence.length : len(text) - 1][:CHUNK]
+                wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0)
+                logits = sequences.forward([sequences.chain(request, piece)], wanted)
+                for place, row in enumerate(logits, sequence.length + 1):
+                    if place >= request.prompt_len + request.num_emitted:
+                        sampler.scores(request, text[:place], row)
+                sequence.length += len(piece)
+
+
+def pad_token(config: GenerationConfig) -> int:
+    """What follows a row's end, by a config that stock ``generate`` prepared."""
+    pad = config._pad_token_tensor
+    return 0 if pad is None else int(pad)

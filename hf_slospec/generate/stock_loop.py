@@ -1,0 +1,73 @@
+"""Batches whose rows cannot be decoded apart: processors or criteria of the user's own that may look at all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList, logits_process, stopping_criteria
+
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.request import Request
+from hf_slospec.generate.rows import Rows
+from hf_slospec.generate.speculator import clock
+
+KNOWN = (logits_process.__name__, stopping_criteria.__name__)
+
+
+def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> list[str]:
+    """Names of what is not known to treat each row by itself.
+
+    Transformers' own do; others say so by an attribute ``per_row = True``. Without it they may tell rows apart, end all
+    of them together or count their calls, and stock calls them once per step with the whole batch.
+    """
+    return [
+        type(each).__name__
+        for each in (*processors, *criteria)
+        if type(each).__module__ not in KNOWN and not getattr(each, "per_row", False)
+    ]
+
+
+def run_stock_loop(
+    model: PreTrainedModel,
+    rows: Rows,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Decode with stock's own loop, one token of every row at a time, and book when tokens came on the requests."""
+    rows.begin()
+    watch = _Watch()
+    output = type(model)._sample(
+        model,
+        rows.input_ids,
+        logits_processor=processors,
+        stopping_criteria=StoppingCriteriaList([*criteria, watch]),
+        generation_config=config,
+        streamer=rows.streamer,
+        **model_kwargs,
+    )
+    sequences = getattr(output, "sequences", output)[:, rows.input_ids.shape[1] :].tolist()
+    for request, new in zip(rows.requests, sequences, strict=True):
+        _book(request, new[: rows.length_of(new)], watch.times_s)
+    return output
+
+
+def _book(request: Request, new: list[int], times_s: list[float]) -> None:
+    for token, now_s in zip(new, times_s, strict=False):
+        request.tokens.append(token)
+        request.account(0, 0, 1.0, PhaseTimes(), now_s)
+    request.finish_reason = "stop" if request.num_left > 0 else "length"
+
+
+class _Watch(StoppingCriteria):
+    """Stops nothing; notes when each step's tokens were there."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.times_s.append(clock())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

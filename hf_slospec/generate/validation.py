@@ -1,0 +1,256 @@
+"""What is refused, before any work: each check names the argument, what is wrong with it and the way out."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import BaseQuantizedLayer, DummyLayer, DynamicLayer, StaticLayer
+from transformers.generation import GenerationMode
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.static_batch import CHUNK
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.generate.rows import Rows
+from hf_slospec.models.packed import PackedModel
+
+# What stock hands on that is known here, or says nothing about the text.
+PREPARED = {
+    "attention_mask",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+OTHER_TEXT = ("quantized", "paged")  # caches that round K/V, or stand for another decoding loop
+
+
+def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
+    """The model itself; of a PEFT model, the one whose layers it adapted."""
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+            raise UnsupportedModelError(
+                f"{name} has a PEFT adapter that puts virtual tokens before the prompt, which speculation cannot; "
+                "use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
+            )
+        model = model.get_base_model()
+    if hasattr(model, "_orig_mod"):
+        raise InvalidTypeError(
+            f"{name} is what torch.compile made of a model, whose layers do not let tree attention in; give the model "
+            "itself"
+        )
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+        raise InvalidTypeError(
+            f"{name} must be a loaded transformers model with a language-modelling head, such as "
+            f"AutoModelForCausalLM.from_pretrained(...) returns; got {type(model).__name__}"
+        )
+    return model
+
+
+def check_make_policy(make_policy: Any) -> Any:
+    """Raises InvalidTypeError."""
+    if make_policy is not None and not callable(make_policy):
+        raise InvalidTypeError(
+            "make_policy must be a class or function that makes a policy of a config and StepCosts, got "
+            f"{type(make_policy).__name__}"
+        )
+    return make_policy
+
+
+def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None:
+    """The assistant model, if that is what drafts."""
+    if drafter is not None:
+        if assistant_model is not None:
+            raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
+        for name in ("draft", "release"):
+            if not callable(getattr(drafter, name, None)):
+                raise InvalidTypeError(
+                    f"drafter must have a method {name!r}, see hf_slospec.Drafter; got {type(drafter).__name__}"
+                )
+    return None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
+
+
+def check_config(config: Any) -> SLOSpecConfig:
+    if config is not None and not isinstance(config, SLOSpecConfig):
+        raise InvalidTypeError(f"config must be a SLOSpecConfig, got {type(config).__name__}")
+    return config or SLOSpecConfig()
+
+
+def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
+    """A setting of the call, else of its generation config, else of the model's."""
+    if (value := arguments.get(name)) is not None:
+        return value
+    for config in (arguments.get("generation_config"), model.generation_config):
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    return None
+
+
+def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """What must be refused before stock ``generate`` sees it."""
+    for name, instead in (
+        ("custom_generate", "call generate without slo_tpot"),
+        ("token_healing", "heal the prompt first"),
+        ("synced_gpus", "speculated rows of several processes do not take equally many steps"),
+    ):
+        value = configured(name, model, arguments)
+        if value is not None and value is not False:
+            raise UnsupportedOptionError(f"{name} cannot be combined with slo_tpot; {instead}")
+    if (kind := configured("cache_implementation", model, arguments)) in OTHER_TEXT:
+        raise UnsupportedOptionError(
+            f"cache_implementation={kind!r} cannot be combined with slo_tpot; speculation keeps its own KV storage, so "
+            "leave it out"
+        )
+    _check_cache(arguments.get("past_key_values"))
+    if arguments.get("past_key_values") is not None and configured("use_cache", model, arguments) is False:
+        raise UnsupportedOptionError("past_key_values and use_cache=False contradict each other; leave one out")
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
+        value = configured(name, model, arguments)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+            raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
+    _check_lookup(configured("prompt_lookup_num_tokens", model, arguments))
+    embeds, has_cache = arguments.get("inputs_embeds"), arguments.get("past_key_values") is not None
+    if embeds is not None and not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
+        raise InvalidInputError("inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0")
+    for name in ("inputs", "input_ids"):
+        ids = arguments.get(name)
+        if ids is not None and not isinstance(ids, torch.Tensor):
+            raise InvalidTypeError(
+                f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
+            )
+        if isinstance(ids, torch.Tensor) and not ids.numel() and embeds is None:
+            raise InvalidInputError(f"{name} is empty, shape {list(ids.shape)}; give every row at least one token")
+        mask = arguments.get("attention_mask")
+        if embeds is not None or has_cache or not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
+            continue  # a mask over cached or embedded tokens is checked when it is known how many there are
+        if mask.shape != ids.shape:
+            raise InvalidInputError(
+                f"attention_mask has shape {list(mask.shape)} and {name} {list(ids.shape)}; they must be equal"
+            )
+
+
+def check_evaluating(model: PreTrainedModel) -> None:
+    """Dropout draws from the global generator in every forward, and ours makes other forwards than stock."""
+    if model.training and any(_drops(module) for module in model.modules() if module.training):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training mode and has dropout, which makes every forward random; call "
+            "model.eval() first"
+        )
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    rates = [getattr(module, name, 0) for name in ("p", "dropout", "attention_dropout", "attn_dropout")]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _check_cache(cache: Any) -> None:
+    if cache is None:
+        return
+    if not isinstance(cache, Cache):
+        raise InvalidTypeError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
+    for layer in getattr(cache, "layers", [None]):
+        if not isinstance(layer, (DynamicLayer, StaticLayer, DummyLayer)) or isinstance(layer, BaseQuantizedLayer):
+            raise UnsupportedOptionError(
+                f"past_key_values with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "
+                "DynamicCache, or pass the whole text as input_ids"
+            )
+
+
+def _check_lookup(num_tokens: Any) -> None:
+    if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 1):
+        raise InvalidInputError(f"prompt_lookup_num_tokens must be a positive integer, got {num_tokens!r}")
+
+
+def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse what a tree of tokens cannot honour, on the prepared generation config."""
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedOptionError(
+            f"slo_tpot works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}; "
+            "set num_beams=1 (and no other search option), or call generate without slo_tpot"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if generation_config.return_dict_in_generate and getattr(generation_config, name, False):
+            raise UnsupportedOptionError(
+                f"{name}=True is not available with slo_tpot: they come from forwards of one token; "
+                "call generate without slo_tpot"
+            )
+    if extra := sorted(k for k, v in model_kwargs.items() if k not in PREPARED and v is not None and v != {}):
+        raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
+
+
+def check_prompts(rows: Rows, target: PackedModel) -> None:
+    limit, has_windows = target.max_positions, any(layer.window for layer in target.layers)
+    for request in rows.requests:
+        if request.prompt_len == 0:
+            raise UnsupportedInputError(
+                f"row {request.index} of input_ids is empty or all padding; give it at least one token"
+            )
+        if limit is not None and request.prompt_len + request.max_new_tokens - 1 > limit:  # the last needs no position
+            raise UnsupportedInputError(
+                f"row {request.index}: prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} "
+                f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
+                f"{max(limit - request.prompt_len + 1, 0)}"
+            )
+        own = rows.context.mask[request.index]
+        if has_windows and bool((own[:-1] & ~own[1:]).any()):
+            raise UnsupportedOptionError(
+                f"attention_mask masks tokens inside row {request.index}, which a sliding window would count; pad on "
+                "the left only, or call generate without slo_tpot"
+            )
+    _check_rope(rows.requests, target.model.config.get_text_config())
+    ids = rows.context.tokens
+    if int(ids.max()) >= target.vocab_size or int(ids.min()) < 0:
+        raise InvalidInputError(
+            f"input_ids holds ids outside 0 .. {target.vocab_size - 1}; is it another model's tokenizer?"
+        )
+    cached = rows.context.cached_shapes
+    if cached and cached != [(layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers]:
+        raise InvalidInputError(
+            f"past_key_values holds {len(cached)} layers, whose shapes are not those of this model's "
+            f"{len(target.layers)}; pass a cache that the same model wrote"
+        )
+
+
+def check_rope_alone(request: Request, config: Any) -> None:
+    """Refuse a request of the batcher whose RoPE frequencies would follow those it happens to be packed with."""
+    for kind, trained in _varying_ropes(config):
+        if (length := request.prompt_len + request.max_new_tokens) > trained:
+            raise UnsupportedOptionError(
+                f"this model's {kind} RoPE changes beyond {trained} tokens, and the request may have {length}; lower "
+                "max_new_tokens, or use generate"
+            )
+
+
+def _varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
+    """Kinds of RoPE whose frequencies follow the longest sequence of a forward, and the length from which they do."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
+            yield kind, parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+def _check_rope(requests: list[Request], config: Any) -> None:
+    """Refuse lengths at which RoPE frequencies follow the longest sequence of a forward: a packed row mixes several."""
+    for kind, trained in _varying_ropes(config):
+        shortest, longest = (pick(r.prompt_len + r.max_new_tokens for r in requests) for pick in (min, max))
+        prompts = [request.prompt_len for request in requests]
+        is_beyond = kind == "longrope" and min(prompts) > trained and max(prompts) <= CHUNK  # all are fed whole
+        if longest > trained and not is_beyond:
+            raise UnsupportedOptionError(
+                f"this model's {kind} RoPE changes with the length of the text beyond {trained} tokens, and rows of "
+                f"{shortest} to {longest} tokens would mix; lower max_new_tokens, or call generate without slo_tpot"
+            )

@@ -1,0 +1,1 @@
+"""Checks that a model can be run in packed forwards: declaration, probe, trial."""

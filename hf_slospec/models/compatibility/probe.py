@@ -1,0 +1,182 @@
+"""What a model is, as a packed forward sees it: how it is run, what its layers cache, or why it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.models.attention import AttentionLayer, active_forward
+from hf_slospec.models.compatibility.hooks import is_compiled
+from hf_slospec.models.kv_cache.pool import LayerShape, Stored
+from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
+
+# A 4D mask is passed through untouched by every mask builder; nothing reads this one.
+UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+
+
+def vocab_size(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def input_device(model: Any) -> torch.device:
+    """The device of the embeddings; of offloaded ones, the device they are brought to."""
+    embeddings = model.get_input_embeddings()
+    if embeddings.weight.device.type != "meta":
+        return embeddings.weight.device
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device("meta" if device is None else device)
+
+
+def run_model(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """-> [num_logits, vocab]"""
+    unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
+    with active_forward(model, forward):
+        return model(
+            **inputs,
+            attention_mask=unread_mask,
+            position_ids=position_ids,
+            past_key_values=forward,
+            use_cache=True,
+            return_dict=True,
+        ).logits[0]
+
+
+@contextlib.contextmanager
+def refused_if_it_fails(model: Any) -> Iterator[None]:
+    """A model whose forward breaks when it is tried out is refused by name, with what it said."""
+    try:
+        yield
+    except DEVICE_ERRORS:
+        raise
+    except (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
+        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
+            raise
+        raise cannot_be_packed(model, f"its forward failed on a packed row with {error!r}") from error
+
+
+def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout, whatever mode the modules are in: it would also draw from the global generator."""
+    training: list[Any] = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def refuse_by_declaration(model: Any) -> None:
+    """Refuse what a model says of itself: no causal decoder, recurrent state, or attention of its own."""
+    name = type(model).__name__
+    if is_compiled(model):
+        raise UnsupportedModelError(
+            f"{name} was compiled with compile(), and compiled layers do not let tree attention in; give the model as "
+            "it was loaded"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
+    # Some families are encoders unless told otherwise; others say is_decoder=False and are causal all the same.
+    is_encoder = getattr(model.config, "is_decoder", None) is False
+    if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{name} keeps a recurrent state, which cannot hold a tree of tokens (a rejected token cannot be undone); "
+            "use a model whose layers are all attention"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} does not use transformers' attention interface (_supports_attention_backend is not set), so tree "
+            "attention cannot be put in; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
+        )
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
+
+
+class _Probe:
+    """Stands in for a packed forward once: attends plainly and notes what each layer caches and attends to."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[int, LayerShape] = {}
+        self._windows: dict[int, int | None] = {}  # of the layers that attend, as they pass them
+        self._latent: set[int] = set()
+        self._has_own_mask = False
+        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    is_initialized = False
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value))
+        self._cached.append((layer_idx, key, value))
+        return key, value
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        mask: torch.Tensor | None,
+        window: int | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
+        if layer is None and self._cached and (layer := self._cached[-1][0]) not in self._windows:
+            self._latent.add(layer)  # these K and V were made from what the layer has just cached
+        if layer is not None:  # layers that share K and V have the same window
+            self._windows.setdefault(layer, window)
+        self._has_own_mask |= mask is not None and (mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE)
+        # One token attends to itself only, so attention is the value, repeated for the query heads of each group.
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
+
+    def layers(self, model: Any) -> list[AttentionLayer]:
+        """By index.  Raises UnsupportedModelError if the model cannot be packed, going by what its layers did."""
+        indices = sorted(self._shapes)
+        if not indices or indices != list(range(len(indices))) or self._windows.keys() != self._shapes.keys():
+            raise cannot_be_packed(
+                model, f"{len(indices)} layers cache keys and {len(self._windows)} of them attend through the interface"
+            )
+        if self._has_own_mask:
+            raise cannot_be_packed(model, "its layers put something of their own into the attention mask")
+        windows = [self._window(model, layer) for layer in indices]
+        return [AttentionLayer(self._shapes[layer], windows[layer], layer in self._latent) for layer in indices]
+
+    def _window(self, model: Any, layer: int) -> int | None:
+        """The layer's sliding window: what it passes to its attention function, or what the config says."""
+        config = model.config.get_text_config()
+        kinds, declared = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if kinds and kinds[layer] != "sliding_attention":
+            return None
+        passed = self._windows[layer]
+        is_reached = declared and declared < getattr(config, "max_position_embeddings", math.inf)
+        if is_reached and passed is None and not kinds:
+            raise cannot_be_packed(
+                model, f"layer {layer} may have a sliding window, but does not pass it to its attention function"
+            )
+        return declared if passed is None else passed
+
+
+@torch.no_grad()
+def probe_layers(model: Any) -> list[AttentionLayer]:
+    """Forward one token to learn what each layer caches, and that every layer attends through the interface."""
+    probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    with evaluating(model), refused_if_it_fails(model):
+        run_model(model, probe, input_ids=zero, position_ids=zero)
+        return probe.layers(model)

@@ -1,0 +1,1 @@
+"""Measured costs of packed forwards, and the profiles that keep them."""

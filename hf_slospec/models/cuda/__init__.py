@@ -1,0 +1,1 @@
+"""CUDA graphs and the transfers between host and device."""

@@ -1,0 +1,1 @@
+"""K/V storage of one model's sequences."""

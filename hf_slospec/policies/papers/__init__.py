@@ -1,0 +1,1 @@
+"""Policies published in papers, with the algorithms and options that only they use."""

@@ -1,0 +1,191 @@
+"""``SLOSpecGenerator``: a target, its draft and a tokenizer as one object."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.protocols import Drafter
+from hf_slospec.generate.enable import Decoder
+from hf_slospec.generate.slo import SLOTpot
+from hf_slospec.policies import NewPolicy
+from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.service import Prompt, Serving
+from hf_slospec.serving.telemetry import Collector, Stats
+
+HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
+
+
+class SLOSpecGenerator:
+    """Speculated generation without touching ``model.generate``.
+
+    Args:
+        model: the target, a loaded transformers causal LM, or a PEFT model around one.
+        assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
+            drafter, the request's own tokens draft (prompt lookup).
+        tokenizer: of both models.
+        config: how to speculate.
+        drafter: an object of your own that proposes token trees, see :class:`Drafter`.
+        make_policy, fallback: as in :func:`enable`.
+
+    Raises:
+        InvalidTypeError, UnsupportedModelError, IncompatibleDraftError: as in :func:`enable`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant_model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: SLOSpecConfig | None = None,
+        *,
+        drafter: Drafter | None = None,
+        make_policy: NewPolicy | None = None,
+        fallback: bool = False,
+    ):
+        self._decoder = Decoder(
+            model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
+        )
+        self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
+        self.config = self._decoder.config
+        self._serving = Serving(self._decoder, tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        assistant_model: str | None = None,
+        *,
+        config: SLOSpecConfig | None = None,
+        drafter: Drafter | None = None,
+        make_policy: NewPolicy | None = None,
+        fallback: bool = False,
+        dtype: torch.dtype | str = "auto",
+        device_map: Any = None,
+        **model_kwargs: Any,
+    ) -> SLOSpecGenerator:
+        """Load target, draft if one is named, and the target's tokenizer, from the Hub or from folders.
+
+        ``dtype``, ``device_map`` and Hub access (``token``, ``cache_dir``, ...) hold for both models, further arguments
+        for the target's ``from_pretrained``.
+        """
+        hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
+        revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
+        tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
+        draft = None
+        if assistant_model is not None:
+            draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
+        return cls(target, draft, tokenizer, config, drafter=drafter, make_policy=make_policy, fallback=fallback)
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        slo_tpot: SLOTpot = None,
+        fallback: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``model.generate`` with tree speculation, with or without a target; same arguments and return types.
+
+        Args:
+            inputs: [batch, length] or [length] int64, or as ``input_ids``; left-padded with an ``attention_mask``.
+            slo_tpot: seconds per output token for all rows, or a list with one entry (or None) per row.
+            fallback: overrides the generator's for this call.
+            kwargs: everything else ``generate`` takes. ``return_dict_in_generate=True`` adds ``slo``, one
+                :class:`RequestMetrics` per row.
+
+        Returns:
+            As ``generate`` does, [batch, length] int64, or a :class:`SLOSpecOutput` in place of its own class.
+
+        Raises:
+            InvalidInputError, InvalidTypeError: an argument makes no sense.
+            UnsupportedOptionError: an option cannot be speculated; with ``fallback`` stock ``generate`` runs instead.
+        """
+        positional = {"inputs": inputs, "generation_config": generation_config}
+        arguments = {"tokenizer": self.tokenizer, **kwargs} | {k: v for k, v in positional.items() if v is not None}
+        return self._decoder.generate(slo_tpot, arguments, fallback)
+
+    # ---- the batcher
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        slo_tpot: SLOTpot = None,
+        slo_ttft: float | None = None,
+        priority: int = 0,
+        best_effort: bool = False,
+        seed: int | None = None,
+        block: bool = False,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> RequestHandle:
+        """Queue one request for the batcher; may be called from any thread.
+
+        Its output is what ``generate`` gives for it alone, whatever else runs; of a sampled one, what it gives after
+        ``torch.manual_seed(seed)``.
+
+        Args:
+            prompt: a text or chat messages (with a tokenizer), or token ids of one request.
+            slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no promise.
+            slo_ttft: seconds from now to the first token.
+            priority: higher ones are promised, and go, first.
+            best_effort: asks for no promise, and gets what others leave.
+            seed: of its sampling; drawn if omitted, see ``handle.seed``.
+            block: wait for room in the queue, ``timeout`` seconds at most, instead of raising at once.
+            kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
+                ``logits_processor``, ``streamer``, ...).
+
+        Raises:
+            NotRunningError: call ``start()`` first, or use ``with generator:``.
+            QueueFull: ``max_queue`` requests are waiting.
+            InvalidInputError, InvalidTypeError, UnsupportedOptionError: an argument cannot be served; nothing that runs
+                is disturbed.
+        """
+        return self._serving.submit(prompt, slo_tpot, slo_ttft, priority, best_effort, seed, block, timeout, kwargs)
+
+    def start(self) -> SLOSpecGenerator:
+        """Run the batcher; does nothing if it runs. Measures step times first if they are not known yet."""
+        self._serving.start()
+        return self
+
+    def stop(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests and wait for those there are; after ``timeout`` seconds, or without ``drain``, cancel
+        them. The batcher may be started again."""
+        self._serving.stop(drain, timeout)
+
+    def set_policy(self, config: SLOSpecConfig) -> None:
+        """Let this config's policy, with its settings, decide from the batcher's next step on. What runs goes on.
+
+        Everything else (``max_batch``, ``kv_tokens``, ``admission``, ...) stays as the generator was made.
+
+        Raises:
+            InvalidInputError: the policy's trees may be larger than those of the generator's own config.
+        """
+        self._serving.set_policy(config)
+
+    def __enter__(self) -> SLOSpecGenerator:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop(drain=error is None)
+
+    def stats(self) -> Stats:
+        """What the batcher does and has done."""
+        return self._serving.stats()
+
+    def collector(self) -> Collector:
+        """For ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``."""
+        return self._serving.collector()

@@ -1,0 +1,251 @@
+"""A submitted request as its caller sees it: a stream of what is committed, and a result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from hf_slospec.engine.events import Commit
+from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
+from hf_slospec.errors import NotRunningError, RequestCancelledError
+
+ToText = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """What came of a request."""
+
+    token_ids: list[int]  # the new ones
+    text: str | None  # of the new tokens; None without a tokenizer
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+
+
+class RequestHandle:
+    """Streams a request's output and ends with its result; may be used from any thread, or awaited.
+
+    Iterating gives pieces of text as tokens are committed, or token ids where there is no tokenizer. Every iteration
+    starts from the beginning. What a request raised itself, its iteration and ``result`` raise.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        to_text: ToText | None,
+        abort: Callable[[RequestHandle, BaseException | None], None],
+        seed: int | None,
+    ):
+        self.request, self._to_text, self._give_up = request, to_text, abort
+        self.seed = seed  # of its noise; None for greedy choice
+        self._changed = threading.Condition()
+        self._num_ready = 0
+        self._traceback: TracebackType | None = None  # of the request's error, where it was met
+        self._is_done = False
+        self._wakers: list[_Waker] = []
+        self._pid = os.getpid()
+        self.thread: threading.Thread | None = None  # that decodes it
+
+    # ---- for the engine
+
+    def advance(self) -> None:
+        """Show what has been committed; wakes all who wait for it. The consumer's pace does not matter here."""
+        with self._changed:
+            self._num_ready, self._is_done = self.request.num_emitted, self.request.is_finished
+            if self.request.error is not None:
+                self._traceback = self.request.error.__traceback__
+            wakers = [waker for waker in self._wakers if self._is_done or self._num_ready > waker.at]
+            self._changed.notify_all()
+        for waker in wakers:
+            with contextlib.suppress(RuntimeError):  # its loop has been closed meanwhile
+                waker.loop.call_soon_threadsafe(waker.wake)
+
+    # ---- for the caller
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens so far."""
+        return self._since(0)
+
+    def _since(self, at: int) -> list[int]:
+        """The new tokens but the first ``at``."""
+        return self.request.tokens[self.request.prompt_len + at : self.request.prompt_len + self._num_ready]
+
+    @property
+    def commits(self) -> list[Commit]:
+        """What each step so far added, when, and how much of it the draft had proposed."""
+        return [commit for commit in list(self.request.commits) if commit.num_emitted <= self._num_ready]
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """For each of the new tokens so far, whether it is an accepted draft; else the target chose it alone."""
+        origins: list[bool] = []
+        for commit in self.commits:
+            num_new = commit.num_emitted - len(origins)
+            origins += [place < commit.num_accepted for place in range(num_new)]
+        return origins
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """What was promised and measured so far."""
+        return self.request.metrics()
+
+    def done(self) -> bool:
+        """Whether it has finished, was cancelled or failed."""
+        return self._is_done
+
+    def cancel(self) -> None:
+        """Give the request up; does nothing when it is done."""
+        if not self._is_done:
+            self._give_up(self, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Give the request up because of an error, which ``result`` will raise."""
+        if not self._is_done:
+            self._give_up(self, error)
+
+    def result(self, timeout: float | None = None) -> RequestResult:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            TimeoutError: the request goes on, and may be asked again.
+            RequestCancelledError: it was cancelled; ``token_ids`` has what there was.
+        """
+        self._check_waiting()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_done, timeout):
+                raise TimeoutError(f"the request was not finished within {timeout} s; it goes on")
+        return self._result()
+
+    def tokens(self) -> Iterator[int]:
+        """New tokens as they are committed."""
+        for new, _ in self._steps():
+            yield from new
+
+    def __iter__(self) -> Iterator[str | int]:
+        if self._to_text is None:
+            yield from self.tokens()
+            return
+        text = TextStream(self._to_text)
+        for new, is_last in self._steps():
+            if piece := text.push(new, is_last):
+                yield piece
+
+    def _steps(self) -> Iterator[tuple[list[int], bool]]:
+        """What has come since, whenever something has."""
+        at = 0
+        while True:
+            self._check_waiting()
+            new, is_done = self._wait_past(at)
+            at += len(new)
+            yield new, is_done
+            if is_done:
+                self._raise_if_failed()
+                return
+
+    def _wait_past(self, at: int) -> tuple[list[int], bool]:
+        """Wait for more than the first ``at`` tokens, or the end.  -> what came since, whether that is all"""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done or self._num_ready > at)
+            return self._since(at), self._is_done
+
+    # ---- the same for asyncio
+
+    async def aresult(self, timeout: float | None = None) -> RequestResult:
+        """As :meth:`result`, without blocking the event loop."""
+        try:
+            await asyncio.wait_for(self._more(math.inf), timeout)
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"the request was not finished within {timeout} s; it goes on") from None
+        return self._result()
+
+    async def __aiter__(self) -> AsyncIterator[str | int]:
+        text, at, is_done = None if self._to_text is None else TextStream(self._to_text), 0, False
+        while not is_done:
+            await self._more(at)
+            with self._changed:
+                new, is_done = self._since(at), self._is_done
+            at += len(new)
+            if text is None:
+                for token in new:
+                    yield token
+            elif piece := text.push(new, is_done):
+                yield piece
+        self._raise_if_failed()
+
+    async def _more(self, at: float) -> None:
+        """Wait until there is more than the first ``at`` tokens, or the end."""
+        self._check_waiting()
+        waker = _Waker(at)
+        with self._changed:
+            if self._is_done or self._num_ready > at:
+                return
+            self._wakers.append(waker)
+        try:
+            await waker.future
+        finally:
+            with self._changed:
+                self._wakers.remove(waker)
+
+    def _check_waiting(self) -> None:
+        """Refuse to wait where the request cannot go on."""
+        if self._pid != os.getpid():
+            raise NotRunningError("the request runs in the process this one was forked from")
+        if threading.current_thread() is self.thread and not self._is_done:
+            raise NotRunningError("the batcher's own thread would wait for itself; wait in another thread")
+
+    # ----
+
+    def _result(self) -> RequestResult:
+        self._raise_if_failed()
+        tokens, reason = self.token_ids, self.request.finish_reason
+        assert reason is not None
+        text = None if self._to_text is None else self._to_text(tokens)
+        return RequestResult(tokens, text, reason, self.metrics)
+
+    def _raise_if_failed(self) -> None:
+        if self.request.error is not None:
+            raise self.request.error.with_traceback(self._traceback)
+        if self.request.finish_reason == "cancelled":
+            raise RequestCancelledError(f"request {self.request.index} was cancelled")
+
+
+class _Waker:
+    """Someone in an event loop who waits for more than ``at`` tokens."""
+
+    def __init__(self, at: float):
+        self.at, self.loop = at, asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self.loop.create_future()
+
+    def wake(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
+class TextStream:
+    """Text of tokens that come bit by bit: whole characters only, decoded in the company of those before them."""
+
+    def __init__(self, to_text: ToText):
+        self.to_text = to_text
+        self._tokens: list[int] = []
+        self._begin = self._shown = 0  # tokens decoded again for context, and tokens whose text is out
+
+    def push(self, tokens: list[int], is_last: bool) -> str:
+        """The text that can be shown now."""
+        self._tokens += tokens
+        before, now = (self.to_text(self._tokens[self._begin : end]) for end in (self._shown, len(self._tokens)))
+        if now.endswith("\ufffd") and not is_last:  # part of a character
+            return ""
+        if len(now) > len(before):  # tokens without text, such as special ones, are no company
+            self._begin = self._shown
+        self._shown = len(self._tokens)
+        return now[len(before) :]

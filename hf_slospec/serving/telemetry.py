@@ -1,0 +1,189 @@
+"""What a running batcher counts: as a snapshot, and for Prometheus under the names that serving people know."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.engine.request import Request
+from hf_slospec.models.memory import MemoryUse
+
+REMEMBERED = 1024  # finished requests whose times percentiles are taken of
+PREFIX = "hf_slospec:"
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+TIME_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Percentiles(BaseModel):
+    """Of the last finished requests, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class Stats(BaseModel):
+    """A snapshot of a batcher. Counts are since it was first started."""
+
+    model_config = ConfigDict(frozen=True)
+
+    running: int = Field(description="Requests that hold K/V.")
+    waiting: int = Field(description="Requests that do not run yet, or not any more.")
+    kv_tokens: int = Field(description="Tokens of K/V that running requests may come to hold.")
+    kv_limit: int = Field(description="Tokens of K/V there may be.")
+    memory: MemoryUse | None = Field(description="None before the batcher was first started.")
+    finished: dict[str, int] = Field(description="Requests by how they ended: stop, length, cancelled, error.")
+    attained: int = Field(description="Finished requests that met their targets.")
+    missed: int = Field(description="Finished requests that did not.")
+    promised: int = Field(description="Finished requests whose targets had been promised.")
+    broken: int = Field(description="Of those, the ones that missed them.")
+    preempted: int = Field(description="Times finished requests had lost their K/V to others.")
+    steps: int
+    prompt_tokens: int = Field(description="Of finished requests.")
+    generated_tokens: int
+    drafted_tokens: int = Field(description="Of finished requests.")
+    accepted_tokens: int = Field(description="Of these, the accepted ones.")
+    tokens_per_step: float = Field(description="Tokens committed per decoding request and step (acceptance length).")
+    ttft_s: Percentiles | None = Field(description="Time to the first token.")
+    tpot_s: Percentiles | None = Field(description="Time per output token.")
+
+
+class _Histogram:
+    def __init__(self, buckets: tuple[float, ...]):
+        self.buckets, self.counts, self.sum = buckets, [0] * (len(buckets) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.buckets, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        names = [*map(str, self.buckets), "+Inf"]
+        return list(zip(names, map(float, itertools.accumulate(self.counts)), strict=True))
+
+
+class Telemetry:
+    """Counts in the batcher's thread; read from any."""
+
+    def __init__(self) -> None:
+        self._lock = FairLock()
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._ttft_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._tpot_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._histograms = {
+            "time_to_first_token_seconds": _Histogram(TIME_BUCKETS),
+            "time_per_output_token_seconds": _Histogram(LATENCY_BUCKETS),
+            "e2e_request_latency_seconds": _Histogram(TIME_BUCKETS),
+            "step_seconds": _Histogram(LATENCY_BUCKETS),
+        }
+
+    def on_step(self, step: StepEvent) -> None:
+        with self._lock:
+            self._counts.update(
+                steps=1,
+                generated=step.committed,
+                request_steps=step.num_decoding,
+                decoded=sum(request.committed for request in step.decoding),
+            )
+            self._histograms["step_seconds"].observe(step.phases.total_s)
+
+    def on_end(self, request: Request) -> None:
+        metrics = request.metrics()
+        with self._lock:
+            self._finished[str(request.finish_reason)] += 1
+            self._counts.update(
+                prompt=request.prompt_len,
+                drafted=metrics.drafted,
+                accepted=metrics.accepted,
+                preempted=metrics.preempted,
+            )
+            if metrics.ttft_s is None:
+                return
+            self._ttft_s.append(metrics.ttft_s)
+            self._histograms["time_to_first_token_seconds"].observe(metrics.ttft_s)
+            self._histograms["e2e_request_latency_seconds"].observe(request.last_token_s - request.arrived_s)
+            if metrics.tpot_s is not None:
+                self._tpot_s.append(metrics.tpot_s)
+                self._histograms["time_per_output_token_seconds"].observe(metrics.tpot_s)
+            if metrics.attained is not None and request.finish_reason in ("stop", "length"):
+                self._counts["attained" if metrics.attained else "missed"] += 1
+                self._counts["promised"] += metrics.guaranteed
+                self._counts["broken"] += metrics.guaranteed and not metrics.attained
+
+    def stats(self, running: int, waiting: int, kv_tokens: int, kv_limit: int, memory: MemoryUse | None) -> Stats:
+        with self._lock:
+            counts = self._counts
+            return Stats(
+                running=running,
+                waiting=waiting,
+                kv_tokens=kv_tokens,
+                kv_limit=kv_limit,
+                memory=memory,
+                finished=dict(self._finished),
+                attained=counts["attained"],
+                missed=counts["missed"],
+                promised=counts["promised"],
+                broken=counts["broken"],
+                preempted=counts["preempted"],
+                steps=counts["steps"],
+                prompt_tokens=counts["prompt"],
+                generated_tokens=counts["generated"],
+                drafted_tokens=counts["drafted"],
+                accepted_tokens=counts["accepted"],
+                tokens_per_step=counts["decoded"] / max(counts["request_steps"], 1),
+                ttft_s=_percentiles(self._ttft_s),
+                tpot_s=_percentiles(self._tpot_s),
+            )
+
+    def families(self, stats: Stats) -> Iterator[Any]:
+        """Prometheus metric families; needs prometheus_client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for name, text, value in (
+            ("num_requests_running", "Requests that hold K/V.", stats.running),
+            ("num_requests_waiting", "Requests that do not run yet.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of the K/V limit in use, 0 to 1.", stats.kv_tokens / max(stats.kv_limit, 1)),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of finished requests.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Of those, accepted.", stats.accepted_tokens),
+            ("num_preemptions", "Times a request lost its K/V to another.", stats.preempted),
+            ("slo_attained", "Finished requests that met their targets.", stats.attained),
+            ("slo_missed", "Finished requests that did not.", stats.missed),
+        ):
+            yield CounterMetricFamily(PREFIX + name, text, value=value)
+        ended = CounterMetricFamily(
+            PREFIX + "request_success", "Requests by how they ended.", labels=["finished_reason"]
+        )
+        for reason, count in stats.finished.items():
+            ended.add_metric([reason], count)
+        yield ended
+        with self._lock:
+            read = [(name, own.cumulative(), own.sum) for name, own in self._histograms.items()]
+        for name, buckets, total in read:
+            yield HistogramMetricFamily(PREFIX + name, name.replace("_", " "), buckets=buckets, sum_value=total)
+
+
+class Collector:
+    """What ``prometheus_client`` asks a collector for."""
+
+    def __init__(self, families: Callable[[], Iterator[Any]]):
+        self.collect = families
+
+
+def _percentiles(values: deque[float]) -> Percentiles | None:
+    if not values:
+        return None
+    p50, p90, p99 = np.percentile(np.array(values), (50, 90, 99)).tolist()
+    return Percentiles(p50=p50, p90=p90, p99=p99)

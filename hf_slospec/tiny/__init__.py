@@ -1,0 +1,1 @@
+"""The embedded pair, its inflation to larger sizes, and loading of models for commands."""
