@@ -304,7 +304,7 @@ def overhead(json_path: Json = None) -> None:
         for index in range(number):
             targets = (Stage(0.05 if index % 2 else None),)
             scheduler.add(Request(index, [1] * 100, 200, targets, ttft_slo_s=5.0 if index % 2 else None))
-        scheduler.turn(0.0)
+        scheduler.schedule(0.0)
         spent = []
         for step in range(200):
             for request in scheduler.running:
@@ -319,7 +319,7 @@ def overhead(json_path: Json = None) -> None:
                     Request(number + step, [1] * 100, 200, (Stage(tpot_slo_s),), arrived_s=arrived_s, ttft_slo_s=ttft_s)
                 )
             begun_s = time.perf_counter()
-            scheduler.turn(0.001 * step)
+            scheduler.schedule(0.001 * step)
             spent.append(time.perf_counter() - begun_s)
         results[str(number)] = {"median": 1e3 * median(spent), "mean": 1e3 * sum(spent) / 200, "max": 1e3 * max(spent)}
         figures = "  ".join(f"{key} {value:.3f}" for key, value in results[str(number)].items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
@@ -23,7 +23,8 @@ class Plan:
     min_path_prob: float = 0.0  # below this a node is not worth its share of the verify step
     min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in all
     min_confidence: float = 0.0  # stop drafting once no path has all its tokens more probable than this
-    drafting: Sequence[Request] | None = None  # who is drafted for; None: all
+    drafting: Sequence[Request] | None = None  # requests to draft for; None: all
+    state: Any = None  # what the policy wants handed back in select and observe; nothing else reads it
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Schedule:
     """Whose turn it is in a step."""
 
     decoding: Sequence[Request]
@@ -54,12 +55,12 @@ class Turn:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
-    def beginning(self) -> list[Request]:
+    def finishing_prefill(self) -> list[Request]:
         """Requests whose next token is chosen right after the last of what they are fed."""
         return [chunk.request for chunk in self.chunks if chunk.is_last]
 
     @property
-    def unfinished(self) -> list[Chunk]:
+    def partial_chunks(self) -> list[Chunk]:
         """Chunks with more to come."""
         return [chunk for chunk in self.chunks if not chunk.is_last]
 
@@ -116,7 +117,7 @@ class Scheduler(Protocol):
 
     running: list[Request]  # those that may hold K/V
 
-    def turn(self, now_s: float) -> Turn:
+    def schedule(self, now_s: float) -> Schedule:
         """Who decodes and who is fed how much in the step that begins now."""
 
     def observe(self, step: StepEvent) -> None:
@@ -165,5 +166,10 @@ class Policy(Protocol):
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         """The draft trees to verify, out of the candidate trees and with the draft's own path probabilities."""
 
-    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
-        """Take in which nodes of the verified draft trees were accepted, and what the step took."""
+    def observe(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
+        """Learn which nodes of the verified draft trees were accepted, and what the step took.
+
+        A policy of your own may leave ``plan`` out.
+        """

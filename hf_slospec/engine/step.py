@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
-from hf_slospec.engine.protocols import Chooser, Clock, Drafter, Plan, Policy, Scheduler, Selection, Target, Turn
+from hf_slospec.engine.protocols import Chooser, Clock, Drafter, Plan, Policy, Scheduler, Selection, Target, Schedule
 from hf_slospec.engine.request import Request
 
 
@@ -33,27 +33,33 @@ class Engine:
         and then no token has been committed.
         """
         watch = _Stopwatch(self.clock)
-        turn = self.scheduler.turn(watch.begun_s)
-        self.forget(turn.preempted)
-        plan = self.policy.plan(turn.decoding, watch.begun_s, turn.num_prefill_tokens) if turn.decoding else Plan(0, 1)
+        schedule = self.scheduler.schedule(watch.begun_s)
+        self.forget(schedule.preempted)
+        plan = (
+            self.policy.plan(schedule.decoding, watch.begun_s, schedule.num_prefill_tokens)
+            if schedule.decoding
+            else Plan(0, 1)
+        )
         select_s = watch.lap()
-        candidates = self._candidates(turn.decoding, plan)
+        candidates = self._candidates(schedule.decoding, plan)
         draft_s = watch.lap()
-        selection = self.policy.select(turn.decoding, candidates, plan) if turn.decoding else Selection.of_roots([])
-        selection = selection.with_roots(roots(turn.beginning))
+        selection = (
+            self.policy.select(schedule.decoding, candidates, plan) if schedule.decoding else Selection.of_roots([])
+        )
+        selection = selection.with_roots(roots(schedule.finishing_prefill))
         select_s += watch.lap()
-        requests, trees = [*turn.decoding, *turn.beginning], selection.trees
+        requests, trees = [*schedule.decoding, *schedule.finishing_prefill], selection.trees
         self._check((*candidates, *trees))
-        choosers = self.target.verify(requests, trees, turn.unfinished)
+        choosers = self.target.verify(requests, trees, schedule.partial_chunks)
         verify_s = watch.lap()
 
         emitted = [request.num_emitted for request in requests]
         accepted = [_accepted(*part) for part in zip(requests, trees, choosers, strict=True)]
-        self._commit(requests, accepted, turn)
+        self._commit(requests, accepted, schedule)
         phases = PhaseTimes(draft_s, select_s, verify_s, watch.lap())
-        if turn.decoding:
-            self.policy.observe(turn.decoding, accepted[: len(turn.decoding)], phases)
-        event = self._booked(turn, requests, emitted, plan, selection, accepted, phases, watch.begun_s)
+        if schedule.decoding:
+            self.policy.observe(schedule.decoding, accepted[: len(schedule.decoding)], phases, plan)
+        event = self._booked(schedule, requests, emitted, plan, selection, accepted, phases, watch.begun_s)
         self.scheduler.observe(event)
         self.retire([request for request in requests if request.is_finished])
         self._check(())
@@ -67,17 +73,17 @@ class Engine:
         drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True))
         return [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
-    def _commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], turn: Turn) -> None:
+    def _commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], schedule: Schedule) -> None:
         sound = [(request, nodes) for request, nodes in zip(requests, accepted, strict=True) if request.error is None]
-        self.target.commit([request for request, _ in sound], [nodes for _, nodes in sound], turn.unfinished)
+        self.target.commit([request for request, _ in sound], [nodes for _, nodes in sound], schedule.partial_chunks)
         for request, _ in sound:
             request.num_cached = len(request.tokens) - 1
-        for chunk in turn.unfinished:
+        for chunk in schedule.partial_chunks:
             chunk.request.num_cached += chunk.num_tokens
 
     def _booked(
         self,
-        turn: Turn,
+        schedule: Schedule,
         requests: Sequence[Request],
         emitted: Sequence[int],
         plan: Plan,
@@ -98,13 +104,13 @@ class Engine:
             parts.append(RequestStep(request.index, tree.num_nodes, committed, expected, tpot_slo_s, elapsed_s, since))
         return StepEvent(
             begun_s=begun_s,
-            num_decoding=len(turn.decoding),
+            num_decoding=len(schedule.decoding),
             depth=plan.depth,
             width=plan.width,
             phases=phases,
             predicted_s=selection.step_s,
             requests=tuple(parts),
-            prefill_tokens=turn.num_prefill_tokens,
+            prefill_tokens=schedule.num_prefill_tokens,
         )
 
     def retire(self, finished: Sequence[Request]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_slospec.config import AdmissionName, PrefillName, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Chunk, Turn
+from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.admission import prefill_deadline_s, promised
 from hf_slospec.engine.scheduling.pace import Pace
@@ -89,14 +89,14 @@ class ContinuousScheduler:
         self.pace.observe(step)
         self._share = min(1.0, self._share * 1.05)
 
-    def turn(self, now_s: float) -> Turn:
+    def schedule(self, now_s: float) -> Schedule:
         self.promise(now_s)
         preempted = self._enter(now_s)
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
         decoding = self._taking_part(decoding, allowed_s)
         chunks = self._chunks(decoding, allowed_s, now_s)
-        return Turn([] if chunks and self.prefill == "first" else decoding, chunks, preempted)
+        return Schedule([] if chunks and self.prefill == "first" else decoding, chunks, preempted)
 
     @property
     def kv_held(self) -> int:

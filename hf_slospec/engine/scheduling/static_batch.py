@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Chunk, Turn
+from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request
 
 CHUNK = 512  # prefill tokens of a request and step at most: masks grow with the square of it
@@ -17,9 +17,9 @@ class StaticScheduler:
     def __init__(self, requests: Sequence[Request]):
         self.running = list(requests)
 
-    def turn(self, now_s: float) -> Turn:
+    def schedule(self, now_s: float) -> Schedule:
         chunks = [Chunk.of(request, CHUNK) for request in self.running if not request.is_decoding]
-        return Turn([], chunks) if chunks else Turn(self.running)
+        return Schedule([], chunks) if chunks else Schedule(self.running)
 
     def observe(self, step: StepEvent) -> None:
         """Nothing is learned."""
