@@ -1,4 +1,4 @@
-"""Logits processors that hold something per row of the batch, as they treat a single row."""
+"""Logits processors for single rows of a call, where stock's hold state or arguments per row of the batch."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ IGNORE_SEQUENCE = {
 
 
 def ignore_sequence(processors: list[Any]) -> bool:
-    """Whether no processor reads ``input_ids``, so that any nodes of any rows may be processed together."""
+    """Return whether no processor reads ``input_ids``, so that nodes of several rows may be processed together."""
     return all(type(processor) in IGNORE_SEQUENCE for processor in processors)  # a subclass may do anything
 
 
 def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
-    """The call's processors, each ready for ``[1, length]`` inputs of this row, once per token and in order.
+    """Return the call's processors for ``[1, length]`` inputs of one row, called once per token and in order.
 
-    Transformers' own are stateless or cut to the row here. Others get a copy per row, in case they remember something;
+    Transformers' own are stateless or restricted to the row here. Others get a copy per row, as they may have state;
     one that tells rows apart by their index in the batch cannot work.
     """
     return [_of_row(processor, row, num_rows) for processor in processors]
@@ -75,7 +75,7 @@ def _of_row(processor: Any, row: int, num_rows: int) -> Any:
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        own = copy.copy(processor)  # of the row's own negative prompt and its cache, of the same model
+        own = copy.copy(processor)  # with the row's own negative prompt and cache, and the same model
         own.unconditional_context = {
             name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == num_rows else value
             for name, value in processor.unconditional_context.items()
@@ -85,6 +85,6 @@ def _of_row(processor: Any, row: int, num_rows: int) -> Any:
 
 
 def is_stateless(processor: Any) -> bool:
-    """Whether a processor is known to remember nothing from one call to the next."""
-    remembers = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, remembers)
+    """Return whether a processor is known to keep no state between calls."""
+    stateful = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, stateful)
