@@ -180,7 +180,7 @@ class StepCosts:
         num_tokens = num_decoding * self.recent.nodes + num_prefill_tokens
         draft_s = np.where(np.asarray(num_decoding) > 0, self.recent.draft_s, 0.0)
         num_requests, num_keys = np.maximum(num_decoding, 1), num_decoding * self.recent.keys
-        seconds: FloatArray = self.verify_s(num_tokens, num_requests, num_keys) + draft_s
+        seconds: FloatArray = self.verify_s(np.asarray(num_tokens), num_requests, np.asarray(num_keys)) + draft_s
         return seconds
 
     def step_curve(self, max_tokens: int) -> LatencyCurve:

@@ -216,7 +216,8 @@ def find_divergences(
         stock, ours: new tokens per row, of the same length in both.
     """
     places = [(row, first_difference(*pair)) for row, pair in enumerate(zip(stock, ours, strict=True))]
-    found, wide = [], None
+    found: list[Divergence] = []
+    wide: Any = None
     for row, position in places:
         if position is None:
             continue
@@ -267,9 +268,7 @@ def margin_noise(scores: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def _equal_forwards(
-    model: PreTrainedModel, wide: PreTrainedModel | None, prompt: list[int], new: list[int]
-) -> list[torch.Tensor]:
+def _equal_forwards(model: PreTrainedModel, wide: Any, prompt: list[int], new: list[int]) -> list[torch.Tensor]:
     """Return logits of the token after ``prompt + new``, by forwards that differ in rounding only.
 
     Returns:
@@ -278,10 +277,10 @@ def _equal_forwards(
     ids = torch.tensor([prompt + new], device=input_device(model))  # [1, length]
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
-    def whole(which: PreTrainedModel, batch: int) -> torch.Tensor:
+    def whole(which: Any, batch: int) -> Any:
         return which(input_ids=ids.expand(batch, -1), use_cache=False, **keep).logits[0, -1]
 
-    def in_pieces(size: int) -> torch.Tensor:
+    def in_pieces(size: int) -> Any:
         output = model(input_ids=ids[:, : len(prompt)], use_cache=True, **keep)
         for piece in ids[:, len(prompt) :].split(size, dim=1) if new else ():
             output = model(input_ids=piece, past_key_values=output.past_key_values, use_cache=True, **keep)

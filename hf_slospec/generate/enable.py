@@ -72,7 +72,7 @@ def enable(
         if self is not owner:  # a deep copy carries this method along; it has no engine of its own
             if slo_tpot is not None:
                 raise InvalidInputError("slo_tpot was given to a copy of an enabled model; enable the copy itself")
-            return type(self).generate(self, *args, **kwargs)
+            return stock_generate(self)(*args, **kwargs)
         bound = signature.bind_partial(*args, **kwargs).arguments
         arguments = bound | bound.pop("kwargs", {})
         if slo_tpot is None:
@@ -81,11 +81,10 @@ def enable(
             return (replaced or stock)(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
-    generate.__signature__ = _with_own_arguments(signature)
-    generate.replaced, generate.decoder = replaced, decoder
-    owner.generate = types.MethodType(generate, owner)
+    vars(generate).update(__signature__=_with_own_arguments(signature), replaced=replaced, decoder=decoder)
+    owner.__dict__["generate"] = types.MethodType(generate, owner)
     if model is not owner:
-        model.generate = functools.partial(_generate_of_adapted, model, fallback)
+        model.__dict__["generate"] = functools.partial(_generate_of_adapted, model, fallback)
     return model
 
 
@@ -114,7 +113,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         replaced = owner.__dict__.pop("generate").replaced
         model.__dict__.pop("generate", None)  # of a PEFT model around it
         if replaced is not None:
-            owner.generate = replaced
+            owner.__dict__["generate"] = replaced
     return model
 
 

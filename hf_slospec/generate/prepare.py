@@ -84,7 +84,8 @@ def prepare(
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the model class's own ``generate``, bound to the model, whatever replaced it on the instance."""
-    method: Callable[..., Any] = type(model).generate.__get__(model)
+    own: Any = type(model)
+    method: Callable[..., Any] = own.generate.__get__(model)
     return method
 
 

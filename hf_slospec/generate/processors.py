@@ -57,17 +57,17 @@ def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[An
 
 
 def _of_row(processor: Any, row: int, num_rows: int) -> Any:
-    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and hasattr(processor.prompt_ignore_length, "shape"):
-        own = copy.copy(processor)
-        own.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+    own: Any = copy.copy(processor)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
+        ignored := own.prompt_ignore_length, torch.Tensor
+    ):
+        own.prompt_ignore_length = ignored[row : row + 1]
         return own
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        own = copy.copy(processor)
         prompt = row * len(processor.encoder_input_ids) // num_rows  # prompts are not repeated for their sequences
         own.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
         return own
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        own = copy.copy(processor)
         prompt = row * processor.batch_size // num_rows
         own.generated_ngrams, own.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
         return own
@@ -75,8 +75,7 @@ def _of_row(processor: Any, row: int, num_rows: int) -> Any:
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        own = copy.copy(processor)  # with the row's own negative prompt and cache, and the same model
-        own.unconditional_context = {
+        own.unconditional_context = {  # the row's own negative prompt and cache, and the same model
             name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == num_rows else value
             for name, value in processor.unconditional_context.items()
         }

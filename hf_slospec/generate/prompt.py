@@ -161,7 +161,7 @@ def _columns(tensor: torch.Tensor, columns: torch.Tensor, num_cached: int) -> to
     return held[:, (columns[columns >= dropped] - dropped).to(tensor.device)]
 
 
-def nearest_tokens(embeds: torch.Tensor, embedding: torch.nn.Module) -> torch.Tensor:
+def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
     """Return the tokens whose embeddings point the same way: a draft's view of a prompt given as embeddings.
 
     Args:

@@ -100,6 +100,7 @@ class Rows:
         self.record = Record(len(input_ids), config)
         self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_before)
         self.requests: list[Request] = []
+        assert criteria.max_length is not None  # stock generate always sets one
         for row, own_stages in enumerate(stages):
             tokens = prompt.tokens_of(row)
             stop = self.stops.of(row, len(tokens))

@@ -40,7 +40,8 @@ def run_stock_loop(
     """Decode with stock's own loop, one token of every row at a time, and record the times on the requests."""
     rows.begin()
     watch = _TokenTimes()
-    output = type(model)._sample(
+    loop: Any = type(model)
+    output = loop._sample(
         model,
         rows.input_ids,
         logits_processor=processors,

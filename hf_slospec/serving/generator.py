@@ -20,8 +20,8 @@ from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.policies import NewPolicy
 from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.service import BatchingService, Prompt
-from hf_slospec.serving.submission import SubmitOptions
+from hf_slospec.serving.service import BatchingService
+from hf_slospec.serving.submission import Prompt, SubmitOptions
 from hf_slospec.serving.telemetry import Collector, Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")

@@ -88,10 +88,10 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> lis
     if isinstance(prompt, str):
         ids = _tokenizer_for("a text", tokenizer)(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, dict) for message in prompt):
-        tokenizer = _tokenizer_for("chat messages", tokenizer)
-        if getattr(tokenizer, "chat_template", None) is None:
+        known = _tokenizer_for("chat messages", tokenizer)
+        if getattr(known, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = known.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
     else:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
