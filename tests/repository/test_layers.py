@@ -16,7 +16,7 @@ LAYERS = (
     *("errors", "algo", "config", "engine", "policies", "assembly", "models", "tiny", "generate", "serving"),
     *("__init__", "sim", "demo", "cli", "__main__"),
 )
-NO_TORCH = {"errors", "algo", "config", "engine", "policies", "sim"}  # and no layer that imports it
+NO_TORCH = {"errors", "algo", "config", "engine", "policies", "assembly", "sim"}  # and no layer that imports it
 KNOWS_GENERATE = {"generate"}  # may import transformers.generation
 
 
