@@ -17,10 +17,11 @@ from typing import get_args
 
 import numpy as np
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import PolicyName, SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage

@@ -210,7 +210,7 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
 
     page = visit()
     page.writes("#user-0")
-    engine: Any = served[0].generator._serving._engine()
+    engine: Any = served[0].generator._service._engine()
     engine.target.verify = fails
     failed = page.page.locator(".user:has(.error)").first  # of those it served in that step
     sync_api.expect(failed.locator(".error")).to_have_text("the accelerator fell off", timeout=WAIT_MS)

@@ -242,7 +242,7 @@ class TestCrowd:
     def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, crowd: Crowd) -> None:
         place = crowd.add(PERSONAS[0], LONG)
         until(crowd, lambda scene: at(scene, place).pieces)
-        engine: Any = crowd.generator._serving._engine()
+        engine: Any = crowd.generator._service._engine()
         engine.target.verify = _fails
         scene = until(crowd, lambda scene: at(scene, place).state == "failed")
         assert at(scene, place).error == "the accelerator fell off"

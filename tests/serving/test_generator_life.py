@@ -88,7 +88,7 @@ def test_starting_again_in_the_thread_that_is_stopping_is_refused(pair: tuple[An
     def starts(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         generator.start()  # does nothing while the batcher runs
         was_asked.set()
-        while generator._serving._batcher._is_taking:
+        while generator._service._batcher._is_taking:
             time.sleep(0.001)
         generator.start()
         return scores

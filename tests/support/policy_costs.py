@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage

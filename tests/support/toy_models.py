@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import ROOT, TokenTree
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Chunk, Drafter, Plan, Policy, Selection, Target
 from hf_slospec.engine.request import Request
@@ -121,7 +122,9 @@ class WholeTrees:
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
 
-    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
+    def observe(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
         """Nothing to learn."""
 
 
@@ -143,4 +146,4 @@ def engine_of(
     check_invariants: bool = True,
 ) -> Engine:
     """One that decodes these requests as a batch."""
-    return Engine(target, drafter, policy, StaticScheduler(requests), clock, check_invariants)
+    return Engine(target, drafter, policy, StaticScheduler(requests), new_costs(), clock, check_invariants)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Chunk, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.pace import Pace
 from hf_slospec.engine.step import Engine
 from hf_slospec.serving.batcher import Batcher, Observer
 from hf_slospec.serving.handle import RequestHandle
@@ -49,6 +49,9 @@ class Books(Observer):
     def __init__(self) -> None:
         self.ended = list[Request]()
 
+    def on_step(self, step: StepEvent) -> None:
+        """Count nothing."""
+
     def on_end(self, request: Request) -> None:
         self.ended.append(request)
 
@@ -58,15 +61,14 @@ class Server:
 
     def __init__(self, max_queue: int = 1000, max_batch: int = 4):
         self.toy, self.books = GatedTarget(), Books()
-        limits = Limits(max_batch, 10**12, 6, 8, 1e9)
-        self.batcher = Batcher(
-            lambda: ContinuousScheduler(limits, Pace(new_costs())), self._engine, max_queue, FairLock(), self.books
-        )
+        self.limits = Limits(max_batch, 10**12, 6, 8, 1e9)
+        self.batcher = Batcher(self._engine, max_queue, FairLock(), self.books)
         self.num_submitted = 0
 
-    def _engine(self, scheduler: ContinuousScheduler) -> Engine:
-        policy = WholeTrees(Plan(2, 2))
-        return Engine(self.toy, ToyDrafter(MODEL), policy, scheduler, time.perf_counter, check_invariants=True)
+    def _engine(self) -> Engine[ContinuousScheduler]:
+        costs, policy = new_costs(), WholeTrees(Plan(2, 2))
+        scheduler = ContinuousScheduler(self.limits, costs)
+        return Engine(self.toy, ToyDrafter(MODEL), policy, scheduler, costs, time.perf_counter, check_invariants=True)
 
     def submit(
         self, new: int = 10, block: bool = False, timeout: float | None = None, **fields: object

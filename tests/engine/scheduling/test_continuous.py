@@ -13,7 +13,6 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.admission import MAX_CANDIDATES
 from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, MAX_SITS, MIN_CHUNK, ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.pace import Pace
 from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
@@ -29,9 +28,10 @@ class Served:
     def __init__(self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0):
         self.clock, self.target_model = Clock(), markov_model(np.random.default_rng(seed), VOCAB)
         self.toy, self.drafter = ToyTarget(greedy(self.target_model)), ToyDrafter(self.target_model)
-        self.scheduler = ContinuousScheduler(limits, Pace(new_costs()), admission)
+        costs = new_costs()
+        self.scheduler = ContinuousScheduler(limits, costs, admission)
         policy = policy or WholeTrees(Plan(0, 1))
-        self.engine = Engine(self.toy, self.drafter, policy, self.scheduler, self.clock, check_invariants=True)
+        self.engine = Engine(self.toy, self.drafter, policy, self.scheduler, costs, self.clock, check_invariants=True)
         self.events = list[StepEvent]()
 
     def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
@@ -44,7 +44,7 @@ class Served:
 
     def step(self) -> StepEvent:
         event = self.engine.step()
-        self.clock.now_s += float(self.scheduler.pace.costs.verify_s(event.nodes + event.prefill_tokens))
+        self.clock.now_s += float(self.scheduler.costs.verify_s(event.nodes + event.prefill_tokens))
         self.events.append(event)
         return event
 

@@ -93,7 +93,7 @@ def test_generate_sees_what_is_written_through_data() -> None:
     gen = SLOSpecGenerator(model, tiny_model("llama"), config=SLOSpecConfig(max_depth=3))
     ids = torch.arange(3, 15)[None]
     before = gen.generate(ids, max_new_tokens=8)
-    assert len(gen._decoder.speculator.target.packed.linears)
+    assert len(gen.decoder.speculator.target.packed.linears)
     torch.manual_seed(3)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -216,7 +216,7 @@ def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
     model = tiny_model("llama")
     linears = PackedModel(model, prepack=True).linears
     gen = SLOSpecGenerator(model, model, config=SLOSpecConfig(max_depth=2, prepack=True))
-    assert gen._decoder.speculator.memory(None, 0).prepacked == linears.num_bytes > 0
+    assert gen.decoder.speculator.memory(0).prepacked == linears.num_bytes > 0
 
 
 def test_copies_take_a_share_of_the_free_memory_at_most(

@@ -142,7 +142,7 @@ def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
         assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
         captured.append(tapes.num_captured - before)
     assert captured[0] and not captured[-1]
-    assert all(model.kept_bytes for model in generator._decoder.speculator.models)
+    assert all(model.kept_bytes for model in generator.decoder.speculator.models)
     replayed = tapes.num_replayed
     assert_same_as_stock(model, generator.generate, inputs, do_sample=True, max_new_tokens=20)
     assert tapes.num_replayed > replayed
@@ -191,7 +191,7 @@ def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
 def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(tapes: Tapes) -> None:
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
-    models = generator._decoder.speculator.models
+    models = generator.decoder.speculator.models
     sizes = []
     for batch in (4, 5, 5):  # more, and the same again
         generator.generate(**ragged_prompts(batch), **GREEDY, max_new_tokens=30)
@@ -222,5 +222,5 @@ def test_what_a_broken_call_leaves_is_not_taken_over(tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     with pytest.raises(ValueError, match="broken"):
         generator.generate(**ragged_prompts(1), **GREEDY, max_new_tokens=40, logits_processor=[broken])
-    assert tapes.num_captured and not any(own.kept_bytes for own in generator._decoder.speculator.models)
+    assert tapes.num_captured and not any(own.kept_bytes for own in generator.decoder.speculator.models)
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
