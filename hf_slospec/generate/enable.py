@@ -23,7 +23,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import RequestMetrics
@@ -53,7 +53,6 @@ from hf_slospec.generate.validation import (
 )
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
 from hf_slospec.models.sampling import StockSampler
-from hf_slospec.policies import NewPolicy
 
 
 @dataclass

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
-from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.checked_policy import CheckedPolicy
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Drafter, Policy
@@ -31,7 +30,7 @@ from hf_slospec.models.drafters.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.target import PackedTarget, Sampler
-from hf_slospec.policies import NewPolicy, max_tree_nodes, new_policy
+from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
 FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
@@ -119,12 +118,11 @@ class Speculator:
 
     def policy(self, config: SLOSpecConfig | None = None) -> Policy:
         """A policy for one run, that of another config if one is given; what it learns is kept for the next."""
-        if config is None and self.make_policy is not None:
-            own = self.make_policy(self.config, self.costs)
-            return CheckedPolicy(own, self.max_nodes, vocab_size(self.target.model))
+        make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
-        return new_policy(config, self.costs, self._experience if is_same_shape else SpeculationHistory(config))
+        history = self._experience if is_same_shape else None
+        return new_policy(config, self.costs, history, make_policy, vocab_size(self.target.model))
 
     def new_target(self, sampler: Sampler, max_slots: int | None = None, holds_finished: bool = False) -> PackedTarget:
         """Room for K/V; with ``holds_finished``, that of finished requests stays readable."""
@@ -177,7 +175,7 @@ class Speculator:
     @property
     def max_nodes(self) -> int:
         """Nodes of one request's draft tree at most."""
-        return max_tree_nodes(self.config, self.make_policy)
+        return max_nodes_per_request(self.config, self.make_policy)
 
     def new_drafter(self, max_slots: int | None = None, keeps_rng: bool = True) -> Drafter:
         """``keeps_rng``: the global generator is the target's, so a user's drafter must not move it."""

@@ -34,7 +34,7 @@ from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.validation import check_rope_alone
 from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import Samplers
-from hf_slospec.policies import max_tree_nodes
+from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.serving.batcher import Batcher, Observer
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
@@ -121,7 +121,7 @@ class Serving(Observer):
 
     def set_policy(self, config: SLOSpecConfig) -> None:
         speculator = self.decoder.speculator
-        if (needed := max_tree_nodes(config)) > speculator.max_nodes:
+        if (needed := max_nodes_per_request(config)) > speculator.max_nodes:
             raise InvalidInputError(
                 f"policy {config.policy!r} may draft {needed} tokens of a request at a time and the generator has room "
                 f"for {speculator.max_nodes}; lower max_depth or max_width, or make a generator with larger ones"

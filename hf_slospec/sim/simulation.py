@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.checked_policy import CheckedPolicy
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.pace import Pace
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.policies import NewPolicy, max_tree_nodes, new_policy
-from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.sim.oracle import OraclePolicy
@@ -54,16 +50,14 @@ class Replica:
     ):
         self.clock = VirtualClock()
         costs = hardware.costs()
-        max_nodes = max_tree_nodes(config, make_policy)
+        max_nodes = max_nodes_per_request(config, make_policy)
         limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
         self.scheduler = ContinuousScheduler(limits, Pace(costs), config.admission, config.prefill)
-        policy: Policy
-        if make_policy is not None:
-            policy = CheckedPolicy(make_policy(config, costs), max_nodes, sys.maxsize)  # tokens are ranks
-        else:
-            policy = new_policy(config, costs, SpeculationHistory(config))
-        if hindsight:
-            policy = OraclePolicy(library, config, hardware, seed)
+        policy = (
+            OraclePolicy(library, config, hardware, seed)
+            if hindsight
+            else new_policy(config, costs, make_policy=make_policy)  # tokens are ranks: there is no vocabulary
+        )
         self.engine = Engine(
             SimulatedTarget(library, hardware, self.clock),
             SimulatedDrafter(library, hardware, self.clock, seed),

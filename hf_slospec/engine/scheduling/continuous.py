@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.config import AdmissionName, PrefillName, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling import AdmissionName, LimitSettings, PrefillName
 from hf_slospec.engine.scheduling.admission import prefill_deadline_s, promised
 from hf_slospec.engine.scheduling.pace import Pace
 from hf_slospec.engine.scheduling.prefill import num_prefill_tokens
@@ -35,7 +35,7 @@ class Limits:
     starvation_s: float  # a best-effort request that waited so long goes first
 
     @classmethod
-    def of(cls, config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
+    def of(cls, config: LimitSettings, kv_tokens: int, max_nodes: int) -> Limits:
         return cls(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)
 
     def kv_needed(self, request: Request) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.config import PrefillName
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling import PrefillName
 from hf_slospec.engine.scheduling.admission import prefill_deadline_s
 from hf_slospec.engine.scheduling.pace import Pace
 
