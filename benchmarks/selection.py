@@ -20,12 +20,12 @@ import numpy as np
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.policies.settings import PolicyName
 
 DEPTH, WIDTH, REPEATS = 8, 3, 60
 COUNTS = (1, 8, 64, 256, 1024)
@@ -64,9 +64,8 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
         laps.append(time.perf_counter())
         selection = policy.select(requests, trees, plan)
         laps.append(time.perf_counter())
-        policy.observe(
-            requests, [[1] if tree.num_nodes > 1 else [] for tree in selection.trees], PhaseTimes(0.01, 0.0, 0.02)
-        )
+        accepted = [[1] if tree.num_nodes > 1 else [] for tree in selection.trees]
+        policy.observe(requests, accepted, PhaseTimes(0.01, 0.0, 0.02), plan)
         laps.append(time.perf_counter())
         for name, begun_s, ended_s in zip(spent, laps, laps[1:], strict=False):
             spent[name].append(1e3 * (ended_s - begun_s))
@@ -82,9 +81,7 @@ def main() -> None:
     for count in COUNTS:
         config = SLOSpecConfig(token_budget=max(4 * count, 64), draft_budget=WIDTH * count, max_depth=DEPTH)
         for name in arguments.policies:
-            policy = new_policy(
-                config.model_copy(update={"policy": name}), StepCosts(VERIFY, DRAFT), SpeculationHistory(config)
-            )
+            policy = new_policy(config.model_copy(update={"policy": name}), StepCosts(VERIFY, DRAFT))
             spent = times_ms(policy, count, name in CHAINS)
             results[f"{name}, {count} requests"] = spent
             print(f"{name:>20} {count:>5} requests  " + "  ".join(f"{k} {v:7.3f} ms" for k, v in spent.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -11,16 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.select import SLOOrder
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import SURE, SpeculationHistory
+from hf_slospec.policies.auto import MIN_DRAFTED_STEPS, SpeculationHistory
 from hf_slospec.policies.papers.adaserve import AdaServePolicy
+from hf_slospec.policies.papers.adaserve_selection import SLOOrder
+from hf_slospec.policies.settings import PolicyName
 from tests.toy_models import (
     STOP,
     VOCAB,
@@ -133,8 +135,9 @@ def test_every_request_gets_what_plain_decoding_gives(
     requests = random_requests(rng, num_requests)
     expected = [decode_plainly(choose, request) for request in requests]
 
+    own = dict(slo_order=order) if policy_name == "adaserve" else {}
     config = SLOSpecConfig(
-        policy=policy_name, max_depth=max_depth, max_width=max_width, token_budget=token_budget, slo_order=order
+        policy=policy_name, max_depth=max_depth, max_width=max_width, token_budget=token_budget, **own
     )
     policy = policy_of(config)
     toy = ToyTarget(choose)
@@ -386,7 +389,7 @@ def test_late_requests_get_their_nodes_first() -> None:
     target = markov_model(np.random.default_rng(6), VOCAB)
     toy, clock = ToyTarget(greedy(target)), Clock()
     relaxed, late = Request(0, [0, 1], 30), Request(1, [0, 1], 30, (Stage(1.0),))
-    policy = AdaServePolicy(SLOSpecConfig(token_budget=4, max_slo_share=9.0), new_costs())
+    policy = AdaServePolicy(SLOSpecConfig(policy="adaserve", token_budget=4, max_slo_share=9.0), new_costs())
     engine = engine_of([relaxed, late], toy, ToyDrafter(target), policy, clock)
     engine.step()
     engine.step()
@@ -422,12 +425,12 @@ def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog: pyte
     model = markov_model(np.random.default_rng(6), VOCAB)
     experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
     sizes([None, None], experience, model)
-    assert experience.depths.num_observed > SURE
+    assert experience.depths.num_observed > MIN_DRAFTED_STEPS
     relaxed = sizes([None, None], copy.deepcopy(experience), model)
     assert not caplog.records
     assert sizes([None, 1e-9], copy.deepcopy(experience), model) == relaxed
     assert [record.message.split(" and ")[0] for record in caplog.records] == [
-        "request 1 can no longer meet its target of 1e-09 s per token"
+        "request 1 can no longer meet its TPOT SLO of 1e-09 s"
     ]
 
 
@@ -450,7 +453,7 @@ def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(
     costs, num_keys = new_costs(), sum(len(request.tokens) for request in requests)
     step_s = float(costs.draft_s(2, plan.depth, plan.width, num_keys) + costs.verify_s(3, 2, num_keys))
     policy = AdaServePolicy(SLOSpecConfig(token_budget=3), costs)
-    policy.plan(requests, 100.0 + (4.0 + required) - step_s)
+    plan = replace(plan, state=policy.plan(requests, 100.0 + (4.0 + required) - step_s).state)
     selection = policy.select(requests, ToyDrafter(model).draft(requests, plan), plan)
     assert [tree.num_nodes for tree in selection.trees] == expected
     assert selection.step_s == pytest.approx(step_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,13 +15,14 @@ from pydantic import ValidationError
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.policies import max_tree_nodes, new_policy
-from hf_slospec.policies.auto import LOOKED_AT, SpeculationHistory
+from hf_slospec.policies import max_nodes_per_request, new_policy
+from hf_slospec.policies.auto import PROBED_REQUESTS, SpeculationHistory
 from hf_slospec.policies.papers.goodput import MovingAcceptance, heads_nodes
+from hf_slospec.policies.papers.options import AdaServeOptions, ThesisOptions
 from hf_slospec.policies.papers.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
 from hf_slospec.policies.papers.slos_serve import SLOsServePolicy
 from hf_slospec.policies.papers.smartspec import RECENT, SmartSpecPolicy
@@ -29,6 +30,7 @@ from hf_slospec.policies.papers.smartspec_confidence import ConfidencePolicy
 from hf_slospec.policies.papers.smartspec_tree import HeadsPolicy
 from hf_slospec.policies.papers.thesis import ThesisPolicy, ThesisSLOPolicy
 from hf_slospec.policies.papers.turbospec import PAUSE, PROPOSED, RESET, TRIES, TurboSpecPolicy
+from hf_slospec.policies.settings import PolicyName
 from tests.test_select import chain, fan
 from tests.toys import SEEDS, UNEVEN, grow, path_to, random_tree
 
@@ -61,7 +63,7 @@ def test_every_name_is_a_policy_and_no_other() -> None:
     for name in get_args(PolicyName):
         config = SLOSpecConfig(policy=name)
         assert new_policy(config, costs(0.02), SpeculationHistory(config)) is not None
-        assert (max_tree_nodes(config) == 0) == (name == "none")
+        assert (max_nodes_per_request(config) == 0) == (name == "none")
     with pytest.raises(ValidationError) as error:
         SLOSpecConfig(policy="adaserv")  # type: ignore[arg-type]
     assert all(f"'{name}'" in str(error.value) for name in get_args(PolicyName))
@@ -73,7 +75,7 @@ def test_plans_stay_within_what_storage_was_made_for(policy_name: PolicyName) ->
     policy = new_policy(config, costs(1e-4, 0.0), SpeculationHistory(config))
     for number in (1, 20):
         plan = policy.plan(requests_of(number), 0.0)
-        assert plan.depth * plan.width <= max_tree_nodes(config)
+        assert plan.depth * plan.width <= max_nodes_per_request(config)
         assert plan.depth <= 9
 
 
@@ -102,6 +104,34 @@ def test_budgets_are_kept_and_expected_tokens_are_sums_of_path_probabilities(
         assert expected == pytest.approx(tree.path_probs.sum())
 
 
+def test_settings_of_single_policies_are_given_as_fields_or_as_options() -> None:
+    config = SLOSpecConfig(policy="thesis", **{"max_tree_nodes": 32})
+    assert config == SLOSpecConfig(policy="thesis", policy_options=ThesisOptions(max_tree_nodes=32))
+    assert config == SLOSpecConfig(policy="thesis", policy_options={"max_tree_nodes": 32})  # type: ignore[arg-type]
+    assert config == SLOSpecConfig(**config.model_dump()) == SLOSpecConfig.model_validate_json(config.model_dump_json())
+    assert config.options_of(ThesisOptions).max_tree_nodes == 32
+    assert config.options_of(AdaServeOptions) == AdaServeOptions()  # a policy whose name the config does not hold
+    other = config.model_copy(update={"policy": "adaserve", "max_slo_share": 2.0})
+    assert other == SLOSpecConfig(policy="adaserve", **{"max_slo_share": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"max_tree_nodes": 32}, "max_tree_nodes is a setting of policy 'thesis', not of 'auto'"),
+        ({"policy": "none", "max_slo_share": 1.0}, "of policy 'adaserve' or 'thesis-slo-capped', not of 'none'"),
+        ({"policy": "thesis", "policy_options": {"slack": 0.1}}, "slack is a setting of policy 'thesis-slo' or"),
+        ({"policy": "thesis", "max_tree_nodes": 0}, "policy_options.max_tree_nodes\n  Input should be greater"),
+        ({"policy": "thesis", "max_tree_node": 1}, "max_tree_node\n  Extra inputs are not permitted"),
+        ({"policy": "thesis", "policy_options": {"max_depth": 1}}, "max_depth\n  Extra inputs are not permitted"),
+        ({"policy": "thesis", "policy_options": 1, "max_tree_nodes": 1}, "should be a valid dictionary"),
+    ],
+)
+def test_settings_of_other_policies_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        SLOSpecConfig(**given)
+
+
 def test_properties_in_the_documentation_are_tested() -> None:
     tests = Path(__file__).parent
     named = re.findall(r"`(test_\w+)\.py`|`(test_\w+)`", (tests.parent / "docs" / "policies.md").read_text())
@@ -122,7 +152,7 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
     trees = [chain(0.3, 0.3, 0.3), chain(0.9, 0.9, 0.9)]
     policy = ThesisPolicy(SLOSpecConfig(token_budget=5), costs(0.02))
     assert sizes(policy, requests_of(2), trees) == [1, 4]
-    bounded = ThesisPolicy(SLOSpecConfig(token_budget=5, max_tree_nodes=3), costs(0.02))
+    bounded = ThesisPolicy(SLOSpecConfig(policy="thesis", token_budget=5, max_tree_nodes=3), costs(0.02))
     assert sizes(bounded, requests_of(2), trees) == [2, 3]
     assert policy.plan(requests_of(5), 0.0).depth == 0  # the roots are the budget
 
@@ -130,7 +160,7 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
 @pytest.mark.parametrize("capped", [False, True])
 def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(capped: bool) -> None:
     trees = [fan(0.2, 0.2, 0.2, 0.2, 0.2, 0.2), chain(0.9, 0.9, 0.9)]
-    config = SLOSpecConfig(token_budget=8, max_slo_share=0.5)
+    config = SLOSpecConfig(policy="thesis-slo-capped", token_budget=8, max_slo_share=0.5)
     policy = ThesisSLOPolicy(config, costs(0.02), capped)
     relaxed, hopeless = [late(i, 9.0) for i in range(2)], [late(0, 1e-3), late(1, 9.0)]
     assert sizes(policy, relaxed, trees) == [4, 4]
@@ -140,7 +170,7 @@ def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(cappe
 def test_thesis_slo_predicts_a_step_by_the_last_twenty() -> None:
     policy = ThesisSLOPolicy(SLOSpecConfig(token_budget=8), costs(0.02))
     for seconds in (9.0, *[2.0] * 20):
-        policy.observe([], [], PhaseTimes(verify_s=seconds))
+        policy.observe([], [], PhaseTimes(verify_s=seconds), Plan(0, 1))
     [request] = requests_of(1)
     assert policy.select([request], [chain(0.5)], policy.plan([request], 0.0)).step_s == pytest.approx(2.0)
 
@@ -156,9 +186,10 @@ def test_acceptance_by_rank_is_measured_from_a_prior_on() -> None:
     [request] = requests_of(1)
     measured = []
     for _ in range(2000):
-        policy.select([request], [fan(0.6, 0.3, 0.1)], policy.plan([request], 0.0))
+        plan = policy.plan([request], 0.0)
+        policy.select([request], [fan(0.6, 0.3, 0.1)], plan)
         node = 1 + int(np.searchsorted(np.cumsum(actual), rng.random()))
-        policy.observe([request], [[node] if node <= 3 else []], NO_TIME)
+        policy.observe([request], [[node] if node <= 3 else []], NO_TIME, plan)
         measured.append(policy.acceptance.rates)
     assert np.mean(measured[500:], axis=0) == pytest.approx(actual, abs=0.03)
 
@@ -171,15 +202,17 @@ def test_sequoia_makes_trees_that_suit_draft_and_batch() -> None:
     def plan_after(rank: int | None, token_s: float = 0.02) -> Plan:
         policy, requests = SequoiaPolicy(EIGHT, costs(token_s)), requests_of(1)
         for _ in range(20 * RESOLVE):
-            [tree] = policy.select(requests, [beam], policy.plan(requests, 0.0)).trees
+            plan = policy.plan(requests, 0.0)
+            [tree] = policy.select(requests, [beam], plan).trees
             path, node = list[int](), None if rank is None else tree.child(0, 5 + rank)
             while node is not None and rank is not None:
                 path.append(node)
                 node = tree.child(node, 5 + rank)
-            policy.observe(requests, [path], NO_TIME)
+            policy.observe(requests, [path], NO_TIME, plan)
         return policy.plan(requests, 0.0)
 
-    assert plan_after(0) == Plan(8, 1)
+    longest = plan_after(0)
+    assert (longest.depth, longest.width) == (8, 1)
     assert plan_after(None).depth == 0
     assert plan_after(2, token_s=0.001).width == 3  # only wide trees hold it
     new = [SequoiaPolicy(EIGHT, costs(0.02)).plan(requests_of(number), 0.0) for number in (1, 8, 64, 500)]
@@ -224,7 +257,7 @@ def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> 
     policy.plan([*alone, third[0]], 0.0)
     assert third[0] not in policy.undrafted
 
-    kept = SmartSpecPolicy(SLOSpecConfig(max_depth=8, prefill_disabling=1.0), costs(0.02))
+    kept = SmartSpecPolicy(SLOSpecConfig(policy="smartspec", max_depth=8, prefill_disabling=1.0), costs(0.02))
     kept.plan(first, 0.0)
     kept.plan(second, 0.0)
     assert not kept.undrafted
@@ -239,11 +272,13 @@ def test_the_last_token_of_a_request_is_not_drafted_for() -> None:
 def test_confidence_cuts_each_chain_where_it_is_unsure_and_goodput_all_of_them() -> None:
     requests = requests_of(3)
     trees = [chain(0.9, 0.9, 0.9, 0.9), chain(0.9, 0.4, 0.9, 0.9), chain(0.2, 0.9, 0.9, 0.9)]
-    policy = ConfidencePolicy(SLOSpecConfig(max_depth=4, min_confidence=0.5), costs(0.001))
+    policy = ConfidencePolicy(
+        SLOSpecConfig(policy="smartspec-confidence", max_depth=4, min_confidence=0.5), costs(0.001)
+    )
     plan = policy.plan(requests, 0.0)
     assert (plan.depth, plan.width, plan.min_confidence) == (4, 1, 0.5)
     assert [tree.num_nodes for tree in policy.select(requests, trees, plan).trees] == [5, 3, 2]
-    dear = ConfidencePolicy(SLOSpecConfig(max_depth=4, min_confidence=0.5), costs(9.0))
+    dear = ConfidencePolicy(SLOSpecConfig(policy="smartspec-confidence", max_depth=4, min_confidence=0.5), costs(9.0))
     assert [tree.num_nodes for tree in dear.select(requests, trees, dear.plan(requests, 0.0)).trees] == [1, 1, 1]
 
 
@@ -272,7 +307,7 @@ def test_heads_learn_what_is_accepted_at_each_depth() -> None:
     for _ in range(60):
         plan = policy.plan(requests, 0.0)
         policy.select(requests, [chain(0.9, 0.9).up_to(plan.depth)], plan)
-        policy.observe(requests, [[1][: plan.depth]], NO_TIME)  # the first is always right, the second never
+        policy.observe(requests, [[1][: plan.depth]], NO_TIME, plan)  # the first is always right, the second never
     assert policy.acceptances[0].rate > 0.99 > 0.1 > policy.acceptances[1].rate
     assert policy.plan(requests, 0.0).depth == 1
 
@@ -325,7 +360,7 @@ def test_free_proposals_pause_when_nothing_of_them_is_worth_verifying() -> None:
         depths.append(plan.depth)
         trees = [chain(*[0.5] * plan.depth)] * 2
         policy.select(requests, trees, plan)
-        policy.observe(requests, [[]] * 2, NO_TIME)
+        policy.observe(requests, [[]] * 2, NO_TIME, plan)
     assert depths == [*[8] * TRIES, *[0] * PAUSE] * 2
 
 
@@ -337,6 +372,10 @@ def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float =
     trees = policy.select(requests, [chain(*[0.9] * plan.depth)] * len(requests), plan).trees
     assert [request for request, tree in zip(requests, trees, strict=True) if tree.num_nodes > 1] == plan.drafting
     return [tree.max_depth for tree in trees]
+
+
+def length_by_goodput(policy: SLOsServePolicy, requests: Sequence[Request]) -> int:
+    return policy._best_length(policy._begin(requests, 0), policy._useful_lengths(requests))
 
 
 def test_slos_serve_speculates_as_long_as_each_tier_needs() -> None:
@@ -367,15 +406,15 @@ def test_slos_serve_gives_what_is_left_to_those_without_target() -> None:
     own, others = lengths(dear, [Request(0, [1, 2], 50, (Stage(0.75),)), *requests_of(3)])[:2]
     assert own > others
     nobody = requests_of(2)
-    assert lengths(policy, nobody) == [policy._best_length(policy._useful(nobody))] * 2
+    assert lengths(policy, nobody) == [length_by_goodput(policy, nobody)] * 2
 
 
 def test_slos_serve_decodes_what_cannot_be_kept_by_goodput() -> None:
     policy = SLOsServePolicy(EIGHT, costs(0.02))
     hopeless = Request(0, [1, 2], 50, (Stage(1e-6),))
-    assert lengths(policy, [hopeless]) == [policy._best_length(policy._useful([hopeless]))]
+    assert lengths(policy, [hopeless]) == [length_by_goodput(policy, [hopeless])]
     both = [hopeless, *requests_of(1)]
-    assert lengths(policy, both) == [policy._best_length(policy._useful(both))] * 2
+    assert lengths(policy, both) == [length_by_goodput(policy, both)] * 2
     # Beside one that can be kept, it is served as that one is.
     assert len({*lengths(policy, [hopeless, Request(1, [1, 2], 50, (Stage(0.8),))])}) == 1
 
@@ -392,18 +431,18 @@ def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
         useless = [0.01] * plan.depth  # and refused
         trees = [chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0) for r in requests]
         policy.select(requests, trees, plan)
-        policy.observe(requests, [[] for _ in requests], NO_TIME)
+        policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
         if plan.depth:
             looks.append(len(drafting))
-    assert set(looks) == {20, LOOKED_AT} and looks == sorted(looks, reverse=True)
-    assert looks.count(LOOKED_AT) > 1
+    assert set(looks) == {20, PROBED_REQUESTS} and looks == sorted(looks, reverse=True)
+    assert looks.count(PROBED_REQUESTS) > 1
 
 
 def test_auto_learns_from_a_few_as_from_all() -> None:
     """What a look at some says of a drafting request does not depend on how many are not drafted for."""
     config = SLOSpecConfig(max_depth=4, max_width=1)
     found = []
-    for number in (LOOKED_AT, 40):
+    for number in (PROBED_REQUESTS, 40):
         experience = SpeculationHistory(config)
         experience.depths.is_on = False
         experience.depths.num_observed = 99
@@ -411,10 +450,10 @@ def test_auto_learns_from_a_few_as_from_all() -> None:
         requests = requests_of(number)
         while not (plan := policy.plan(requests, 0.0)).depth:
             policy.select(requests, [TokenTree.root_only(0)] * number, plan)
-            policy.observe(requests, [[] for _ in requests], NO_TIME)
-        assert plan.drafting is not None and len(plan.drafting) == LOOKED_AT
+            policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
+        assert plan.drafting is not None and len(plan.drafting) == PROBED_REQUESTS
         trees = [chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0) for request in requests]
         policy.select(requests, trees, plan)
-        policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME)
+        policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME, plan)
         found.append(experience.depths.mass[:3, 0].tolist())
     assert found[0] == pytest.approx(found[1]) and found[0][2] > 0.5

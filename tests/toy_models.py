@@ -121,7 +121,9 @@ class WholeTrees:
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
 
-    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
+    def observe(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
         """Nothing to learn."""
 
 

@@ -102,7 +102,10 @@ class PolicySettings(BaseModel):
             value = value.model_dump()
         for name in value if isinstance(value, Mapping) else ():
             if name not in options.model_fields and (policies := policies_with(name)):
-                raise ValueError(f"{name} is a setting of the policy {' or '.join(policies)}, and policy is {policy!r}")
+                raise ValueError(
+                    f"{name} is a setting of policy {' or '.join(map(repr, policies))}, not of {policy!r}; leave it out "
+                    "or choose such a policy"
+                )
         return options.model_validate(value)
 
     def model_copy(self: Settings, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Settings:
