@@ -20,13 +20,14 @@ import numpy as np
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.policies.settings import PolicyName
 
 DEPTH, WIDTH, REPEATS = 8, 3, 60
 COUNTS = (1, 8, 64, 256, 1024)

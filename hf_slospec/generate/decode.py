@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import RequestMetrics
@@ -29,7 +29,6 @@ from hf_slospec.generate.validation import (
 )
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
-from hf_slospec.policies import NewPolicy
 
 
 @dataclass

@@ -14,14 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_causal_lm, configured
-from hf_slospec.policies import NewPolicy
 
 
 def enable(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
@@ -23,7 +23,7 @@ from hf_slospec.models.drafters.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.target import PackedTarget, Sampler
-from hf_slospec.policies import NewPolicy, max_nodes_per_request, new_policy
+from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
 FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model

@@ -14,11 +14,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.policies import NewPolicy
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import BatchingService
 from hf_slospec.serving.submission import Prompt, SubmitOptions

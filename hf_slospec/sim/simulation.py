@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_slospec.assembly import Parts, continuous_engine, limits_of
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.policies import NewPolicy, max_nodes_per_request, new_policy
+from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock

@@ -166,7 +166,7 @@ def test_books_by_depth_and_rank() -> None:
     tree = grow([0, 0, 0, 1, 1, 4], [0.5, 0.3, 0.1, 0.6, 0.2, 0.9], [1, 2, 3, 1, 2, 1])
     text, acceptance = Text(0.0), Acceptance(max_depth=2, max_rank=2)
     forest = Forest.of([tree])
-    believed = acceptance.predict([text], forest).believed
+    believed = acceptance.predict([text], forest).calibrated
     step(acceptance, [text], forest, [1, 4, 6])  # tried: the root's children, node 1's, node 4's
     tried = [1, 2, 3, 4, 5, 6]
     by_depth = [(0, []), (1, [1, 2, 3]), (2, [4, 5, 6])]  # depth 3 is booked with depth 2

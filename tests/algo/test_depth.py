@@ -14,8 +14,8 @@ from hf_slospec.algo.depth import DepthControl, beam_ranks
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray
 from tests.support.toys import SEEDS, UNEVEN, grow, random_tree
 
-LOOK, BEYOND = DepthControl.LOOK, DepthControl.BEYOND
-EVERY, FIRST = DepthControl.EXPLORE_EVERY, DepthControl.FIRST_LOOKS
+LOOK, BEYOND = DepthControl.PROBE_DEPTH, DepthControl.BEYOND
+EVERY, FIRST = DepthControl.EXPLORE_EVERY, DepthControl.WARMUP_STEPS
 
 
 def cheap_levels(depths: IntArray, width: int, nodes: FloatArray) -> FloatArray:
@@ -130,14 +130,14 @@ def test_useless_drafts_switch_speculation_off_and_looks_get_rarer() -> None:
     at = looks(picks)
     assert at[:FIRST] == list(range(FIRST))
     gaps = np.diff(at[FIRST:]).tolist()
-    doubled = list(itertools.takewhile(lambda gap: gap < DepthControl.LONGEST, (2**i for i in range(4, 20))))
-    assert at[FIRST] - FIRST < DepthControl.SHORTEST
-    assert gaps == [*doubled, *[DepthControl.LONGEST] * (len(gaps) - len(doubled))]
+    doubled = list(itertools.takewhile(lambda gap: gap < DepthControl.MAX_INTERVAL, (2**i for i in range(4, 20))))
+    assert at[FIRST] - FIRST < DepthControl.MIN_INTERVAL
+    assert gaps == [*doubled, *[DepthControl.MAX_INTERVAL] * (len(gaps) - len(doubled))]
     assert len(gaps) > len(doubled)
 
 
 def test_speculation_comes_back_when_it_pays_again() -> None:
-    useless, longest = 300, DepthControl.LONGEST
+    useless, longest = 300, DepthControl.MAX_INTERVAL
     control = DepthControl(6, 1)
     picks = chains(control, [0.0] * useless + [1.0] * (2 * longest + 4 * EVERY))
     assert set(picks[useless - EVERY : useless]) <= {0, LOOK}
@@ -145,7 +145,7 @@ def test_speculation_comes_back_when_it_pays_again() -> None:
     assert control.is_on
     again = looks(chains(control, [0.0] * 100))
     assert not control.is_on
-    assert 2 * DepthControl.SHORTEST in np.diff(again)  # having been on, it looks often again
+    assert 2 * DepthControl.MIN_INTERVAL in np.diff(again)  # having been on, it looks often again
 
 
 def test_a_draft_at_the_break_even_point_does_not_flicker() -> None:

@@ -1,4 +1,4 @@
-"""SLOs-Serve: lengths of speculation against all there are, batches of plain decoding against the deadlines."""
+"""SLOs-Serve: lengths of speculation against all there are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.select import StepTime
-from hf_slospec.algo.spec_lengths import best_lengths, decoding_batches
+from hf_slospec.algo.spec_lengths import best_lengths
 from tests.support.toys import affine, staircase
 
 TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
@@ -78,42 +78,3 @@ def test_a_tier_that_fell_behind_speculates_longer() -> None:
     )
     assert level is not None and behind is not None
     assert behind.lengths[1] > level.lengths[1]
-
-
-@given(
-    targets=st.lists(st.floats(0.05, 2.0), min_size=1, max_size=8),
-    num_batches=st.integers(1, 60),
-    budget=st.integers(1, 10),
-)
-@settings(deadline=None)
-def test_batches_miss_no_deadline(targets: list[float], num_batches: int, budget: int) -> None:
-    """Property 10, for any targets: t0 is the least of them."""
-    batches, batch_s = decoding_batches(targets, budget, num_batches), min(targets)
-    if batches is None:
-        assert budget < len(targets)
-        return
-    assert (batches.left == budget - batches.decoding.sum(axis=1)).all()
-    assert (batches.left >= 0).all()
-    for own, target in zip(batches.decoding.T, targets, strict=True):
-        done_s = (np.flatnonzero(own) + 1) * batch_s
-        assert (done_s <= (np.arange(len(done_s)) + 1) * target * (1 + 1e-12)).all()
-        num_due = sum((j + 1) * target <= num_batches * batch_s * (1 - 1e-12) for j in range(num_batches))
-        assert len(done_s) >= num_due  # what had to be there by the end is there
-        # Nobody gets more than the target asks for: the rest is room for prompts.
-        assert len(done_s) <= math.ceil(num_batches * batch_s / target * (1 + 1e-12))
-
-
-def test_waiting_until_a_token_is_due_misses_deadlines() -> None:
-    """Why the bound is the end of a batch and not its beginning."""
-    target = 1.25  # of t0
-    batches = decoding_batches([1.0, target], 2, 5)
-    assert batches is not None
-    assert np.flatnonzero(batches.decoding[:, 1]).tolist() == [0, 1, 2, 3]
-    waiting = [math.ceil(j * target) for j in range(4)]  # the first batch that begins when the token is due
-    assert [batch + 1 <= (j + 1) * target for j, batch in enumerate(waiting)] == [True, False, False, True]
-
-
-def test_too_small_a_budget_is_infeasible() -> None:
-    assert decoding_batches([1.0, 1.0], 1, 1) is None
-    assert decoding_batches([1.0, 2.0], 1, 2) is None  # both are due at once
-    assert decoding_batches([1.0, 2.0], 2, 2) is not None

@@ -21,7 +21,7 @@ from hf_slospec.demo.stream import PAUSE_S, View
 from hf_slospec.engine.events import Commit
 from hf_slospec.errors import NotRunningError, SLOSpecError
 from hf_slospec.generate.speculator import clock
-from hf_slospec.policies import max_tree_nodes
+from hf_slospec.policies import max_nodes_per_request
 
 WAIT_S = 60.0
 SHORT = Wish.of(prompt="def f(x):\n", tpot_slo_ms=50, max_new_tokens=12)
@@ -227,7 +227,7 @@ class TestCrowd:
             crowd.set_policy("best")
 
     def test_policies_fit_into_the_generator(self) -> None:
-        assert max(map(max_tree_nodes, POLICIES.values())) <= max_tree_nodes(CONFIG)
+        assert max(map(max_nodes_per_request, POLICIES.values())) <= max_nodes_per_request(CONFIG)
 
     def test_a_prompt_that_is_too_long_shows_as_its_users_error(self, crowd: Crowd) -> None:
         wish = Wish.of(prompt="é☃" * (MAX_PROMPT_CHARS // 2), tpot_slo_ms=50)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.select import SLOOrder
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request, Stage
+from hf_slospec.policies.papers.adaserve_selection import SLOOrder
 from tests.support.toy_engine import POLICIES, decode_plainly, policy_of, run
 from tests.support.toy_models import (
     STOP,
@@ -100,8 +100,9 @@ def test_every_request_gets_what_plain_decoding_gives(
     requests = random_requests(rng, num_requests)
     expected = [decode_plainly(choose, request) for request in requests]
 
+    own = dict(slo_order=order) if policy_name == "adaserve" else {}
     config = SLOSpecConfig(
-        policy=policy_name, max_depth=max_depth, max_width=max_width, token_budget=token_budget, slo_order=order
+        policy=policy_name, max_depth=max_depth, max_width=max_width, token_budget=token_budget, **own
     )
     policy = policy_of(config)
     toy = ToyTarget(choose)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,7 @@ def test_late_requests_get_their_nodes_first() -> None:
     target = markov_model(np.random.default_rng(6), VOCAB)
     toy, clock = ToyTarget(greedy(target)), Clock()
     relaxed, late = Request(0, [0, 1], 30), Request(1, [0, 1], 30, (Stage(1.0),))
-    policy = AdaServePolicy(SLOSpecConfig(token_budget=4, max_slo_share=9.0), new_costs())
+    policy = AdaServePolicy(SLOSpecConfig(policy="adaserve", token_budget=4, max_slo_share=9.0), new_costs())
     engine = engine_of([relaxed, late], toy, ToyDrafter(target), policy, clock)
     engine.step()
     engine.step()
@@ -50,7 +52,7 @@ def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(
     costs, num_keys = new_costs(), sum(len(request.tokens) for request in requests)
     step_s = float(costs.draft_s(2, plan.depth, plan.width, num_keys) + costs.verify_s(3, 2, num_keys))
     policy = AdaServePolicy(SLOSpecConfig(token_budget=3), costs)
-    policy.plan(requests, 100.0 + (4.0 + required) - step_s)
+    plan = replace(plan, state=policy.plan(requests, 100.0 + (4.0 + required) - step_s).state)
     selection = policy.select(requests, ToyDrafter(model).draft(requests, plan), plan)
     assert [tree.num_nodes for tree in selection.trees] == expected
     assert selection.step_s == pytest.approx(step_s)

@@ -12,7 +12,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import LOOKED_AT, SURE, SpeculationHistory
+from hf_slospec.policies.auto import MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
 from tests.support.policy_costs import NO_TIME, costs, requests_of
 from tests.support.toy_engine import policy_of, run
 from tests.support.toy_models import (
@@ -53,12 +53,12 @@ def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog: pyte
     model = markov_model(np.random.default_rng(6), VOCAB)
     experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
     sizes([None, None], experience, model)
-    assert experience.depths.num_observed > SURE
+    assert experience.depths.num_observed > MIN_DRAFTED_STEPS
     relaxed = sizes([None, None], copy.deepcopy(experience), model)
     assert not caplog.records
     assert sizes([None, 1e-9], copy.deepcopy(experience), model) == relaxed
     assert [record.message.split(" and ")[0] for record in caplog.records] == [
-        "request 1 can no longer meet its target of 1e-09 s per token"
+        "request 1 can no longer meet its TPOT SLO of 1e-09 s"
     ]
 
 
@@ -98,18 +98,18 @@ def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
         useless = [0.01] * plan.depth  # and refused
         trees = [chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0) for r in requests]
         policy.select(requests, trees, plan)
-        policy.observe(requests, [[] for _ in requests], NO_TIME)
+        policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
         if plan.depth:
             looks.append(len(drafting))
-    assert set(looks) == {20, LOOKED_AT} and looks == sorted(looks, reverse=True)
-    assert looks.count(LOOKED_AT) > 1
+    assert set(looks) == {20, PROBED_REQUESTS} and looks == sorted(looks, reverse=True)
+    assert looks.count(PROBED_REQUESTS) > 1
 
 
 def test_auto_learns_from_a_few_as_from_all() -> None:
     """What a look at some says of a drafting request does not depend on how many are not drafted for."""
     config = SLOSpecConfig(max_depth=4, max_width=1)
     found = []
-    for number in (LOOKED_AT, 40):
+    for number in (PROBED_REQUESTS, 40):
         experience = SpeculationHistory(config)
         experience.depths.is_on = False
         experience.depths.num_observed = 99
@@ -117,10 +117,10 @@ def test_auto_learns_from_a_few_as_from_all() -> None:
         requests = requests_of(number)
         while not (plan := policy.plan(requests, 0.0)).depth:
             policy.select(requests, [TokenTree.root_only(0)] * number, plan)
-            policy.observe(requests, [[] for _ in requests], NO_TIME)
-        assert plan.drafting is not None and len(plan.drafting) == LOOKED_AT
+            policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
+        assert plan.drafting is not None and len(plan.drafting) == PROBED_REQUESTS
         trees = [chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0) for request in requests]
         policy.select(requests, trees, plan)
-        policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME)
+        policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME, plan)
         found.append(experience.depths.mass[:3, 0].tolist())
     assert found[0] == pytest.approx(found[1]) and found[0][2] > 0.5

@@ -64,6 +64,30 @@ def test_own_policy() -> None:
     assert len(Odd.made) == 3
 
 
+class Stateful(Odd):
+    """Hands the number of requests from plan to select and observe."""
+
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        return replace(super().plan(requests, begun_s), state=len(requests))
+
+    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        assert plan.state == len(requests)
+        return super().select(requests, candidates, plan)
+
+    def observe(  # type: ignore[override]
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
+        assert plan.state == len(requests)
+        super().observe(requests, accepted, phases)
+
+
+def test_a_plan_carries_its_state_to_select_and_observe() -> None:
+    Odd.made.clear()
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Stateful)
+    gen.generate(**ragged_prompts(3), max_new_tokens=9)
+    assert Odd.made[0].steps > 0
+
+
 def test_what_the_config_names_does_not_count() -> None:
     config = SLOSpecConfig(policy="none", max_depth=4, max_width=2)
     gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=config, make_policy=Odd)

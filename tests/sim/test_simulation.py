@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.config import PolicyName
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
+from hf_slospec.policies.settings import PolicyName
 from hf_slospec.sim.hardware import Hardware, lines
 from hf_slospec.sim.outcomes import Run
 from hf_slospec.sim.simulation import Simulation

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.select import optimal_nodes
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.drafters.assistant import AssistantDrafter, extend_beam
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.policies.papers.goodput import confident_length
+from tests.support.optimal_nodes import optimal_nodes
 from tests.support.tiny_models import tiny_model
 from tests.support.toys import SEEDS, path_to
 

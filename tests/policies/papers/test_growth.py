@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.select import optimal_nodes
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
 from hf_slospec.policies.papers.growth import grown_nodes, important_nodes
+from tests.support.optimal_nodes import optimal_nodes
 from tests.support.toys import SEEDS, TIED, UNEVEN, chain, fan, grow, is_parent_closed, random_tree, total
 
 NO_LIMIT = 99
@@ -24,7 +24,7 @@ PROBS = st.sampled_from([TIED, UNEVEN, (1.0,)])
 def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(
     seed: int, sizes: list[int], budget: int
 ) -> None:
-    """Property 11."""
+    """Property 10."""
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size) for size in sizes]
     grown = grown_nodes(trees, budget, NO_LIMIT, NO_LIMIT, NO_LIMIT, NO_LIMIT)

@@ -18,6 +18,10 @@ def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float =
     return [tree.max_depth for tree in trees]
 
 
+def length_by_goodput(policy: SLOsServePolicy, requests: Sequence[Request]) -> int:
+    return policy._best_length(policy._begin(requests, 0), policy._useful_lengths(requests))
+
+
 def test_slos_serve_speculates_as_long_as_each_tier_needs() -> None:
     step = costs(0.02, 0.02)  # a little more than a second
     tight, relaxed, easy = (
@@ -46,14 +50,14 @@ def test_slos_serve_gives_what_is_left_to_those_without_target() -> None:
     own, others = lengths(dear, [Request(0, [1, 2], 50, (Stage(0.75),)), *requests_of(3)])[:2]
     assert own > others
     nobody = requests_of(2)
-    assert lengths(policy, nobody) == [policy._best_length(policy._useful(nobody))] * 2
+    assert lengths(policy, nobody) == [length_by_goodput(policy, nobody)] * 2
 
 
 def test_slos_serve_decodes_what_cannot_be_kept_by_goodput() -> None:
     policy = SLOsServePolicy(EIGHT, costs(0.02))
     hopeless = Request(0, [1, 2], 50, (Stage(1e-6),))
-    assert lengths(policy, [hopeless]) == [policy._best_length(policy._useful([hopeless]))]
+    assert lengths(policy, [hopeless]) == [length_by_goodput(policy, [hopeless])]
     both = [hopeless, *requests_of(1)]
-    assert lengths(policy, both) == [policy._best_length(policy._useful(both))] * 2
+    assert lengths(policy, both) == [length_by_goodput(policy, both)] * 2
     # Beside one that can be kept, it is served as that one is.
     assert len({*lengths(policy, [hopeless, Request(1, [1, 2], 50, (Stage(0.8),))])}) == 1

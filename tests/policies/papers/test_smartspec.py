@@ -46,7 +46,7 @@ def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> 
     policy.plan([*alone, third[0]], 0.0)
     assert third[0] not in policy.undrafted
 
-    kept = SmartSpecPolicy(SLOSpecConfig(max_depth=8, prefill_disabling=1.0), costs(0.02))
+    kept = SmartSpecPolicy(SLOSpecConfig(policy="smartspec", max_depth=8, prefill_disabling=1.0), costs(0.02))
     kept.plan(first, 0.0)
     kept.plan(second, 0.0)
     assert not kept.undrafted
@@ -61,11 +61,13 @@ def test_the_last_token_of_a_request_is_not_drafted_for() -> None:
 def test_confidence_cuts_each_chain_where_it_is_unsure_and_goodput_all_of_them() -> None:
     requests = requests_of(3)
     trees = [chain(0.9, 0.9, 0.9, 0.9), chain(0.9, 0.4, 0.9, 0.9), chain(0.2, 0.9, 0.9, 0.9)]
-    policy = ConfidencePolicy(SLOSpecConfig(max_depth=4, min_confidence=0.5), costs(0.001))
+    policy = ConfidencePolicy(
+        SLOSpecConfig(policy="smartspec-confidence", max_depth=4, min_confidence=0.5), costs(0.001)
+    )
     plan = policy.plan(requests, 0.0)
     assert (plan.depth, plan.width, plan.min_confidence) == (4, 1, 0.5)
     assert [tree.num_nodes for tree in policy.select(requests, trees, plan).trees] == [5, 3, 2]
-    dear = ConfidencePolicy(SLOSpecConfig(max_depth=4, min_confidence=0.5), costs(9.0))
+    dear = ConfidencePolicy(SLOSpecConfig(policy="smartspec-confidence", max_depth=4, min_confidence=0.5), costs(9.0))
     assert [tree.num_nodes for tree in dear.select(requests, trees, dear.plan(requests, 0.0)).trees] == [1, 1, 1]
 
 
@@ -94,6 +96,6 @@ def test_heads_learn_what_is_accepted_at_each_depth() -> None:
     for _ in range(60):
         plan = policy.plan(requests, 0.0)
         policy.select(requests, [chain(0.9, 0.9).up_to(plan.depth)], plan)
-        policy.observe(requests, [[1][: plan.depth]], NO_TIME)  # the first is always right, the second never
+        policy.observe(requests, [[1][: plan.depth]], NO_TIME, plan)  # the first is always right, the second never
     assert policy.acceptances[0].rate > 0.99 > 0.1 > policy.acceptances[1].rate
     assert policy.plan(requests, 0.0).depth == 1

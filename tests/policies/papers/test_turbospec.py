@@ -54,5 +54,5 @@ def test_free_proposals_pause_when_nothing_of_them_is_worth_verifying() -> None:
         depths.append(plan.depth)
         trees = [chain(*[0.5] * plan.depth)] * 2
         policy.select(requests, trees, plan)
-        policy.observe(requests, [[]] * 2, NO_TIME)
+        policy.observe(requests, [[]] * 2, NO_TIME, plan)
     assert depths == [*[8] * TRIES, *[0] * PAUSE] * 2
