@@ -57,7 +57,7 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
     requests = [Request(i, [1] * 300, 500, (Stage(0.02 if i % 2 else None),)) for i in range(num_requests)]
     for request in requests:
         request.emit(1)
-        request.account(0, 0, 1.0, PhaseTimes(), 0.0)
+        request.record_step(0, 0, 1.0, PhaseTimes(), 0.0)
     trees = [TokenTree.chain(1, [2] * DEPTH, 0.7) if is_chain else candidate_tree(rng) for _ in requests]
     spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
     for repeat in range(REPEATS):

@@ -42,7 +42,7 @@ def test_what_is_not_shown_yet_has_no_origin_either() -> None:
     request = Request(0, [0, 1, 2], 10)
     handle = RequestHandle(request, None, lambda handle, error: None, None)
     request.emit(1)
-    request.account(0, 0, 1.0, PhaseTimes(), 1.0)
+    request.record_step(0, 0, 1.0, PhaseTimes(), 1.0)
     assert handle.from_draft == handle.commits == handle.token_ids == []
     handle.advance()
     assert handle.from_draft == [False]

@@ -30,7 +30,7 @@ def outcome_of(
     for count, now_s in commits:
         for _ in range(count):
             request.emit(0)
-        request.account(0, count - 1, float(count), PhaseTimes(), now_s)
+        request.record_step(0, count - 1, float(count), PhaseTimes(), now_s)
     return Outcome.of(request, job, 0, begun_s, 0)
 
 

@@ -33,7 +33,7 @@ def late(index: int, tpot_slo_s: float | None, elapsed_s: float = 1.0, emitted: 
     for now_s, number in ((0.0, 1), (elapsed_s, emitted)):
         for _ in range(number):
             request.emit(5)
-        request.account(0, 0, 1.0, NO_TIME, now_s)
+        request.record_step(0, 0, 1.0, NO_TIME, now_s)
     return request
 
 

@@ -44,4 +44,4 @@ def run(engine: Engine) -> list[StepEvent]:
 def commit(request: Request, tokens: Sequence[int], now_s: float) -> None:
     for token in tokens:
         request.emit(token)
-    request.account(0, 0, 1.0, PhaseTimes(), now_s)
+    request.record_step(0, 0, 1.0, PhaseTimes(), now_s)

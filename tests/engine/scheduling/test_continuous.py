@@ -44,7 +44,9 @@ class Served:
 
     def step(self) -> StepEvent:
         event = self.engine.step()
-        self.clock.now_s += float(self.scheduler.costs.verify_s(event.nodes + event.prefill_tokens))
+        num_tokens = sum(request.nodes for request in event.decoding) + event.prefill_tokens
+        costs = self.scheduler.costs
+        self.clock.now_s += float(costs.verify_s(num_tokens, max(event.num_decoding, 1), event.num_keys))
         self.events.append(event)
         return event
 
