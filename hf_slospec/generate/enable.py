@@ -304,16 +304,21 @@ def _decode(speculator: Speculator, call: Call, lookup: Drafter | None) -> Any:
     wants_more = cache is not None or record.is_wanted  # than the tokens
     sampler = call.sampler()
     target = speculator.new_target(sampler, holds_finished=wants_more)
-    rows.context.load_into(rows.requests, target.sequences)
-    rows.begin()
-    speculator.run(rows.requests, target, rows.on_step, lookup)
-    rows.end()
-    sampler.end(rows.num_new)
-    if wants_more:
-        rows.feed_padding(target.sequences, sampler)
-    if cache is not None:
-        rows.context.fill(cache, rows.requests, target.sequences, rows.num_new)
-    target.sequences.close()
+    try:
+        with speculator.turns:
+            rows.context.load_into(rows.requests, target.sequences)
+        rows.begin()
+        speculator.run(rows.requests, target, rows.on_step, lookup)
+        rows.end()
+        sampler.end(rows.num_new)
+        with speculator.turns:
+            if wants_more:
+                rows.feed_padding(target.sequences, sampler)
+            if cache is not None:
+                rows.context.fill(cache, rows.requests, target.sequences, rows.num_new)
+    finally:
+        with speculator.turns:
+            target.close()
     if not is_dict:
         return rows.sequences()
     output = GenerateDecoderOnlyOutput(

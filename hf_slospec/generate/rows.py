@@ -19,7 +19,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.generate.prompt import Context
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.sampling import Record, StockSampler
 
 
@@ -159,7 +159,7 @@ class Rows:
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
         return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
 
-    def feed_padding(self, sequences: Sequences, sampler: StockSampler) -> None:
+    def feed_padding(self, sequences: RequestSequences, sampler: StockSampler) -> None:
         """Feed finished rows the padding that stock feeds them until the longest row ends.
 
         Only what is returned beside the tokens needs it: scores, logits and the cache.

@@ -49,6 +49,7 @@ class CheckedModel:
 
     def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float):
         self.model, self.config, self.measure_s = model, config, measure_s
+        self.lock = FairLock(release_openmp_threads)  # held during forwards and uses of the K/V cache
         self._lock = threading.Lock()
         self._placement: tuple[Any, ...] | None = None
         self._cost: ForwardCost | None = None
@@ -70,7 +71,7 @@ class CheckedModel:
     def cost(self) -> ForwardCost:
         """Seconds of its forwards: from the cache if it was measured on this machine before, else measured now."""
         packed = self.packed
-        with self._lock:
+        with self.lock, self._lock:
             if self._cost is None:
                 self._cost = load_profile(packed)
             if self._cost is None:
@@ -97,7 +98,7 @@ class Speculator:
         if assistant_model is not None:
             _check_pair(target.model, assistant_model)
             self.draft = CheckedModel(assistant_model, config, MEASURE_S["draft"])
-        self.turns = FairLock(release_openmp_threads)  # runs of several threads take turns, step by step
+        self.turns = target.lock  # runs of several threads take turns, step by step
         self._costs: StepCosts | None = None
         self._experience = SpeculationHistory(config)
 
@@ -149,11 +150,12 @@ class Speculator:
                         raise request.error
                 on_step(event)
         finally:
-            for request in scheduler.running:  # abandoned, by an error or the user
-                drafter.release(request)
+            with self.turns:
+                for request in scheduler.running:  # aborted by an error or the user
+                    drafter.release(request)
+                if isinstance(drafter, AssistantDrafter):
+                    drafter.close()
             self.turns.rest()
-        if isinstance(drafter, AssistantDrafter):
-            drafter.sequences.close()
 
     @property
     def models(self) -> list[PackedModel]:
@@ -161,15 +163,12 @@ class Speculator:
         drafts = [] if self.draft is None or not self.max_nodes else [self.draft.packed]
         return [self.target.packed, *drafts]
 
-    def memory(self, engine: Engine | None, num_running: int) -> MemoryUse:
-        """What an engine of this speculator takes, and what its calls have left for others."""
-        parts = () if engine is None else (engine.target, engine.drafter)
-        pools = [part.sequences.pool.num_bytes for part in parts if isinstance(part, (PackedTarget, AssistantDrafter))]
-        kept = [model.kept_bytes for model in self.models]
+    def memory(self, num_running: int) -> MemoryUse:
+        """Return the memory that speculation uses while ``num_running`` requests run."""
         linears = {model.model: model.linears for model in self.models}  # a target may draft for itself
         return MemoryUse(
-            target_kv=sum(pools[:1] + kept[:1]),
-            draft_kv=sum(pools[1:] + kept[1:]),
+            target_kv=self.target.packed.kv_bytes,
+            draft_kv=0 if self.draft is None else self.draft.packed.kv_bytes,
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in self.models),
             prepacked=sum(own.num_bytes for own in linears.values()),
         )

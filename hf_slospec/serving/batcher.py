@@ -172,7 +172,8 @@ class Batcher:
                 while self._take_orders(engine, scheduler):
                     if scheduler.running or scheduler.waiting:
                         self._step(engine, scheduler)
-                engine.retire([*scheduler.running, *scheduler.waiting])
+                with self.turns:
+                    engine.retire([*scheduler.running, *scheduler.waiting])
         except BaseException as caught:  # noqa: BLE001  whoever waits for a request must hear of it
             error = caught
         with self._state:
@@ -205,7 +206,8 @@ class Batcher:
             request = handle.request
             if not request.is_finished:
                 request.end(error)
-                engine.retire([request])
+                with self.turns:
+                    engine.retire([request])
                 self._end(request)
         return ending != "now" and not (ending == "drain" and not scheduler.running and not scheduler.waiting)
 
@@ -233,11 +235,13 @@ class Batcher:
     def _do_less(self, engine: Engine, scheduler: ContinuousScheduler, error: MemoryError) -> None:
         """A step ran out of memory, and nothing has changed: try less. Who is alone and still too large, fails."""
         if preempted := scheduler.relieve(engine.clock()):
-            engine.forget(preempted)
+            with self.turns:
+                engine.forget(preempted)
         elif not scheduler.shrink():
             largest = max(scheduler.running, key=lambda request: len(request.tokens))
             largest.end(error)
-            engine.retire([largest])
+            with self.turns:
+                engine.retire([largest])
             self._end(largest)
 
     def _end(self, request: Request) -> None:

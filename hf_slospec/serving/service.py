@@ -142,7 +142,7 @@ class Serving(Observer):
         batcher, limit = self._batcher, self._limits
         if batcher is None or limit is None:
             return self.telemetry.stats(0, 0, 0, 0, None)
-        memory = self.decoder.speculator.memory(self._engine(), batcher.num_running)
+        memory = self.decoder.speculator.memory(batcher.num_running)
         return self.telemetry.stats(batcher.num_running, batcher.num_waiting, batcher.kv_held, limit.kv_tokens, memory)
 
     def collector(self) -> Collector:
