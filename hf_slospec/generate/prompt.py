@@ -12,7 +12,7 @@ from transformers.generation import GenerationConfig
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 
 
 @dataclass
@@ -111,7 +111,7 @@ class PromptInputs:
             )
         return self.tokens[row, columns].tolist()
 
-    def load_into(self, requests: list[Request], sequences: Sequences) -> None:
+    def load_into(self, requests: list[Request], sequences: RequestSequences) -> None:
         """Hand embeddings and cached K/V to the requests, one per row."""
         sequences.reserve(requests)
         for request in requests:
@@ -130,7 +130,7 @@ class PromptInputs:
                 _columns(layer.values[row], columns, self.num_cached),
             )
 
-    def fill(self, cache: Any, requests: list[Request], sequences: Sequences, num_new: int) -> None:
+    def fill(self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int) -> None:
         """Append the K/V that the call's cache lacks, of all columns but the last, as stock does; padding is zeros.
 
         Args:

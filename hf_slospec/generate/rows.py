@@ -19,7 +19,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.sampling import Record, StockSampler
 
 
@@ -169,7 +169,7 @@ class Rows:
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
         return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
 
-    def feed_padding(self, sequences: Sequences, sampler: StockSampler) -> None:
+    def feed_padding(self, sequences: RequestSequences, sampler: StockSampler) -> None:
         """Forward the padding that stock appends to finished rows until the longest row ends.
 
         Only scores, logits and the cache need it, where they are returned.

@@ -87,7 +87,7 @@ def test_a_corrupt_profile_is_dropped_with_a_warning(cache: Path, packed: Packed
     save_profile(packed, COST)
     (path,) = files(cache)
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match=r"\.json holds no profile .* measured again"):
+    with pytest.warns(UserWarning, match=r"\.json is not a profile .* measured again"):
         assert load_profile(packed) is None
     assert not path.exists()
     save_profile(packed, COST)
@@ -107,14 +107,14 @@ def test_a_profile_that_makes_no_sense_is_dropped_with_a_warning(
 ) -> None:
     save_profile(packed, COST)
     rewrite(cache, **changes)
-    with pytest.warns(UserWarning, match=r"holds no profile"):
+    with pytest.warns(UserWarning, match=r"is not a profile"):
         assert load_profile(packed) is None
 
 
 def test_a_folder_that_cannot_be_made_only_warns(cache: Path, packed: PackedModel) -> None:
     cache.write_text("in the way")
     assert load_profile(packed) is None
-    with pytest.warns(UserWarning, match="could not be kept"):
+    with pytest.warns(UserWarning, match="could not be saved"):
         save_profile(packed, COST)
 
 
@@ -124,7 +124,7 @@ def test_a_folder_that_may_not_be_made_only_warns(packed: PackedModel, monkeypat
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     assert load_profile(packed) is None
-    with pytest.warns(UserWarning, match="could not be kept"):
+    with pytest.warns(UserWarning, match="could not be saved"):
         save_profile(packed, COST)
 
 
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_to_only_warns(packed: PackedModel, monk
 
     with monkeypatch.context() as read_only:
         read_only.setattr(Path, "write_text", refuse)
-        with pytest.warns(UserWarning, match="could not be kept"):
+        with pytest.warns(UserWarning, match="could not be saved"):
             save_profile(packed, COST)
     assert load_profile(packed) is None
 
