@@ -19,14 +19,14 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.attention import NewTokens, choice
+from hf_slospec.models.attention import NewTokens, kernel_choice
 from hf_slospec.models.cuda import graphs, packed
-from hf_slospec.models.cuda.bucket_sizes import SIZES
+from hf_slospec.models.cuda.bucket_sizes import BUCKETS
 from hf_slospec.models.cuda.deferred import DeferredFlags
 from hf_slospec.models.cuda.graphs import Graphs
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.cuda.sync_guard import HostSyncError, SyncGuard
-from hf_slospec.models.cuda.transfer import DeviceCopy, leaves, signature
+from hf_slospec.models.cuda.transfer import DeviceCopy, signature, tensors_in
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.kv_cache import sequences as sequences_module
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
@@ -47,7 +47,7 @@ COST = ForwardCost(LatencyCurve((1, 16), (0.001, 0.002)))  # measuring would cap
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     """Stands in for CUDA's graphs of all models that are made while the test runs."""
     made = Tapes()
-    monkeypatch.setattr(choice, "KERNELS", (OpaqueStandIn,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (OpaqueStandIn,))
     monkeypatch.setattr(packed, "capturer_for", lambda device: made)
     monkeypatch.setattr(graphs, "PATIENCE", 1)
     monkeypatch.setattr("hf_slospec.generate.speculator.load_profile", lambda packed: COST)
@@ -271,11 +271,11 @@ def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None
     num_logits = data.draw(st.integers(0, sum(lengths)))
     larger = padded(parts, torch.arange(num_logits), pool)
     if larger is None:
-        assert sum(lengths) > SIZES[-1] - MAX_PADDING_SLOTS
+        assert sum(lengths) > BUCKETS[-1] - MAX_PADDING_SLOTS
         return
     more, logit_rows = larger
-    assert more[: len(parts)] == parts and len(more) in SIZES
-    assert sum(len(part.input_ids) for part in more) in SIZES and len(logit_rows) in (0, 1, *SIZES)
+    assert more[: len(parts)] == parts and len(more) in BUCKETS
+    assert sum(len(part.input_ids) for part in more) in BUCKETS and len(logit_rows) in (0, 1, *BUCKETS)
     assert logit_rows[:num_logits].tolist() == list(range(num_logits)) and not logit_rows[num_logits:].any()
     slots = [slot for ghost in more[len(parts) :] for slot in own_slots(ghost)]
     assert slots == list(range(1000, 1000 + len(slots))) and len(slots) <= MAX_PADDING_SLOTS
@@ -324,13 +324,13 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
         return bench.packed._inputs(packed.PackedBatch.of(larger[0], is_padded=True), *larger)
 
     first = inputs()
-    assert any(key[2] is not None for key in first.plans) and len(leaves(first)) > 10
+    assert any(key[2] is not None for key in first.plans) and len(tensors_in(first)) > 10
     assert signature(inputs([(-1, 0, 1, 1, 2), (-1,), (-1, 0, 0)])) == signature(first)
     assert signature(inputs([(-1, *range(12)), (-1,), (-1,)])) != signature(first)
     bench.grow(3)
     later = inputs()
     assert signature(later) == signature(first)
-    assert any(not torch.equal(a, b) for a, b in zip(leaves(later), leaves(first), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(tensors_in(later), tensors_in(first), strict=True))
 
 
 def test_whatever_the_host_reads_is_in_the_signature() -> None:
@@ -361,7 +361,7 @@ def test_a_parcel_holds_what_is_put_in() -> None:
     for start in (3, 9):
         parcel.fill(made(start))
         assert signature(parcel.content) == signature(made(start))
-        for found, right in zip(leaves(parcel.content), leaves(made(start)), strict=True):
+        for found, right in zip(tensors_in(parcel.content), tensors_in(made(start)), strict=True):
             assert torch.equal(found, right)
 
 

@@ -31,7 +31,7 @@ from hf_slospec.models.compatibility.probe import (
 from hf_slospec.models.cpu.prepacked import PrepackedLinears
 from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.memory import holders_of_idle_memory
 
@@ -153,8 +153,8 @@ class PackedModel:
                 logits = pool.graphs.run(inputs, functools.partial(self._replayable, pool), self._granted.now())
                 self.has_graphs &= not pool.graphs.has_failed  # no other pool needs to try
             if logits is None:
-                inputs = sent(inputs, self.device)
-                row.plans = {key: plan.opened() for key, plan in inputs.plans.items()}
+                inputs = to_device(inputs, self.device)
+                row.plans = {key: plan.with_bias() for key, plan in inputs.plans.items()}
                 logits = self._compute(pool, row, inputs)
                 self._asked |= dict.fromkeys(row.plans)
         return logits[:num_logits]

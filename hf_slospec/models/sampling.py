@@ -17,11 +17,13 @@ from hf_slospec.models.memory import is_out_of_memory
 # input_ids [1, length] int64 (None for those that never read it), scores [num_rows, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 # What a sampler asks the device for, [num_choices] int64, and what makes the choosers once the host has read that.
-Asked = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
-NOTHING = torch.empty(0, dtype=torch.int64)
+PendingChoices = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
+NO_CHOICES = torch.empty(0, dtype=torch.int64)
 
-AT_ONCE = 2**20  # logits of a step that a CPU processes at once; above, only those of nodes that are reached
-REMEMBERED = 64  # positions whose noise is at hand; older ones are drawn again from the generator's state at their time
+MAX_BATCHED_LOGITS = 2**20  # logits of a step that a CPU processes at once; above, only those of nodes that are reached
+MAX_CACHED_POSITIONS = (
+    64  # positions whose noise is at hand; older ones are drawn again from the generator's state at their time
+)
 
 
 class GeneratorNoise:
@@ -56,7 +58,7 @@ class GeneratorNoise:
     def _draw(self, position: int, generator: torch.Generator) -> None:
         noise = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._remembered[position] = noise.exponential_(1, generator=generator)
-        if len(self._remembered) > REMEMBERED:
+        if len(self._remembered) > MAX_CACHED_POSITIONS:
             del self._remembered[next(iter(self._remembered))]
 
     def forget_before(self, position: int) -> None:
@@ -142,23 +144,25 @@ class StockSampler:
         self._row = {request: row for row, request in enumerate(requests)}
         self._noise: GeneratorNoise | None = None
 
-    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
         if not requests:  # all still read their prompts
-            return _nothing_asked([])
+            return _nothing_pending([])
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
         num_nodes = [tree.num_nodes for tree in trees]
         is_small = (
-            logits.device.type != "cpu" or logits.numel() <= AT_ONCE or not (self.processors[0] or self.do_sample)
+            logits.device.type != "cpu"
+            or logits.numel() <= MAX_BATCHED_LOGITS
+            or not (self.processors[0] or self.do_sample)
         )
         if self.ignore_sequence and is_small:
-            return self._ask_at_once(requests, logits, trees, num_nodes)
+            return self._choose_together(requests, logits, trees, num_nodes)
         rows = zip(requests, logits.split(num_nodes), strict=True)
-        return _nothing_asked([functools.partial(self._choose, *row) for row in rows])
+        return _nothing_pending([functools.partial(self._choose_by_path, *row) for row in rows])
 
-    def _ask_at_once(
+    def _choose_together(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree], num_nodes: list[int]
-    ) -> Asked:
+    ) -> PendingChoices:
         """All nodes together: nothing of a choice depends on the way to its node but its position."""
         raw = logits.to(device=self.device, dtype=torch.float32)
         scores = _processed(self.processors[0], None, raw)
@@ -174,17 +178,17 @@ class StockSampler:
 
         def choosers(read: list[int]) -> list[Chooser]:
             rows = zip(requests, _split(read, num_nodes), raw.split(num_nodes), scores.split(num_nodes), strict=True)
-            return [functools.partial(self._chosen, *row) for row in rows]
+            return [functools.partial(self._recorded_choice, *row) for row in rows]
 
         return choices, choosers
 
-    def _chosen(
+    def _recorded_choice(
         self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
     ) -> int:
         self.record.add(self._row[request], logits[node], scores[node])
         return _checked(choices[node])
 
-    def _choose(self, request: Request, logits: torch.Tensor, node: int) -> int:
+    def _choose_by_path(self, request: Request, logits: torch.Tensor, node: int) -> int:
         """The token after ``node``, whose path from the root has just been committed to ``request.tokens``."""
         scores = self.scores(request, request.tokens, logits[node])
         if self.do_sample:
@@ -224,7 +228,7 @@ class StockSampler:
 class GreedySampler:
     """The most probable token, whoever asks."""
 
-    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
         num_nodes = [tree.num_nodes for tree in trees]
         return logits.argmax(-1), lambda choices: [own.__getitem__ for own in _split(choices, num_nodes)]
 
@@ -232,7 +236,7 @@ class GreedySampler:
 GREEDY = GreedySampler()
 
 
-class Samplers:
+class RequestSamplers:
     """The samplers of requests that came by different calls; those without one choose greedily.
 
     What one of them raises is kept for its own requests to meet; the others choose on.
@@ -247,20 +251,20 @@ class Samplers:
     def remove(self, request: Request) -> None:
         self._of.pop(request, None)
 
-    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
         groups: dict[StockSampler | GreedySampler, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(self._of.get(request, GREEDY), []).append(place)
         rows = logits.split([tree.num_nodes for tree in trees])
-        asked: list[Asked] = []
+        asked: list[PendingChoices] = []
         for sampler, places in groups.items():
             own = logits if len(places) == len(requests) else torch.cat([rows[place] for place in places])
             try:
-                asked.append(sampler.ask([requests[p] for p in places], own, [trees[p] for p in places]))
+                asked.append(sampler.choose([requests[p] for p in places], own, [trees[p] for p in places]))
             except BaseException as error:  # whatever a call's own processors raise, its requests meet
                 if is_out_of_memory(error):
                     raise
-                asked.append(_nothing_asked([functools.partial(_raise, error)] * len(places)))
+                asked.append(_nothing_pending([functools.partial(_raise, error)] * len(places)))
 
         def choosers(read: list[int]) -> list[Chooser]:
             of: dict[int, Chooser] = {}
@@ -270,11 +274,11 @@ class Samplers:
             return [of[place] for place in range(len(requests))]
 
         own = [chosen.to(logits.device) for chosen, _ in asked if len(chosen)]
-        return torch.cat(own) if own else NOTHING, choosers
+        return torch.cat(own) if own else NO_CHOICES, choosers
 
 
-def _nothing_asked(choosers: list[Chooser]) -> Asked:
-    return NOTHING, lambda _: choosers
+def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:
+    return NO_CHOICES, lambda _: choosers
 
 
 def _split(read: list[int], sizes: Sequence[int]) -> list[list[int]]:

@@ -14,13 +14,13 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.sampling import Asked
+from hf_slospec.models.sampling import PendingChoices
 
 
 class Sampler(Protocol):
     """Chooses tokens exactly as plain decoding would."""
 
-    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
         """What the device chooses, and what makes one chooser per request of it.
 
         ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in turn, root first.
@@ -66,7 +66,7 @@ class PackedTarget:
             parts.append(self.sequences.chain(chunk.request, tokens))
         rows = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
         logits = self.sequences.forward(parts, torch.from_numpy(rows))
-        choices, choosers = self.sampler.ask(requests, logits, trees)
+        choices, choosers = self.sampler.choose(requests, logits, trees)
         return choosers(choices.tolist())  # the host waits here, and where processors look at the text
 
     def commit(

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from hf_slospec.models.attention.choice import kernel_on
+from hf_slospec.models.attention.kernel_choice import kernel_on
 from hf_slospec.models.attention.kernels import FlashKernel
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch

@@ -8,7 +8,7 @@ import torch
 
 from hf_slospec.models.attention.kernels import FlashKernel, KernelUnavailable
 from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 
 
 def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
@@ -43,7 +43,7 @@ def _error(
 ) -> float:
     ranges = TRIAL_CHAINS if is_causal else TRIAL_RANGES
     num_heads = 4 if is_causal else 2  # query heads are folded where no mask depends on the query
-    entries = sent(Entries.of(ranges), device)
+    entries = to_device(Entries.of(ranges), device)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(length, heads, head_dim, generator=draw).to(device, dtype)

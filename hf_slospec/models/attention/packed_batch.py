@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.pool import CachedSequence, LayerShape
 
 
@@ -78,7 +78,7 @@ class Span:
 
     def _build(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         num_tokens, length = self.num_tokens, self.sequence.length
-        staged_mask, staged_positions = sent((self.staged_mask, self.staged_positions), device)
+        staged_mask, staged_positions = to_device((self.staged_mask, self.staged_positions), device)
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
         allowed = torch.cat((prefix, staged_mask), dim=1)
         if window is not None:
@@ -118,7 +118,7 @@ class PackedBatch:
     def plan(self, make: Callable[..., Any], device: torch.device, *arguments: Hashable) -> Any:
         """What ``make(row, *arguments)`` returns, on a device: made by the first layer that asks, the same for all."""
         if (key := (make, device, *arguments)) not in self.plans:
-            self.plans[key] = sent(make(self, *arguments), device).opened()
+            self.plans[key] = to_device(make(self, *arguments), device).with_bias()
         return self.plans[key]
 
 
@@ -126,7 +126,7 @@ class PlannedBatch:
     """A row of which nothing is known but plans that were made before."""
 
     def __init__(self, plans: dict[Hashable, Any]):
-        self._plans = {key: plan.opened() for key, plan in plans.items()}
+        self._plans = {key: plan.with_bias() for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:
         return self._plans[key]
@@ -146,5 +146,5 @@ class Slots:
     def on(self, device: torch.device) -> torch.Tensor:
         """-> [num_slots] int64"""
         if device not in self._on:
-            self._on[device] = sent(self._first, device)
+            self._on[device] = to_device(self._first, device)
         return self._on[device]

@@ -88,7 +88,7 @@ class Split:
     groups: int  # query heads of a KV head
     num_kv_heads: int
 
-    def opened(self) -> Split:
+    def with_bias(self) -> Split:
         return replace(self, blocks=[replace(block, bias=self._bias(block.mask)) for block in self.blocks])
 
     def _bias(self, mask: torch.Tensor) -> torch.Tensor:
@@ -102,9 +102,9 @@ class Packing:
     chains: Entries | None
     split: Split | None
 
-    def opened(self) -> Packing:
+    def with_bias(self) -> Packing:
         """With what is worked out where the layers are, as it is larger than what it is made of."""
-        return self if self.split is None else replace(self, split=self.split.opened())
+        return self if self.split is None else replace(self, split=self.split.with_bias())
 
 
 def pack(row: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:

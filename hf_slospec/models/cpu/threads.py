@@ -40,7 +40,7 @@ def _pause() -> Callable[[int], int] | None:
     return pause
 
 
-def cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
+def available_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """How many cores this process may keep busy: torch knows its affinity, and nothing of a container's quota."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for names in QUOTAS:
@@ -53,10 +53,10 @@ def cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
 @functools.cache
 def warn_if_oversubscribed() -> None:
     """Once: more threads than cores wait for each other at the end of every operation."""
-    if (num_threads := torch.get_num_threads()) > cores():
+    if (num_threads := torch.get_num_threads()) > available_cores():
         logger.warning(
             "torch computes with %d threads, and this process may use %d cores; torch.set_num_threads(%d) is faster",
             num_threads,
-            cores(),
-            cores(),
+            available_cores(),
+            available_cores(),
         )

@@ -15,23 +15,23 @@ import torch
 ALIGNMENT = 16  # bytes
 
 
-def mapped(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """The same tree with ``function`` of every tensor in its place."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: mapped(value, function) for key, value in tree.items()}
+        return {key: map_tensors(value, function) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(mapped(value, function) for value in tree)
+        return type(tree)(map_tensors(value, function) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = (field.name for field in dataclasses.fields(tree))
-        return type(tree)(**{name: mapped(getattr(tree, name), function) for name in fields})
+        return type(tree)(**{name: map_tensors(getattr(tree, name), function) for name in fields})
     return tree
 
 
-def leaves(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    mapped(tree, found.append)
+    map_tensors(tree, found.append)
     return found
 
 
@@ -53,13 +53,13 @@ class DeviceCopy:
 
     def __init__(self, tree: Any, device: torch.device):
         self._starts, end = [], 0
-        for leaf in _made_on_host(tree):
+        for leaf in _host_tensors(tree):
             self._starts.append(end)
             end += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
         self._host = torch.empty(end, dtype=torch.uint8, device=device)
         self._has_pinned = device.type == "cuda"
-        slots = iter(self._slots(self._host, _made_on_host(tree)))
-        self.content = mapped(tree, lambda leaf: next(slots) if leaf.is_cpu else torch.empty_like(leaf))
+        slots = iter(self._slots(self._host, _host_tensors(tree)))
+        self.content = map_tensors(tree, lambda leaf: next(slots) if leaf.is_cpu else torch.empty_like(leaf))
 
     def _slots(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
@@ -69,27 +69,27 @@ class DeviceCopy:
 
     def fill(self, tree: Any) -> None:
         """Put in the values of a tree of the same signature, waiting for nothing."""
-        made = _made_on_host(tree)
+        made = _host_tensors(tree)
         # Torch gives pinned memory to others only once copies from it are done.
         flat = torch.empty(self._host.shape, dtype=torch.uint8, pin_memory=self._has_pinned)
         for slot, leaf in zip(self._slots(flat, made), made, strict=True):
             slot.copy_(leaf)
         self._host.copy_(flat, non_blocking=True)
-        for slot, leaf in zip(leaves(self.content), leaves(tree), strict=True):
+        for slot, leaf in zip(tensors_in(self.content), tensors_in(tree), strict=True):
             if not leaf.is_cpu:
                 slot.copy_(leaf)
 
 
-def _made_on_host(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(tree) if leaf.is_cpu]
+def _host_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tensors_in(tree) if leaf.is_cpu]
 
 
-def sent(tree: Any, device: torch.device) -> Any:
+def to_device(tree: Any, device: torch.device) -> Any:
     """The tree on a device; what the host made gets there in one copy."""
-    made = _made_on_host(tree)
+    made = _host_tensors(tree)
     if device.type == "cpu" or not made:
-        return mapped(tree, lambda leaf: leaf.to(device))
+        return map_tensors(tree, lambda leaf: leaf.to(device))
     parcel = DeviceCopy(made, device)
     parcel.fill(made)
     there = iter(parcel.content)
-    return mapped(tree, lambda leaf: next(there) if leaf.is_cpu else leaf.to(device))
+    return map_tensors(tree, lambda leaf: next(there) if leaf.is_cpu else leaf.to(device))

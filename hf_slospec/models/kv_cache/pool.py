@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hf_slospec.models.cuda.graphs import Graphs
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 
 
 class Stored(NamedTuple):
@@ -148,5 +148,5 @@ class KVPool:
         if not source:
             return
         for stack in self._stacks.values():
-            from_slots, to_slots = sent([torch.tensor(source), torch.tensor(destination)], stack.device)
+            from_slots, to_slots = to_device([torch.tensor(source), torch.tensor(destination)], stack.device)
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))
