@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.cuda import graphs, no_sync
+from hf_slospec.models.cuda import graphs, sync_guard
 from tests.graph_stand_in import OpaqueStandIn, Tape
 
 aten = torch.ops.aten
@@ -164,7 +164,7 @@ class Device:
         for tensor in tensors_in(args[1]):
             if tensor.ndim:
                 assert is_here or tensor.is_cpu, "a tensor on the host and indices on the device"
-                if is_here and (tensor.is_cpu or tensor.dtype in no_sync.BOOLEAN):
+                if is_here and (tensor.is_cpu or tensor.dtype in sync_guard.BOOLEAN):
                     self.wait(func)
         if any(isinstance(value, torch.Tensor) and value.ndim and value.is_cpu == is_here for value in args[2:]):
             self.wait(func)
@@ -182,7 +182,7 @@ class Device:
         return any(isinstance(tensor, OnDevice) for tensor in given)
 
     def _check(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
-        if no_sync._reads(func, args):
+        if sync_guard._reads(func, args):
             self.wait(func)
         of = func.overloadpacket
         for tensor in given:
