@@ -33,7 +33,7 @@ from hf_slospec.models.compatibility.probe import (
 from hf_slospec.models.cpu.prepacked import PrepackedLinears
 from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.memory import holders_of_idle_memory
@@ -172,8 +172,8 @@ class PackedModel:
             if larger is not None and inputs.plans:
                 logits = self._replayed(pool, inputs)
             if logits is None:
-                inputs = sent(inputs, self.device)
-                batch.plans = {key: plan.opened() for key, plan in inputs.plans.items()}
+                inputs = to_device(inputs, self.device)
+                batch.plans = {key: plan.with_bias() for key, plan in inputs.plans.items()}
                 logits = self._compute(pool, batch, inputs)
                 self._requested_plans |= dict.fromkeys(batch.plans)
         return logits[:num_logits]

@@ -14,13 +14,13 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.sampling import Asked
+from hf_slospec.models.sampling import PendingChoices
 
 
 class Sampler(Protocol):
     """Chooser of tokens that are exactly those of plain decoding."""
 
-    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
+    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
         """Return the tokens that the device chooses, and a function that makes one chooser per request of them.
 
         ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in turn, root first.
@@ -66,7 +66,7 @@ class PackedTarget:
             parts.append(self.sequences.chain(chunk.request, tokens))
         wanted = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
         logits = self.sequences.forward(parts, torch.from_numpy(wanted))
-        choices, choosers = self.sampler.ask(requests, logits, trees)
+        choices, choosers = self.sampler.choose(requests, logits, trees)
         return choosers(choices.tolist())  # the host waits for the device here, and where processors read the text
 
     def commit(
@@ -97,6 +97,8 @@ class PackedTarget:
 
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            assert self.sequences.num_cached(request) == request.num_cached, "num_cached is not the number of tokens with K/V"
+            assert self.sequences.num_cached(request) == request.num_cached, (
+                "num_cached is not the number of tokens with K/V"
+            )
         if not self.holds_finished:
             self.sequences.check(requests)

@@ -28,7 +28,7 @@ from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.validation import check_rope_alone
 from hf_slospec.models.memory import free_memory
-from hf_slospec.models.sampling import Samplers
+from hf_slospec.models.sampling import RequestSamplers
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.handle import RequestHandle
@@ -46,7 +46,7 @@ class BatchingService:
     def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None):
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, decoder.config
         self.telemetry = Telemetry()
-        self._samplers = Samplers()
+        self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
         self._batcher: Batcher | None = None
         self._limits: Limits | None = None

@@ -25,7 +25,7 @@ from hf_slospec.cli.gpu_check.phases import order_of
 from hf_slospec.cli.gpu_check.speed import CONTINUOUS, measure_speed
 from hf_slospec.cli.gpu_check.suite import gpu_tests
 from hf_slospec.cli.gpu_check.variants import VARIANTS
-from hf_slospec.models.attention import choice
+from hf_slospec.models.attention import kernel_choice
 from tests.support.flash_stand_in import StandIn
 
 RUN = CliRunner()
@@ -143,7 +143,7 @@ def test_who_fails_is_left_out_and_the_rest_goes_on(at_repeat: int, monkeypatch:
 
 
 def test_flash_is_a_contestant_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "KERNELS", (StandIn,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     rows = {row["name"]: row for row in measure_speed(bench(), 2, 1, Budget(1000.0), 1000.0)["contestants"]}
     assert rows[f"{OURS}, flash"]["status"] == "measured"
     assert rows[f"{OURS}, flash"]["attention"] == "flash_attention[stand-in]"

@@ -36,7 +36,7 @@ def test_sampling(warpers: dict[str, Any]) -> None:
 def test_sampling_node_by_node_where_a_step_has_many_logits(
     monkeypatch: pytest.MonkeyPatch, warpers: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("hf_slospec.models.sampling.AT_ONCE", 0)
+    monkeypatch.setattr("hf_slospec.models.sampling.MAX_BATCHED_LOGITS", 0)
     check(SAMPLED | warpers)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hf_slospec.models.kv_cache.sequences import tree_after_chain
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import PackedBatch, Span
 from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
-from hf_slospec.models.kv_cache.sequences import tree_after_chain
 
 TREES = [
     TokenTree.root_only(3),

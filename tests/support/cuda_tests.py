@@ -16,7 +16,7 @@ from hf_slospec import (
     tiny_prompts,
 )
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.models.attention import FlashAttention, choice, packing, sdpa_attention
+from hf_slospec.models.attention import FlashAttention, kernel_choice, packing, sdpa_attention
 from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
 from hf_slospec.models.cuda import graphs
 from hf_slospec.models.cuda.deferred import DeferredFlags
@@ -40,8 +40,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> F
         request.param(CUDA)
     except KernelUnavailable as reason:
         pytest.skip(f"{request.param.name}: {reason}")
-    monkeypatch.setattr(choice, "KERNELS", (request.param,))
-    found = choice.kernel_on(CUDA, torch.bfloat16, 64)
+    monkeypatch.setattr(kernel_choice, "KERNELS", (request.param,))
+    found = kernel_choice.kernel_on(CUDA, torch.bfloat16, 64)
     assert not isinstance(found, str), found  # what can be loaded passes its trial
     return found
 
@@ -66,7 +66,7 @@ def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> 
 
 def test_auto_is_flash_where_it_can_be_had() -> None:
     half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
-    kernel = choice.kernel_on(CUDA, torch.bfloat16, 8)
+    kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
         pytest.skip(kernel)
     for attention in ("auto", "flash"):

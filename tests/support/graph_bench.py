@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_slospec.models.kv_cache.sequences import Sequences
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.packed import PackedModel
 
 CPU = torch.device("cpu")

@@ -83,7 +83,7 @@ class OpaqueStandIn(StandIn):
         cumulative = entries.cu_queries, entries.cu_keys
         most = entries.max_queries, entries.max_keys
         out: tuple[torch.Tensor, torch.Tensor] = _kernel(
-            query, key, value, entries.rows, *cumulative, *most, scaling, is_causal, window, softcap
+            query, key, value, entries.token_indices, *cumulative, *most, scaling, is_causal, window, softcap
         )
         return out
 

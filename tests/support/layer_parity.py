@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_slospec.models.kv_cache.sequences import Sequences
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import PackedBatch, masked_attention
-from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.packed import PackedModel
 
 PROMPTS = (90, 7, 30)  # the first is fed as a long chain, as the causal kernel gets it

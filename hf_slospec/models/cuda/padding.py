@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.models.attention.packed_batch import NewTokens
-from hf_slospec.models.cuda.bucket_sizes import SIZES, bucket_for
+from hf_slospec.models.cuda.bucket_sizes import BUCKETS, bucket_for
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
 
 MAX_PADDING_SLOTS = 96  # tokens; the bucket sizes need no more for packed batches of up to 64 sequences
@@ -32,7 +32,7 @@ def padded(
         num_parts = bucket_for(num_parts + 1)
         total = bucket_for(num_tokens + num_parts - len(parts))
     missing, num_padding = total - num_tokens, num_parts - len(parts)
-    if total > SIZES[-1] or missing > pool.num_padding_slots:
+    if total > BUCKETS[-1] or missing > pool.num_padding_slots:
         return None
     padding, start = [], pool.num_slots
     for index in range(num_padding):

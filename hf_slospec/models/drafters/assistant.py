@@ -14,7 +14,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.compatibility.probe import evaluating
 from hf_slospec.models.cuda.deferred import DeferredFlags
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
@@ -117,7 +117,7 @@ class AssistantDrafter:
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         logits = self._root_logits(requests)[:, None]  # [num_requests, 1, vocab]
         device = self.packed.device
-        root_positions = sent(torch.tensor([len(request.tokens) - 1 for request in requests]), device)
+        root_positions = to_device(torch.tensor([len(request.tokens) - 1 for request in requests]), device)
         layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
         # ancestors[i, v, u]: node v of request i's last layer may attend to node u of all its layers so far
         ancestors = self._own(layers[0][0])

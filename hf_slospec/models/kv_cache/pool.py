@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 
 
 class Stored(NamedTuple):
@@ -176,7 +176,7 @@ class KVPool:
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copy the K/V of whole slots, all layers at once; reads all of them before it writes."""
         for stack in self._stacks.values():
-            from_slots, to_slots = sent([torch.tensor(source), torch.tensor(destination)], stack.device)
+            from_slots, to_slots = to_device([torch.tensor(source), torch.tensor(destination)], stack.device)
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))
 
     def check(self) -> None:

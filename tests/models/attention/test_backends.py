@@ -22,7 +22,7 @@ from hf_slospec.models.attention import (
     FlashAttention,
     PackedBatch,
     Span,
-    choice,
+    kernel_choice,
     masked_attention,
     packing,
     sdpa_attention,
@@ -47,7 +47,7 @@ STAND_INS = [StandIn, flash_stand_in.EmptyIsMinusInfinity, flash_stand_in.EmptyI
 
 @pytest.fixture(params=STAND_INS)
 def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "KERNELS", (request.param,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (request.param,))
 
 
 def agrees(backend: Any, made: Case, window: Any = None, softcap: Any = None, has_sinks: bool = False) -> None:
@@ -64,7 +64,7 @@ def agrees(backend: Any, made: Case, window: Any = None, softcap: Any = None, ha
 def test_every_kind_of_row(
     backend: Any, window: Any, softcap: Any, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "KERNELS", (StandIn,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     for name, spans in ROWS.items():
         agrees(backend, case(spans, NUM_KV_HEADS, DIM, DIM, in_order=name != "every-kind"), window, softcap, has_sinks)
 
@@ -104,7 +104,7 @@ def test_long_ranges_in_pieces(window: int | None, monkeypatch: pytest.MonkeyPat
 
 def test_draft_levels_see_what_was_staged_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beam's level: two own tokens per sequence, four staged ones, as the drafter masks them."""
-    monkeypatch.setattr(choice, "KERNELS", (StandIn,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     spans = []
     for index, length in enumerate((0, 5)):
         mask = torch.tensor([[1, 0, 1, 0, 1, 0], [0, 1, 0, 1, 0, 1]], dtype=torch.bool)
@@ -159,7 +159,7 @@ def test_merging_in_fp32_what_was_computed_in_bf16(softcap: float | None) -> Non
 
 
 def test_routed_to_sdpa_with_a_debug_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(choice, "KERNELS", (flash_stand_in.WithoutSoftcap,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (flash_stand_in.WithoutSoftcap,))
     backend = FlashAttention("stand-in")
     with caplog.at_level(logging.DEBUG, "hf_slospec.models.attention"):
         for _ in range(2):
@@ -176,9 +176,9 @@ def test_routed_to_sdpa_with_a_debug_log(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_kernel_that_means_something_else_is_not_taken(
     wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice, "KERNELS", (wrong, StandIn))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (wrong, StandIn))
     with caplog.at_level(logging.DEBUG, "hf_slospec.models.attention"):
-        kernel = choice.kernel_on(torch.device("cpu"), torch.float32, 64)
+        kernel = kernel_choice.kernel_on(torch.device("cpu"), torch.float32, 64)
     assert kernel.name == "stand-in"
     assert f"with heads of size 64: {wrong.name}" in caplog.text and "done by stand-in" in caplog.text
 
@@ -186,7 +186,7 @@ def test_a_kernel_that_means_something_else_is_not_taken(
 def test_flash_cannot_be_had_on_cpu() -> None:
     assert PackedModel(tiny_model("llama")).backend is sdpa_attention
     assert PackedModel(tiny_model("llama"), "4d_mask").backend is masked_attention
-    with pytest.raises(UnsupportedOptionError, match=r'"flash" cannot be had: .*CUDA device.*use attention="auto"'):
+    with pytest.raises(UnsupportedOptionError, match=r'"flash" is not available: .*CUDA device.*use attention="auto"'):
         SLOSpecGenerator(tiny_model("llama"), config=SLOSpecConfig(attention="flash"))
 
 
@@ -194,7 +194,7 @@ def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch: pytest.MonkeyPa
     class HalfOnly(StandIn):
         dtypes = (torch.bfloat16,)
 
-    monkeypatch.setattr(choice, "KERNELS", (HalfOnly,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (HalfOnly,))
     with pytest.raises(UnsupportedOptionError, match=r"does not compute in torch.float32"):
         SLOSpecGenerator(tiny_model("llama"), config=SLOSpecConfig(attention="flash"))
 
@@ -208,7 +208,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
         def __init__(self, device: torch.device):
             self.calls = noted
 
-    monkeypatch.setattr(choice, "KERNELS", (Noted,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (Noted,))
     return noted
 
 

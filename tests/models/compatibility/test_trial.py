@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hf_slospec.models.kv_cache.sequences import Sequences
 from torch import nn
 
 from hf_slospec import SLOSpecGenerator, UnsupportedModelError
 from hf_slospec.models.kv_cache import sequences
-from hf_slospec.models.kv_cache.sequences import Sequences
 from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 chain_and_tree = Sequences.chain_and_tree

@@ -190,7 +190,7 @@ def test_layers_that_come_and_go() -> None:
 
 
 def test_one_row_of_an_output_layer_written_through_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacked, "MANY_ROWS", 2000)
+    monkeypatch.setattr(prepacked, "MANY_OUTPUTS", 2000)
     module, input = linear(24, 3000), rows(3, 24)
     linears = PrepackedLinears(module, True)
     module.weight.data[1234] = 7.0
@@ -253,6 +253,6 @@ def test_a_torch_without_the_kernels_does_without(monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_are_made_for_few_numbers_of_rows() -> None:
-    larger = [rows + -rows % prepacked._step(rows) for rows in range(1, 1025)]
+    larger = [rows + -rows % prepacked._granularity(rows) for rows in range(1, 1025)]
     assert len(set(larger)) == 64
     assert max((now - rows) / rows for rows, now in enumerate(larger, start=1)) <= 1 / 8

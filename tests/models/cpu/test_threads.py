@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_slospec.models.cpu.threads import cores, release_openmp_threads, warn_if_oversubscribed
+from hf_slospec.models.cpu.threads import available_cores, release_openmp_threads, warn_if_oversubscribed
 
 SCRIPT = """
 import json, os, time
@@ -87,7 +87,7 @@ def test_a_containers_quota_counts(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cores(tmp_path) == expected
+    assert available_cores(tmp_path) == expected
 
 
 def test_a_crowd_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models import packed
-from hf_slospec.models.attention import choice
+from hf_slospec.models.attention import kernel_choice
 from hf_slospec.models.cuda import graphs
 from tests.support.cuda_tests import captures, kernel  # noqa: F401  fixtures
 from tests.support.graph_stand_in import OpaqueStandIn, Tapes
@@ -18,7 +18,7 @@ COST = ForwardCost(LatencyCurve((1, 16), (0.001, 0.002)))  # measuring would cap
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     """Stands in for CUDA's graphs of all models that are made while the test runs."""
     made = Tapes()
-    monkeypatch.setattr(choice, "KERNELS", (OpaqueStandIn,))
+    monkeypatch.setattr(kernel_choice, "KERNELS", (OpaqueStandIn,))
     monkeypatch.setattr(packed, "capturer_for", lambda device: made)
     monkeypatch.setattr(graphs, "PATIENCE", 1)
     monkeypatch.setattr("hf_slospec.generate.speculator.load_profile", lambda packed: COST)

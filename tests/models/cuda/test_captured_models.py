@@ -88,7 +88,7 @@ def test_a_model_that_asks_the_device_runs_without_graphs(tapes: Tapes, caplog: 
     with caplog.at_level(logging.INFO, "hf_slospec.models.cuda.graphs"):
         assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     (record,) = caplog.records
-    assert "has the host wait" in record.getMessage() and not tapes.num_captured
+    assert "makes the host wait" in record.getMessage() and not tapes.num_captured
 
 
 def test_a_model_once_asked_for_hidden_states_has_graphs(tapes: Tapes) -> None:

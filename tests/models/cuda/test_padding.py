@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.cuda.bucket_sizes import SIZES
+from hf_slospec.models.cuda.bucket_sizes import BUCKETS
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
 from tests.support.graph_bench import Bench
@@ -27,11 +27,11 @@ def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None
     num_logits = data.draw(st.integers(0, sum(lengths)))
     larger = padded(parts, torch.arange(num_logits), pool)
     if larger is None:
-        assert sum(lengths) > SIZES[-1] - MAX_PADDING_SLOTS
+        assert sum(lengths) > BUCKETS[-1] - MAX_PADDING_SLOTS
         return
     more, logit_rows = larger
-    assert more[: len(parts)] == parts and len(more) in SIZES
-    assert sum(len(part.input_ids) for part in more) in SIZES and len(logit_rows) in (0, 1, *SIZES)
+    assert more[: len(parts)] == parts and len(more) in BUCKETS
+    assert sum(len(part.input_ids) for part in more) in BUCKETS and len(logit_rows) in (0, 1, *BUCKETS)
     assert logit_rows[:num_logits].tolist() == list(range(num_logits)) and not logit_rows[num_logits:].any()
     slots = [slot for ghost in more[len(parts) :] for slot in own_slots(ghost)]
     assert slots == list(range(1000, 1000 + len(slots))) and len(slots) <= MAX_PADDING_SLOTS

@@ -8,7 +8,7 @@ import torch
 
 from hf_slospec.models import packed
 from hf_slospec.models.cuda.padding import padded
-from hf_slospec.models.cuda.transfer import DeviceCopy, leaves, signature
+from hf_slospec.models.cuda.transfer import DeviceCopy, signature, tensors_in
 from tests.support.graph_bench import CPU, TREES, Bench, tree
 from tests.support.graph_stand_in import Tapes
 from tests.support.tiny_models import tiny_model
@@ -26,13 +26,13 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
         return bench.packed._inputs(packed.PackedBatch.of(larger[0], is_padded=True), *larger)
 
     first = inputs()
-    assert any(key[2] is not None for key in first.plans) and len(leaves(first)) > 10
+    assert any(key[2] is not None for key in first.plans) and len(tensors_in(first)) > 10
     assert signature(inputs([(-1, 0, 1, 1, 2), (-1,), (-1, 0, 0)])) == signature(first)
     assert signature(inputs([(-1, *range(12)), (-1,), (-1,)])) != signature(first)
     bench.grow(3)
     later = inputs()
     assert signature(later) == signature(first)
-    assert any(not torch.equal(a, b) for a, b in zip(leaves(later), leaves(first), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(tensors_in(later), tensors_in(first), strict=True))
 
 
 def test_whatever_the_host_reads_is_in_the_signature() -> None:
@@ -63,5 +63,5 @@ def test_a_parcel_holds_what_is_put_in() -> None:
     for start in (3, 9):
         parcel.fill(made(start))
         assert signature(parcel.content) == signature(made(start))
-        for found, right in zip(leaves(parcel.content), leaves(made(start)), strict=True):
+        for found, right in zip(tensors_in(parcel.content), tensors_in(made(start)), strict=True):
             assert torch.equal(found, right)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hf_slospec.models.kv_cache.sequences import Sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.request import Request
 from hf_slospec.models.kv_cache import sequences as module
 from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
-from hf_slospec.models.kv_cache.sequences import Sequences
 from hf_slospec.models.memory import as_memory_error
 from tests.support.toys import SEEDS
 

@@ -1,4 +1,4 @@
-"""Which flash-attention kernel works for a layer."""
+"""Choice of the flash-attention kernel for a device, dtype and head size."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, K
 
 logger = logging.getLogger(__name__)
 
-KERNELS: tuple[Callable[[torch.device], FlashKernel], ...] = (FlashAttnPackage, TorchVarlen)  # the better one first
+KERNELS: tuple[Callable[[torch.device], FlashKernel], ...] = (FlashAttnPackage, TorchVarlen)  # fastest first
 
 
 def kernel_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> FlashKernel | str:
-    """The first kernel that works there with heads like these, or what is wrong with each."""
-    return _first_that_works(device, dtype, head_dim, KERNELS)
+    """Return the first kernel that works with heads of this size, or a message with the reason against each."""
+    return _first_working(device, dtype, head_dim, KERNELS)
 
 
 @functools.cache
-def _first_that_works(
+def _first_working(
     device: torch.device, dtype: torch.dtype, head_dim: int, kernels: tuple[Callable[[torch.device], FlashKernel], ...]
 ) -> FlashKernel | str:
-    what = f"{device} in {dtype} with heads of size {head_dim}"
+    where = f"{device} in {dtype} with heads of size {head_dim}"
     reasons = dict[str, None]()
     for load in kernels:
-        kernel = _working(load, device, dtype, head_dim)
+        kernel = _try_kernel(load, device, dtype, head_dim)
         if not isinstance(kernel, str):
-            logger.debug("flash attention on %s is done by %s", what, kernel.name)
+            logger.debug("flash attention on %s is done by %s", where, kernel.name)
             return kernel
-        logger.debug("no flash attention on %s: %s", what, kernel)
+        logger.debug("no flash attention on %s: %s", where, kernel)
         reasons[kernel] = None
     return "; ".join(reasons)
 
 
-def _working(
+def _try_kernel(
     load: Callable[[torch.device], FlashKernel], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> FlashKernel | str:
     try:
