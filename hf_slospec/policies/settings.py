@@ -103,8 +103,8 @@ class PolicySettings(BaseModel):
         for name in value if isinstance(value, Mapping) else ():
             if name not in options.model_fields and (policies := policies_with(name)):
                 raise ValueError(
-                    f"{name} is a setting of policy {' or '.join(map(repr, policies))}, not of {policy!r}; leave it out "
-                    "or choose such a policy"
+                    f"{name} is a setting of policy {' or '.join(map(repr, policies))}, not of {policy!r}; leave it "
+                    "out or choose such a policy"
                 )
         return options.model_validate(value)
 
