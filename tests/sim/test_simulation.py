@@ -241,7 +241,7 @@ def test_what_is_wrong_with_its_decisions_is_said() -> None:
             return Plan(7, 1)
 
     config = config_of('{"policy": "none", "max_depth": 6, "max_width": 1}')
-    with pytest.raises(InvalidInputError, match="depth 7 and width 1, and a request has room for 6"):
+    with pytest.raises(InvalidInputError, match="depth 7 and width 1, but a request has room for 6"):
         Simulation([JOB], library_of([JOB]), HARDWARE, config, make_policy=Greedy).run()
 
 
