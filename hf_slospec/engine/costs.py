@@ -97,13 +97,14 @@ class DraftCorrection:
     """
 
     MEMORY = 40.0  # observations
-    PRIOR = 2.0  # observations that the prior factor of 1 weighs
-    RIDGE = 1.0  # observations that the prior constant of 0 weighs
+    PRIOR = 2.0  # observations that the prior factor of 1 weighs at first
+    RIDGE = 0.5  # observations that the prior constant of 0 weighs
     LIMIT = 4.0  # largest ratio of one observation to the current prediction: it may contain a pause of the machine
 
     def __init__(self) -> None:
         self.constant_s, self.factor = 0.0, 1.0
-        self._sums = np.zeros(5)  # of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s
+        # Sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s; they begin with the prior.
+        self._sums = np.array([self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0])
 
     def __call__(self, profiled_s: FloatArray) -> FloatArray:
         """Return corrected seconds; drafting that the profile calls free stays free."""
@@ -117,10 +118,10 @@ class DraftCorrection:
         self._sums = (1.0 - 1.0 / self.MEMORY) * self._sums + np.array([1.0, u, u * u, v, u * v])
         count, sum_u, sum_uu, sum_v, sum_uv = self._sums.tolist()
         ridge = self.RIDGE * sum_uu / count
-        normal = np.array([[count + self.PRIOR, sum_u], [sum_u, sum_uu + ridge]])
-        factor, constant_s = np.linalg.solve(normal, np.array([sum_v + self.PRIOR, sum_uv])).tolist()
+        normal = np.array([[count, sum_u], [sum_u, sum_uu + ridge]])
+        factor, constant_s = np.linalg.solve(normal, np.array([sum_v, sum_uv])).tolist()
         if constant_s < 0.0 or factor < 0.0:
-            factor, constant_s = (sum_v + self.PRIOR) / (count + self.PRIOR), 0.0
+            factor, constant_s = sum_v / count, 0.0
         self.factor, self.constant_s = factor, constant_s
 
 

@@ -97,8 +97,6 @@ class PackedTarget:
 
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            assert self.sequences.num_cached(request) == request.num_cached, (
-                "num_cached is not the number of tokens with K/V"
-            )
+            assert self.sequences.num_cached(request) == request.num_cached, "num_cached differs from the cached tokens"
         if not self.holds_finished:
             self.sequences.check(requests)

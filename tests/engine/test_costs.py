@@ -144,7 +144,7 @@ def test_larger_plans_never_draft_faster(points: dict[int, float], num_requests:
 
 def test_verifying_and_drafting_are_corrected_apart() -> None:
     costs = StepCosts(verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1,), (0.5,)))
-    for _ in range(20):
+    for _ in range(60):
         costs.observe(step(PhaseTimes(draft_s=0.6, verify_s=20.0, host_s=4.0), committed=1))
     assert float(costs.verify_s(8, 2, 20)) == pytest.approx(24.0)  # profiled: 8; select and host time count
     assert float(costs.draft_s(2, 3, 2, 20)) == pytest.approx(0.6, rel=0.1)  # profiled: 1.5
@@ -221,4 +221,4 @@ def test_a_busy_hour_heals_in_both_directions() -> None:
         for _ in range(2 * PATIENCE):
             costs.observe(step(PhaseTimes(verify_s=factor * float(idle(8))), levels=0))
         assert float(costs.verify_s(8)) == pytest.approx(factor * float(idle(8)), rel=0.05)
-    assert math.isclose(float(costs.verify(8)), float(idle(8)), rel_tol=0.1)
+    assert math.isclose(float(costs.verify(8)), float(idle(8)), rel_tol=0.15)
