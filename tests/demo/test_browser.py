@@ -18,7 +18,8 @@ from tests.support.paths import ROOT
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if CHROMIUM is None:
-    pytest.skip("there is no Chromium here", allow_module_level=True)
+    assert "REQUIRE_BROWSER" not in os.environ, "browser tests are required, and Chromium is not installed"
+    pytest.skip("Chromium is not installed", allow_module_level=True)
 pytest.importorskip("gradio", reason="gradio is not installed")
 # Third parties' own deprecations, and event loops of servers that were closed, are not ours to fail on.
 pytestmark = [pytest.mark.filterwarnings("default")]
