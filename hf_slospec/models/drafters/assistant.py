@@ -82,7 +82,7 @@ class AssistantDrafter:
     FEW = 64
 
     def __init__(self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None):
-        """``max_nodes`` bounds depth times width of all plans, ``vocab_size`` the proposed ids, ``max_slots`` all K/V."""
+        """``max_nodes`` bounds depth times width of plans, ``vocab_size`` the proposed ids, ``max_slots`` all K/V."""
         self.packed, self.vocab_size = packed, vocab_size
         self.sequences = RequestSequences(packed, max_nodes, max_slots)
 
