@@ -82,7 +82,8 @@ def _plain(packed: PackedModel, tokens: list[int], copies: int = 1) -> torch.Ten
 def _relative(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """Return the relative error of each token's centred logits.  -> [num_tokens] f64"""
     ours, plain = (logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain))
-    return torch.linalg.vector_norm(ours - plain, dim=-1) / torch.linalg.vector_norm(plain, dim=-1)
+    errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1)
+    return errors
 
 
 def _tree(root: int, parents: tuple[int, ...], tokens: Iterator[int]) -> TokenTree:
