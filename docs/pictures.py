@@ -29,7 +29,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.drafters.assistant import AssistantDrafter
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.packed import PackedModel
 
 HERE = Path(__file__).parent
@@ -121,10 +121,10 @@ def draw_packed_row(drawer: Drawer) -> None:
     requests = [drawer.request(text, index) for index, text in enumerate(("for i in range(", "with open(path"))]
     trees = [tree.subtree(np.arange(nodes)) for tree, nodes in zip(drawer.candidates(requests), (6, 5), strict=True)]
     packed, rows = PackedModel(drawer.target), []
-    sequences = Sequences(packed, max_nodes=max(tree.num_nodes for tree in trees))
+    sequences = RequestSequences(packed, max_nodes=max(tree.num_nodes for tree in trees))
     sequences.reserve(requests)
     for request in requests:
-        sequences.feed(request, len(request.tokens) - 1)
+        sequences.prefill(request, len(request.tokens) - 1)
 
     def attend(query: Any, keys: Any, values: Any, row: Any, *rest: Any) -> Any:
         rows.append(row)
