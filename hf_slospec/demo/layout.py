@@ -48,7 +48,7 @@ class Controls:
     @classmethod
     def of(cls, request: UserRequest, max_slo_ms: float, folds_prompt: bool) -> Controls:
         """Create the fields with the values of ``request``; ``folds_prompt`` puts the prompt into the accordion."""
-        prompt = gr.Textbox(
+        prompt: Any = gr.Textbox(
             request.prompt, lines=4, max_lines=8, max_length=MAX_PROMPT_CHARS, label="Prompt", render=not folds_prompt
         )
         tpot_slo_ms = gr.Slider(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.table import Table
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.sim.hardware import Hardware
@@ -98,8 +98,11 @@ def compare(
     return runs
 
 
+TABLE_WIDTH = 80  # columns that a table needs; longer names of systems are folded
+
+
 def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Table:
-    """Return a table with a line per load and system, within 80 columns."""
+    """Return a table with a line per load and system."""
     title = f"Attainment by metric {metric}; goodput: tokens/s of requests that attained; nodes: verified per step"
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
     result.add_column("load", no_wrap=True)
