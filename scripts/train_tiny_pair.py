@@ -142,7 +142,7 @@ def windows(data: torch.Tensor, plan: Plan, step: int, is_long: bool) -> torch.T
 
 
 class Trainer:
-    """Trains with AdamW for embeddings and norms, Muon for matrices; linear warm-up, then constant, then linear decay."""
+    """Trains with AdamW for embeddings and norms, Muon for matrices; linear warm-up, constant, linear decay to zero."""
 
     def __init__(self, model: LlamaForCausalLM, steps: int, checkpoint: Path):
         self.model, self.steps, self.checkpoint = model, steps, checkpoint
