@@ -75,6 +75,8 @@ class RequestSequences:
 
     def _provide(self, capacities: dict[Request, int]) -> None:
         """Give requests ranges of these capacities, and move there what they have cached."""
+        if not capacities:
+            return
         limit, held = self.max_slots, {request: own.capacity for request, own in self._by_request.items()}
         if limit is not None:
             if (needed := sum((held | capacities).values())) > limit:
