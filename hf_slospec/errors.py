@@ -73,7 +73,7 @@ class RequestCancelledError(SLOSpecError, concurrent.futures.CancelledError):
 
 
 class FallbackWarning(UserWarning):
-    """Stock ``generate`` ran in place of speculation, as ``fallback=True`` asked; the message says why."""
+    """Stock ``generate`` ran in place of speculation; the message says why."""
 
 
 class InputModel(BaseModel):
