@@ -18,15 +18,11 @@ class Gain(NamedTuple):
     at_s: float
     tokens: int
     nodes: int  # of the step's token budget
-    accepted: int
 
 
 def gains(commits: Sequence[Commit]) -> list[Gain]:
     """Return the progress of one request by step, without its first token, which is part of the prefill."""
-    return [
-        Gain(now.at_s, now.num_emitted - before.num_emitted, now.num_nodes, now.num_accepted)
-        for before, now in pairwise(commits)
-    ]
+    return [Gain(now.at_s, now.num_emitted - before.num_emitted, now.num_nodes) for before, now in pairwise(commits)]
 
 
 def recent(all_gains: Iterable[Gain], now_s: float, window_s: float = WINDOW_S) -> list[Gain]:

@@ -39,7 +39,7 @@ class View:
 
     @property
     def is_active(self) -> bool:
-        """Whether its request is being processed."""
+        """Return whether its request is being processed."""
         return self.state in ("waiting", "writing")
 
 

@@ -75,7 +75,7 @@ class SimulatedDrafter:
     """Beam search over the draft's probabilities of the texts.
 
     On the path that the target will take they are those of the text's own places. On all other paths, where nothing is
-    accepted, they are those of random places of the same text: wrong guesses look as good as right ones.
+    accepted, they are those of random places of the same text: wrong proposals look as good as right ones.
     """
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock, seed: int = 0):

@@ -69,7 +69,7 @@ class Replica:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has unfinished requests."""
+        """Return whether it has unfinished requests."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, request: Request, now_s: float) -> None:
@@ -91,8 +91,6 @@ class Simulation:
 
     Args:
         library: the texts of the requests, in their order.
-        max_reroutes: how often a request may be passed to the next replica because its SLOs are not guaranteed; None:
-            until all replicas have seen it.
         oracle: use the oracle policy in place of the config's policy.
         make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
             ``max_depth`` and ``max_width``.
@@ -109,7 +107,6 @@ class Simulation:
         config: SLOSpecConfig,
         *,
         replicas: int = 1,
-        max_reroutes: int | None = None,
         seed: int = 0,
         oracle: bool = False,
         make_policy: NewPolicy | None = None,
@@ -133,7 +130,6 @@ class Simulation:
         self.replicas = [
             Replica(config, hardware, library, seed + index, oracle, make_policy) for index in range(replicas)
         ]
-        self.max_reroutes = replicas - 1 if max_reroutes is None else min(max_reroutes, replicas - 1)
         limits = self.replicas[0].scheduler.limits
         for index, job in enumerate(jobs):  # before the token lists are allocated
             needed = job.input_tokens + job.max_output_tokens + limits.max_nodes
@@ -164,7 +160,7 @@ class Simulation:
                 self._arrive(self._requests[index], arrival_s)
                 continue
             replica = min(busy, key=lambda replica: replica.clock.now_s)
-            if self.max_reroutes:
+            if len(self.replicas) > 1:
                 self._reroute(replica)
                 if not replica.is_busy:
                     continue
@@ -198,11 +194,11 @@ class Simulation:
         self.replicas[replica].add(routed.request, now_s)
 
     def _reroute(self, replica: Replica) -> None:
-        """Pass requests without guarantee and without progress to the next replica, up to ``max_reroutes`` times."""
+        """Pass requests without guarantee and without progress to the next replica, each to every replica once."""
         replica.scheduler.decide_guarantees(replica.clock.now_s)
         for request in (*replica.scheduler.waiting, *replica.scheduler.running):
             routed = self._requests[request.index]
-            if _is_not_guaranteed(request) and not request.num_cached and routed.reroutes < self.max_reroutes:
+            if _is_not_guaranteed(request) and not request.num_cached and routed.reroutes + 1 < len(self.replicas):
                 replica.engine.retire([request])
                 request.is_best_effort = False  # the next replica decides anew
                 routed.reroutes += 1

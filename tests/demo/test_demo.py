@@ -117,7 +117,7 @@ class TestRates:
     COMMITS = (Commit(1, 10.0, 1, 0), Commit(4, 11.0, 5, 2), Commit(5, 12.5, 1, 0))
 
     def test_gains_leave_out_the_prompt(self) -> None:
-        assert gains(self.COMMITS) == [Gain(11.0, 3, 5, 2), Gain(12.5, 1, 1, 0)]
+        assert gains(self.COMMITS) == [Gain(11.0, 3, 5), Gain(12.5, 1, 1)]
         assert gains(self.COMMITS[:1]) == gains([]) == []
 
     def test_speed_is_of_the_last_seconds_or_since_the_beginning(self) -> None:
