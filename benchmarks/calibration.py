@@ -44,7 +44,7 @@ def study(sharpening: float) -> dict[str, Any]:
                 steps += 1
                 expected += sum(request.expected for request in step.requests)
                 committed += step.committed
-    acceptance = generator._decoder._speculator._experience.acceptance
+    acceptance = generator.decoder.speculator.history.acceptance
     return {
         "steps": steps,
         "expected_over_committed": expected / committed,

@@ -40,7 +40,7 @@ class Watched:
 
     def __init__(self, generator: SLOSpecGenerator):
         self.generator, self.steps = generator, list[StepEvent]()
-        telemetry = generator._serving.telemetry
+        telemetry = generator._service.telemetry
         on_step = telemetry.on_step
 
         def kept(step: StepEvent) -> None:

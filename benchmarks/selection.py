@@ -17,15 +17,17 @@ from typing import get_args
 
 import numpy as np
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.config import PolicyName, SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.policies.settings import PolicyName
 
 DEPTH, WIDTH, REPEATS = 8, 3, 60
 COUNTS = (1, 8, 64, 256, 1024)
@@ -55,7 +57,7 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
     requests = [Request(i, [1] * 300, 500, (Stage(0.02 if i % 2 else None),)) for i in range(num_requests)]
     for request in requests:
         request.emit(1)
-        request.account(0, 0, 1.0, PhaseTimes(), 0.0)
+        request.record_step(0, 0, 1.0, PhaseTimes(), 0.0)
     trees = [TokenTree.chain(1, [2] * DEPTH, 0.7) if is_chain else candidate_tree(rng) for _ in requests]
     spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
     for repeat in range(REPEATS):

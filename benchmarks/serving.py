@@ -29,11 +29,11 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.pace import Pace
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
 app = typer.Typer(add_completion=False)
@@ -148,7 +148,7 @@ def load(
     with SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS["plain"])) as plain:
         plain_token_s(plain, tokenizer)
         token_s = plain_token_s(plain, tokenizer)
-    verify = plain._decoder.speculator.costs.verify
+    verify = plain.decoder.speculator.costs.verify
     prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # of a request, fed in a large step
     rate = pressure / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)
     for generator in generators.values():
@@ -300,7 +300,7 @@ def overhead(json_path: Json = None) -> None:
     )
     results = {}
     for number in (1, 8, 64, 256, 1024):
-        scheduler = ContinuousScheduler(Limits(number, 10**9, 36, 512, 30.0), Pace(costs))
+        scheduler = ContinuousScheduler(Limits(number, 10**9, 36, 512, 30.0), costs)
         for index in range(number):
             targets = (Stage(0.05 if index % 2 else None),)
             scheduler.add(Request(index, [1] * 100, 200, targets, ttft_slo_s=5.0 if index % 2 else None))

@@ -1,9 +1,9 @@
 """Lossless batched tree speculation for Hugging Face models, with a speed target per request."""
 
-from hf_slospec.algo.latency import StepCosts
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.chrome_trace import write_chrome_trace
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.protocols import Drafter, Plan, Policy, Selection
 from hf_slospec.engine.request import Request, RequestMetrics
@@ -20,8 +20,9 @@ from hf_slospec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from hf_slospec.generate.decode import SLOSpecOutput
 from hf_slospec.generate.divergence import Divergence, DivergenceReport, divergence_report
-from hf_slospec.generate.enable import SLOSpecOutput, disable, enable
+from hf_slospec.generate.enable import disable, enable
 from hf_slospec.generate.slo import SLOStage
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.serving.generator import SLOSpecGenerator

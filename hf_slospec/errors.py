@@ -1,4 +1,4 @@
-"""What callers can do wrong, each error also the built-in one would expect to catch."""
+"""Errors and warnings; each error is also the built-in one that callers expect to catch."""
 
 import concurrent.futures
 import queue
@@ -24,11 +24,11 @@ class SLOSpecError(Exception):
 
 
 class InvalidInputError(SLOSpecError, ValueError):
-    """An argument has the right type and an impossible value."""
+    """An argument has an invalid value."""
 
 
 class InvalidFileError(InvalidInputError):
-    """A file does not hold what it should; the message says where: file, line, column."""
+    """A file has invalid content; the message names file, line and column."""
 
 
 class InvalidTypeError(SLOSpecError, TypeError):
@@ -36,32 +36,32 @@ class InvalidTypeError(SLOSpecError, TypeError):
 
 
 class UnsupportedModelError(SLOSpecError, ValueError):
-    """The model cannot verify a token tree; the message says which property is missing."""
+    """The model cannot verify a token tree; the message names the missing property."""
 
 
 class UnsupportedOptionError(SLOSpecError, ValueError):
-    """A ``generate`` option that speculation cannot honour; the message says what to do instead."""
+    """A ``generate`` option cannot be speculated; the message says what to do instead."""
 
 
 class UnsupportedInputError(InvalidInputError, UnsupportedOptionError):
-    """An input that stock ``generate`` takes, to doubtful effect, and speculation does not."""
+    """An input that stock ``generate`` accepts, with doubtful results, cannot be speculated."""
 
 
 class IncompatibleDraftError(SLOSpecError, ValueError):
-    """Target and draft do not fit together: another vocabulary or another device."""
+    """Target and draft differ in vocabulary or device."""
 
 
-class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named as people know it from queue.Full
-    """As many requests wait as may; try again later, or submit with ``block=True``."""
+class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named like queue.Full
+    """The batcher's queue is full; try again later, or submit with ``block=True``."""
 
 
 class NotRunningError(SLOSpecError, RuntimeError):
-    """The batcher has not been started, was stopped, or died; the message says which."""
+    """The batcher has not been started, was stopped, or failed; the message says which."""
 
 
 class RequestCancelledError(SLOSpecError, concurrent.futures.CancelledError):
-    """The request was cancelled before it was finished, by its handle or because the batcher stopped."""
+    """The request was cancelled, by its handle or because the batcher stopped."""
 
 
 class FallbackWarning(UserWarning):
-    """Stock ``generate`` ran in place of speculation, as ``fallback=True`` asked; the message says why."""
+    """Stock ``generate`` ran in place of speculation; the message says why."""

@@ -30,8 +30,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
-from tests.tiny_configs import WINDOW, tiny_config
-from tests.tiny_models import VOCAB, sharpened
+from tests.support.tiny_configs import WINDOW, tiny_config
+from tests.support.tiny_models import VOCAB, sharpened
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "build" / "support.json"

@@ -17,6 +17,7 @@ settings.register_profile("untimed", deadline=None)  # how long an example takes
 settings.load_profile("untimed")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+pytest.register_assert_rewrite("tests.support")  # before any test imports it
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.policies.fixed import StaticTreePolicy
+from hf_slospec.policies.papers.static_tree import StaticTreePolicy
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import Hardware, lines
 from hf_slospec.sim.outcomes import Run
@@ -36,15 +36,16 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 HARDWARE = Hardware(target=lines((35.0, 0.0), (0.0, 0.39)), draft=lines((5.5, 0.004)))
 TEXTS = TextModel(acceptance=0.52, num_children=16)
 SERVED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192)
-DYNAMIC: dict[str, Any] = dict(token_budget=64, max_tree_nodes=64, max_depth=8, max_width=16, slack=0.010)
+TREES: dict[str, Any] = dict(token_budget=64, max_depth=8, max_width=16)
+DYNAMIC: dict[str, Any] = dict(policy="thesis", max_tree_nodes=64, **TREES)
 TARGETS_S = ((0.2, 0.020), (0.8, 0.050))  # share of requests, target
 
 
 def systems(batch: int) -> dict[str, dict[str, Any]]:
     return {
-        "dynamic": dict(policy="thesis", **DYNAMIC),
+        "dynamic": DYNAMIC,
         # The printed algorithm stops drafting once a level adds nothing; the package's drafts first and prunes then.
-        "dynamic, stopping": dict(policy="thesis", **{**DYNAMIC, "max_depth": max(min(8, 64 // batch), 1)}),
+        "dynamic, stopping": {**DYNAMIC, "max_depth": max(min(8, 64 // batch), 1)},
         "static": dict(policy="static", max_width=3),
         "ours": dict(policy="auto"),
         "plain": dict(policy="none"),
@@ -91,9 +92,9 @@ def targets(seed: int) -> dict[str, dict[str, float]]:
     """At batch 4: requests whose mean time per token meets their own target, and the thesis' two thresholds."""
     own, found = load(80, seed, with_targets=True), {}
     policies = {
-        "Algorithm 1": dict(policy="thesis", **DYNAMIC),
-        "Algorithm 2": dict(policy="thesis-slo", **DYNAMIC),
-        "Algorithm 2, capped": dict(policy="thesis-slo-capped", **DYNAMIC),
+        "Algorithm 1": DYNAMIC,
+        "Algorithm 2": dict(policy="thesis-slo", slack=0.010, **TREES),
+        "Algorithm 2, capped": dict(policy="thesis-slo-capped", slack=0.010, **TREES),
         "ours": dict(policy="auto"),
     }
     for name, settings in policies.items():

@@ -12,12 +12,12 @@ def accept(tree: TokenTree, choose: Callable[[int], int], emit: Callable[[int], 
 
     Args:
         tree: the verified draft tree.
-        choose: the target's token after a node, chosen exactly as plain decoding would.
-        emit: takes each token as it is committed; True when the request is finished with it.
+        choose: returns the target's token after a node, chosen exactly as in plain decoding.
+        emit: commits one token and returns whether the request is finished.
 
     Returns:
-        The accepted nodes along the path, the root not among them. One token more was emitted, the bonus token, which
-        becomes the next root.
+        The accepted nodes along the path, without the root. One more token is emitted than nodes are accepted: the
+        bonus token, which becomes the next root.
     """
     node, accepted = ROOT, list[int]()
     while True:

@@ -1,7 +1,7 @@
-"""Which requests can still be promised their deadlines: SLOs-Serve's prefill capacity and admission programme.
+"""SLOs-Serve's admission control (arXiv 2504.08784): prefill capacity and the dynamic programme over requests.
 
-A request is promised that its prompt is processed by a deadline and that it then decodes at its target, the seconds
-per output token of its tier. Corrections to the printed programme are marked where they are made.
+An admitted request has a guarantee: its prompt is processed by a deadline, and it then decodes at the TPOT SLO of its
+tier. Corrections to the printed programme are marked [FIX].
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hf_slospec.algo.spec_lengths import best_lengths
 from hf_slospec.algo.tree import FloatArray, IntArray
 
 Counts = tuple[int, ...]  # decoding requests by tier
-PrefillRate = Callable[[Counts], float]  # prompt tokens per second beside these; negative: their targets are not kept
+PrefillRate = Callable[[Counts], float]  # prompt tokens per second beside these; negative: they miss their TPOT SLOs
 
-FAR_S = 1e9  # deadlines later than this count as this, so that no product with infinity arises
+FAR_S = 1e9  # bound of deadlines, so that no product with infinity arises
 
 
 def prefill_rate(
@@ -31,14 +31,14 @@ def prefill_rate(
     max_tokens: int,
     draft_level_s: float = 0.0,
 ) -> float:
-    """Most prompt tokens per second that decoding requests leave, each keeping its target.
+    """Return the most prompt tokens per second that can be prefilled while all decoding requests keep their TPOT SLOs.
+
+    This is a fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps.
 
     The arguments are those of :func:`~hf_slospec.algo.spec_lengths.best_lengths`.
 
-    A fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps.
-
     Returns:
-        Tokens per second, at least 0; -inf if the targets cannot be kept even without any prompt.
+        Tokens per second, at least 0; -inf if the TPOT SLOs cannot be met even without prefill.
     """
     best = best_lengths(step_s, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
     return -np.inf if best is None else best.rate
@@ -46,46 +46,47 @@ def prefill_rate(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A request whose prompt is not processed yet."""
+    """Request whose prompt is not processed yet."""
 
-    deadline_s: float  # from now until its prompt must be processed
+    deadline_s: float  # seconds from now until its prompt must be processed
     prompt_tokens: int  # still to be processed
-    kv_tokens: int  # the memory it needs
-    tier: int  # index into the targets, of its tightest one
-    priority: int = 0  # higher ones first
-    is_forced: bool = False  # admitted before and still prefilling: it may not be left out, and has its memory
+    kv_tokens: int  # K/V cache it needs
+    tier: int  # index of its tightest TPOT SLO among the tiers
+    priority: int = 0  # higher priorities are admitted first
+    is_forced: bool = False  # admitted before and still in prefill: it stays admitted and holds its K/V cache
 
 
 def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int) -> list[int]:
-    """The most candidates that can all meet their deadlines (SLOs-Serve, section 3.2.1, in its throughput form).
+    """Return the most candidates that can all meet their deadlines (SLOs-Serve, section 3.2.1, throughput form).
 
-    Prompts are processed earliest deadline first, as fast as ``rate`` allows beside the requests then decoding: those
-    running now, none of which leaves, and every accepted candidate from its deadline on. The budget of prompt tokens
-    grows with that rate, carries over, and may not be negative after any accepted prompt, nor ``rate`` at any time.
+    Prompts are processed earliest deadline first, as fast as ``rate`` allows beside the decoding requests: those
+    running now, none of which is assumed to finish, and every admitted candidate from its deadline on. The budget of
+    prompt tokens grows with that rate and carries over. It may not be negative after any admitted prompt, nor may
+    ``rate`` be negative at any time.
 
     "Most" is lexicographic: as many of the highest priority as possible, then as many of the next, and so on. Of
-    equally good sets, those that leave less room for later candidates give way; then earlier deadlines go first,
-    then lower indices. Forced candidates are part of the answer even if they cannot meet their deadlines, or
-    running ones their targets; then nobody else is.
+    equally good sets, the one that leaves most capacity for later candidates is preferred, then the one with earlier
+    deadlines, then the one with lower indices. Forced candidates are always admitted, even if they cannot meet their
+    deadlines or make running requests miss their TPOT SLOs; in that case no other candidate is admitted.
 
-    Time grows as the number of candidates N times the states kept: one where everybody fits, else up to N^tiers *
-    N^(priorities - 1) counts times the trade-offs between memory and budget at each. Callers bound N, to a few dozen
-    with two tiers and priorities. ``rate`` is called once per counts.
+    Time grows with the number of candidates N times the number of states: one if all candidates fit, else up to
+    N^tiers * N^(priorities - 1) counts times the trade-offs between K/V cache and budget at each. Callers bound N, to
+    a few dozen with two tiers and priorities. ``rate`` is called once per distinct counts.
 
     Args:
-        candidates: in any order.
+        candidates: requests in prefill or waiting for it, in any order.
         rate: prompt tokens per second beside the requests decoding in each tier, see :func:`prefill_rate`.
         running: [tiers] requests decoding now.
-        kv_free: tokens of memory that candidates may take that are not forced.
+        kv_free: tokens of K/V cache available to candidates that are not forced.
 
     Returns:
-        Indices of those to admit, ascending, the forced ones included.
+        Indices of the admitted candidates, ascending, forced ones included.
     """
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].deadline_s, i))  # [FIX] ties by index
     jobs = [candidates[i] for i in order]
     rate, kv_free = functools.cache(rate), max(kv_free, 0)
     chosen = None
-    for must in ([True] * len(jobs), [job.is_forced for job in jobs]):  # mostly everybody fits
+    for must in ([True] * len(jobs), [job.is_forced for job in jobs]):  # usually all candidates fit
         if chosen is None:
             chosen = _largest_set(jobs, must, rate, running, kv_free)
     if chosen is None:
@@ -96,20 +97,25 @@ def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts
 def _largest_set(
     jobs: Sequence[Candidate], must: Sequence[bool], rate: PrefillRate, running: Counts, kv_free: int
 ) -> list[int] | None:
-    """Places of the best set among ``jobs``, which are sorted, with all that ``must`` be in it; None if none has them.
+    """Return the places of the best feasible set of ``jobs`` that contains all marked ``must``; None if there is none.
 
-    A state is the counts of a set of the jobs so far, accepted ones by priority and decoding ones by tier, and what
-    the set leaves: memory, and budget at the present deadline. Of equal counts only those are kept that no other
-    matches in both. States are in order of preference: one comes first whose set has the first job they differ in.
+    A state describes a set of the jobs so far: its counts, admitted jobs by priority and decoding requests by tier,
+    and what the set leaves, K/V cache and prompt-token budget at the current deadline. Of states with equal counts,
+    only those are kept that no other dominates in both. States are ordered by preference: of two, the one whose set
+    contains the first job they differ in.
+
+    Args:
+        jobs: candidates sorted by deadline.
+        must: [jobs] whether the job has to be in the set.
     """
     if rate(running) < 0.0:
         return None
     priorities = sorted({job.priority for job in jobs}, reverse=True)
     counts = np.array([[0] * len(priorities) + list(running)])  # [states, priorities + tiers]
-    left = np.array([[float(kv_free), 0.0]])  # [states, 2] memory, budget
+    left = np.array([[float(kv_free), 0.0]])  # [states, 2] tokens of K/V cache, prompt-token budget
     rates = np.array([rate(running)])  # [states]
     needs = np.array([(0 if job.is_forced else job.kv_tokens, job.prompt_tokens) for job in jobs], dtype=np.float64)
-    trail: list[tuple[IntArray, IntArray]] = []  # per job and state, the state before it and whether it was accepted
+    trail: list[tuple[IntArray, IntArray]] = []  # per job and state, the previous state and whether it was admitted
     now_s = 0.0
     for place, job in enumerate(jobs):
         deadline_s = min(max(job.deadline_s, now_s), FAR_S)
@@ -129,8 +135,8 @@ def _largest_set(
         is_taken = np.repeat([1, 0], [len(fitting), len(skipping)])
         counts = np.concatenate([joined, counts[skipping]])
         rates = np.concatenate([joined_rates, rates[skipping]])
-        # What no later job can use is cut off, so that states that differ in nothing else become equal. Rounding
-        # keeps them equal, and keeps a prompt that fits exactly from missing by the last bit.
+        # Capacity that no later job can use is cut off, so that states that differ in nothing else become equal.
+        # Rounding keeps them equal, and a prompt that fits exactly does not miss by the last bit.
         left = np.minimum(left[parents] - is_taken[:, None] * needs[place], needs[place + 1 :].sum(axis=0))
         left = np.round(left, 6)
 
@@ -141,7 +147,7 @@ def _largest_set(
         counts, left, rates = counts[kept], left[kept], rates[kept]
         trail.append((parents[kept], is_taken[kept]))
 
-    # Of equal ones the first in order of preference.
+    # Of equal states the first in order of preference is taken.
     at = max(range(len(counts)), key=lambda state: (*counts[state, : len(priorities)], -state))
     chosen: list[int] = []
     for place in reversed(range(len(jobs))):
@@ -152,19 +158,19 @@ def _largest_set(
 
 
 def _rates(counts: IntArray, rate: PrefillRate) -> FloatArray:
-    """``rate`` of each row of [states, tiers]."""
+    """Return ``rate`` of each row of ``counts``, [states, tiers].  -> [states] f64"""
     distinct, which = np.unique(counts, axis=0, return_inverse=True)
     return np.array([rate(tuple(row)) for row in distinct.tolist()], dtype=np.float64)[which.reshape(-1)]
 
 
 def _undominated(counts: IntArray, left: FloatArray) -> IntArray:
-    """Indices, ascending, of the states that none of the same counts matches in both columns of ``left``.
+    """Return the indices, ascending, of states that no other with the same counts dominates in ``left``, [states, 2].
 
-    Of equal states the first stays.
+    Of equal states the first is kept.
     """
     order = np.lexsort((-left[:, 1], -left[:, 0], *counts.T))  # stable
     group = np.cumsum((np.diff(counts[order], axis=0, prepend=counts[order[:1]]) != 0).any(axis=1))
-    # Within a group memory falls, so the budget must rise. Budgets by rank, those of later groups above all others.
+    # Within a group the K/V cache falls, so the budget must rise. Budgets become ranks, raised from group to group.
     budgets = np.unique(left[order, 1], return_inverse=True)[1].reshape(-1) + group * len(order)
     highest_before = np.maximum.accumulate(np.concatenate(([-1], budgets)))[:-1]
     kept: IntArray = np.sort(order[budgets > highest_before])

@@ -1,4 +1,4 @@
-"""What the draft's probabilities are worth: acceptance by conditional probability, learned while decoding."""
+"""Calibration of draft probabilities: acceptance by conditional probability, learned while decoding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, places
 
 @dataclass(frozen=True)
 class Conditionals:
-    """What a draft says of every node of a forest, given its parent. A root's entries mean nothing."""
+    """Draft probabilities of the nodes of a forest, given their parents. Entries of roots are undefined."""
 
     probs: FloatArray  # [num_nodes] f64 in [0, 1]; 0 under a parent of path probability 0
-    ranks: IntArray  # [num_nodes] int64, 0 = its parent's first child, the draft's favourite
+    ranks: IntArray  # [num_nodes] int64, place among its siblings; 0: the draft's most probable child
 
     @classmethod
     def of(cls, forest: Forest) -> Conditionals:
-        """Those of its own path probabilities."""
+        """Return the conditionals that the forest's path probabilities are products of."""
         below = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, below, out=np.zeros(len(below)), where=below > 0.0)
         # Nodes of a tree ascend, so a stable sort by parent keeps siblings in order.
@@ -30,7 +30,11 @@ class Conditionals:
 
 
 def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
-    """Path probabilities of conditionals in [0, 1]; 0 where the draft says so.  -> [num_nodes]"""
+    """Return the products of conditionals along paths; 0 where the draft's path probability is 0.  -> [num_nodes] f64
+
+    Args:
+        conditionals: [num_nodes] f64 in [0, 1].
+    """
     path_probs = np.where(forest.depths == 0, 1.0, conditionals)
     for depth in range(1, int(forest.depths.max()) + 1):
         layer = np.flatnonzero(forest.depths == depth)
@@ -40,35 +44,41 @@ def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
 
 
 class Calibration:
-    """Replaces conditionals by how often children like them were accepted once their parent was.
+    """Map from draft conditionals to the frequency with which such children were accepted once their parent was.
 
-    A greedy target takes a draft's favourite more often than the draft's probability says, a poor draft's less often.
-    Acceptance is counted per bin of the conditional, for favourites (first children) and other children apart; what is
-    believed before counts as ``PRIOR`` observations. Conditionals stay in (0, 1], so path probabilities still never
-    rise along a path and every prefix of the canonical order stays connected.
+    A greedy target takes a good draft's most probable child more often than the draft's probability says, and a poor
+    draft's less often. Acceptance is counted per bin of the conditional, separately for favourites (first children)
+    and other children; the prior counts as ``PRIOR`` observations. Conditionals stay in (0, 1], so path probabilities
+    never rise along a path and every prefix of the canonical order stays connected.
     """
 
     GREEDY_EXPONENT = 0.6  # fits the embedded pair: favourites at 0.15 / 0.45 / 0.75 are accepted 0.37 / 0.60 / 0.88
 
     BINS = 10
-    PRIOR = 4.0
+    PRIOR = 4.0  # observations
     MEMORY = 1000.0  # observations per bin after which the oldest fade
 
     def __init__(self, favourite_exponent: float = 1.0) -> None:
-        """Before any observation a favourite's conditional c is believed to be ``c ** favourite_exponent``."""
+        """Set the prior: a favourite with conditional c is accepted with probability ``c ** favourite_exponent``."""
         self.favourite_exponent = favourite_exponent
         self.trials = np.zeros((2, self.BINS))  # [is favourite, bin]
         self.hits = np.zeros((2, self.BINS))
 
     def __call__(self, conditionals: Conditionals) -> FloatArray:
-        """Calibrated conditionals.  -> [num_nodes] f64"""
-        believed = np.where(conditionals.ranks == 0, conditionals.probs**self.favourite_exponent, conditionals.probs)
+        """Return calibrated conditionals.  -> [num_nodes] f64"""
+        prior = np.where(conditionals.ranks == 0, conditionals.probs**self.favourite_exponent, conditionals.probs)
         cell = self._cells(conditionals)
-        calibrated: FloatArray = (self.hits[cell] + self.PRIOR * believed) / (self.trials[cell] + self.PRIOR)
+        calibrated: FloatArray = (self.hits[cell] + self.PRIOR * prior) / (self.trials[cell] + self.PRIOR)
         return calibrated
 
     def observe(self, conditionals: Conditionals, was_tried: BoolArray, was_hit: BoolArray) -> None:
-        """Take in verified nodes: those whose parent was committed, and those of them that were."""
+        """Learn from verified nodes.
+
+        Args:
+            conditionals: the draft's, of all nodes.
+            was_tried: [num_nodes] bool, the node was verified and its parent committed.
+            was_hit: [num_nodes] bool, the node was committed.
+        """
         is_favourite, bins = self._cells(conditionals)
         cell = (is_favourite * self.BINS + bins)[was_tried]
         for sums, values in ((self.trials, None), (self.hits, was_hit[was_tried])):
@@ -83,17 +93,14 @@ class Calibration:
 
 
 def shifted(conditionals: FloatArray, log_odds: FloatArray) -> FloatArray:
-    """Conditionals moved on the scale of log-odds; 0 and 1 stay.  -> as given"""
+    """Return the conditionals shifted on the scale of log-odds; 0 and 1 stay.  -> shape as given"""
     odds = np.exp(log_odds)
     moved: FloatArray = conditionals * odds / (1.0 - conditionals + conditionals * odds)
     return moved
 
 
 class Reliability:
-    """Predicted against actual: how often children of a predicted probability were accepted.
-
-    What reliability diagrams show, with the two usual figures of them.
-    """
+    """Predicted against actual acceptance by bin, as in a reliability diagram, with its two usual scores."""
 
     BINS = 10
 
@@ -102,7 +109,7 @@ class Reliability:
         self._squares = 0.0
 
     def observe(self, predicted: FloatArray, was_hit: FloatArray) -> None:
-        """Take in predictions in [0, 1] and whether each came true, [n] both."""
+        """Record predictions in [0, 1] and their outcomes, 1.0 or 0.0; [n] both."""
         bins = np.minimum((predicted * self.BINS).astype(np.int64), self.BINS - 1)
         for sums, values in ((self.predicted, predicted), (self.accepted, was_hit), (self.count, None)):
             sums += np.bincount(bins, values, minlength=self.BINS)
@@ -110,20 +117,23 @@ class Reliability:
 
     @property
     def brier(self) -> float:
-        """Mean squared error of the predicted probabilities (Brier score); nan without observations."""
+        """Return the Brier score, the mean squared error of the predictions; nan without observations."""
         return self._squares / self.count.sum() if self.count.any() else float("nan")
 
     @property
     def ece(self) -> float:
-        """Expected calibration error: mean distance of predicted and actual frequency over bins, by their counts."""
+        """Return the expected calibration error, the mean of |predicted - actual| over bins weighted by their counts.
+
+        It is nan without observations.
+        """
         return float(np.abs(self.predicted - self.accepted).sum() / self.count.sum()) if self.count.any() else np.nan
 
 
 def tried_and_hit(forest: Forest, accepted: IntArray) -> tuple[BoolArray, BoolArray]:
-    """Which nodes had their parent committed, and which were committed themselves.  -> two [num_nodes] bool
+    """Return the nodes whose parent was committed, and the nodes that were committed.  -> two [num_nodes] bool
 
     Args:
-        accepted: [num_accepted] int64, committed nodes of the forest, roots not among them.
+        accepted: [num_accepted] int64, accepted nodes of the forest, without roots.
     """
     was_hit = np.zeros(len(forest.depths), dtype=np.bool_)
     was_hit[accepted] = True

@@ -1,4 +1,4 @@
-"""How deep and wide to draft, 0 included: the shape whose expected tokens per second were highest lately."""
+"""Depth and width of drafting, depth 0 included: the shape with the highest recent expected tokens per second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ShapeTime = Callable[[IntArray, IntArray, FloatArray], FloatArray]
 
 
 def beam_ranks(forest: Forest) -> IntArray:
-    """Place of every node among those of its depth in its tree.  -> [num_nodes] int64"""
+    """Return the place of every node among the nodes of its depth in its tree.  -> [num_nodes] int64"""
     order = np.lexsort((forest.depths, forest.tree_of))
     tree_of, depths = forest.tree_of[order], forest.depths[order]
     is_first = np.ones(len(order), dtype=np.bool_)
@@ -23,31 +23,31 @@ def beam_ranks(forest: Forest) -> IntArray:
 
 
 class DepthControl:
-    """Running averages of what each place of a beam contributes, and the best depth and width by them.
+    """Running averages of the contribution of each place of a beam, and the best depth and width by these averages.
 
-    What the last steps did not draft keeps its old averages. While speculation is on, every ``EXPLORE_EVERY``-th step
-    drafts the whole shape, so that all is looked at again. While it is off, a look is ``LOOK`` levels deep, and the
-    longer it stays off, the rarer looks become: an exploring step costs, so their number is bounded.
+    Places that were not drafted keep their averages. While speculation is on, every ``EXPLORE_EVERY``-th step drafts
+    the whole shape, so that all averages are renewed. While it is off, a probe drafts ``PROBE_DEPTH`` levels, and the
+    interval between probes doubles up to ``MAX_INTERVAL`` steps, which bounds what probing costs.
     """
 
-    EXPLORE_EVERY = 32
-    FIRST_LOOKS = 3  # steps of the whole shape before any conclusion
-    LOOK = 2  # levels of a look while off
+    EXPLORE_EVERY = 32  # steps
+    WARMUP_STEPS = 3  # steps of the whole shape before the averages decide
+    PROBE_DEPTH = 2  # levels of a probe while speculation is off
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
-    SHORTEST, LONGEST = 8, 128  # steps between looks while off
-    MARGIN = 1.02  # speculation must promise this much more than none to be switched on
-    WEIGHT = 0.1  # of a step in the running averages, if the place was looked at in the step before
-    MAX_WEIGHT = 0.5  # of a step after a long time without
+    MIN_INTERVAL, MAX_INTERVAL = 8, 128  # steps between probes while speculation is off
+    MARGIN = 1.02  # factor by which speculation must be better than plain decoding to be switched on
+    WEIGHT = 0.1  # of a step in the running averages, if the place was drafted in the step before, too
+    MAX_WEIGHT = 0.5  # of a step in the running averages, if the place was not drafted for long
 
     def __init__(self, max_depth: int, max_width: int):
         self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, place in beam] verified nodes per request
-        self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, the tokens expected of them
+        self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, which is their expected tokens
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
-        self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # since the place was last looked at
+        self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the place was last drafted
         self.num_planned = self.num_observed = 0
         self.is_on = True
-        self.goodput = 0.0  # expected tokens per second and request, of the last shape chosen by averages
-        self._steps_off, self._interval = 0, self.SHORTEST
+        self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
+        self._steps_off, self._interval = 0, self.MIN_INTERVAL
 
     def observe(
         self,
@@ -58,9 +58,14 @@ class DepthControl:
         width: int,
         num_drafting: int | None = None,
     ) -> None:
-        """Take in which candidates of a step were verified, and with what path probabilities.  [num_nodes] each
+        """Update the averages by one step.
 
-        ``num_drafting``: trees that were drafted to this depth and width, the others being roots; None: all.
+        Args:
+            forest: candidate trees.
+            path_probs: [num_nodes] f64, calibrated path probabilities.
+            is_verified: [num_nodes] bool, the nodes that were verified.
+            depth, width: shape to which trees were drafted.
+            num_drafting: number of trees that were drafted, the others being roots only; None: all.
         """
         self.num_observed += 1
         usual = max(self.WEIGHT, 1.0 / self.num_observed)
@@ -77,12 +82,17 @@ class DepthControl:
         self.steps_since[seen] = 0
 
     def best(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int]:
-        """Depth and width with most expected tokens per second; while exploring, more than that."""
+        """Return the depth and width to draft: those of most expected tokens per second, or a larger exploring shape.
+
+        Args:
+            max_depth, max_width: bounds of the shape.
+            seconds: predicted step times by shape.
+        """
         self.num_planned += 1
         self.steps_since += 1
         depth, width, best, plain = self.best_shape(max_depth, max_width, seconds)
         unseen = bool(np.isinf(self.steps_since[1 : max_depth + 1, :max_width]).any())
-        if self.num_observed < self.FIRST_LOOKS or (self.is_on and unseen):
+        if self.num_observed < self.WARMUP_STEPS or (self.is_on and unseen):
             self.goodput = max(best, plain)
             return max_depth, max_width
         self._switch(best, plain)
@@ -90,8 +100,8 @@ class DepthControl:
             self.goodput, self._steps_off = plain, self._steps_off + 1
             if self._steps_off < self._interval:
                 return 0, 1
-            self._steps_off, self._interval = 0, min(2 * self._interval, self.LONGEST)
-            return min(self.LOOK, max_depth), max_width
+            self._steps_off, self._interval = 0, min(2 * self._interval, self.MAX_INTERVAL)
+            return min(self.PROBE_DEPTH, max_depth), max_width
         self.goodput = best
         if self.num_planned % self.EXPLORE_EVERY == 0:
             return max_depth, max_width
@@ -102,10 +112,15 @@ class DepthControl:
         if was_on and not self.is_on:
             self._steps_off = 0
         if self.is_on:
-            self._interval = self.SHORTEST
+            self._interval = self.MIN_INTERVAL
 
     def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
-        """-> depth, width and tokens per second and request of the best shape with drafting, and of none"""
+        """Find the best shape by the averages, without exploring.
+
+        Returns:
+            Depth, width, and expected tokens per second and request of the best shape that drafts; then the same rate
+            of plain decoding.
+        """
         depths, widths = np.arange(max_depth + 1)[:, None], np.arange(1, max_width + 1)
         tokens, nodes = (
             average[: max_depth + 1, :max_width].cumsum(1).cumsum(0) for average in (self.mass, self.nodes)
@@ -114,6 +129,6 @@ class DepthControl:
         plain = float(rates[0, 0])
         if not max_depth:
             return 0, 1, 0.0, plain
-        at = int(np.argmax(rates[1:].T))  # of equal ones the narrowest, then the shallowest
+        at = int(np.argmax(rates[1:].T))  # of equal rates the narrowest shape, then the shallowest
         width, depth = divmod(at, max_depth)
         return depth + 1, width + 1, float(rates[depth + 1, width]), plain

@@ -1,4 +1,4 @@
-"""The figures requests are judged by."""
+"""Latency metrics of requests."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ WINDOW = 10  # tokens
 
 
 def tpot_s(first_token_s: float, last_token_s: float, num_tokens: int) -> float | None:
-    """Time per output token: (last - first) / (tokens - 1), in seconds; undefined for fewer than two tokens."""
+    """Return the time per output token, (last - first) / (tokens - 1), in seconds; None for fewer than two tokens."""
     return None if num_tokens < 2 else (last_token_s - first_token_s) / (num_tokens - 1)
 
 
 def is_attained(measured_tpot_s: float | None, tpot_slo_s: float | None) -> bool | None:
-    """Whether the target was met; None without a target. With no second token there was nothing to be late with."""
+    """Return whether the TPOT SLO was met; None without a TPOT SLO. A TPOT of None, one token only, meets it."""
     if tpot_slo_s is None:
         return None
     return measured_tpot_s is None or measured_tpot_s <= tpot_slo_s
 
 
 def worst_tpot_s(commits: Sequence[tuple[int, float]]) -> float | None:
-    """Highest time per token over any :data:`WINDOW` tokens in a row (SLOs-Serve's TPOT, over all windows).
+    """Return the highest time per token over any :data:`WINDOW` consecutive tokens (SLOs-Serve's TPOT, all windows).
 
-    Tokens of one step arrive together, so gaps of single tokens say little.
+    Tokens of one step arrive together, so single gaps (ITL) are bursts.
 
     Args:
-        commits: after each step, the tokens emitted so far and when, ascending.
+        commits: after each step, the number of tokens emitted so far and the time in seconds, ascending.
 
     Returns:
         Seconds; None for fewer than ``WINDOW + 1`` tokens.

@@ -19,10 +19,10 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class TokenTree:
-    """One request's token tree. Node 0 is the root, the last committed token; parents stand before children.
+    """Token tree of one request. Node 0 is the root, the last committed token; parents precede their children.
 
     ``path_probs[v]`` is f(v): f(root) = 1, f(v) = f(parent) * c(v) with the conditional c(v) in [0, 1], so f never
-    rises along a path. With f the true probability that the verifier commits a path, the expected number of
+    rises along a path. If f is the true probability that the verifier commits a path, the expected number of
     committed tokens of a step is ``path_probs.sum()`` (AdaServe, theorem 3.1).
     """
 
@@ -33,64 +33,67 @@ class TokenTree:
 
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
-        """A tree without guesses: the step decodes plainly."""
+        """Return a tree that is only a root: the step decodes plainly."""
         return cls(np.array([token]), np.array([-1]), np.array([0]), np.array([1.0]))
 
     @classmethod
     def chain(cls, root_token: int, tokens: Sequence[int], conditional: float) -> TokenTree:
-        """A tree of one path: ``tokens`` after the root, each accepted after its parent with this probability."""
+        """Return a tree of one path: ``tokens`` after the root, each with the probability ``conditional``."""
         depths = np.arange(len(tokens) + 1)
         return cls(np.array([root_token, *tokens]), depths - 1, depths, np.asarray(conditional**depths, np.float64))
 
     @property
     def num_nodes(self) -> int:
-        """The root included."""
+        """Number of nodes, root included."""
         return len(self.tokens)
 
     @property
     def max_depth(self) -> int:
-        """0 if there is only a root."""
+        """Depth of the deepest node; 0 if there is only a root."""
         return int(self.depths.max())
 
     @cached_property
     def _child_by_token(self) -> dict[tuple[int, int], int]:
-        # Reversed, so that of two equal children the better one (the earlier) stays.
+        # Reversed, so that of two children with the same token the earlier, more probable one is found.
         nodes = range(self.num_nodes - 1, ROOT, -1)
         return {(int(self.parents[v]), int(self.tokens[v])): v for v in nodes}
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of ``node`` that carries ``token``, if the tree has it."""
+        """Return the child of ``node`` that carries ``token``; None if there is none."""
         return self._child_by_token.get((node, token))
 
     def subtree(self, nodes: IntArray) -> TokenTree:
-        """The tree of ``nodes`` (root included, parent-closed), in ascending order of node."""
+        """Return the tree of ``nodes`` (root included, parent-closed), in ascending order of node."""
         nodes = np.sort(nodes)
         parents = np.searchsorted(nodes, self.parents[nodes])
         parents[0] = -1
         return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.path_probs[nodes])
 
     def up_to(self, depth: int) -> TokenTree:
-        """The tree without its nodes deeper than ``depth``."""
+        """Return the tree without its nodes deeper than ``depth``."""
         return self if self.max_depth <= depth else self.subtree(np.flatnonzero(self.depths <= depth))
 
     def ancestor_mask(self) -> BoolArray:
-        """True where a row's node may attend to a column's: its ancestors and itself.  -> [num_nodes, num_nodes]"""
+        """Return the attention mask, [num_nodes, num_nodes]: True where j, of [i, j], is i or an ancestor of i."""
         mask = np.eye(self.num_nodes, dtype=np.bool_)
-        for node in range(1, self.num_nodes):  # parents first, so a parent's row is complete when it is copied
+        for node in range(1, self.num_nodes):  # parents first, so a parent's mask is complete when it is copied
             mask[node] |= mask[self.parents[node]]
         return mask
 
     def fault(self) -> str | None:
-        """Why this is not a tree with parents first and path probabilities that never rise; None if it is one."""
+        """Return why this is not a valid tree; None if it is one.
+
+        A valid tree has parents before children and path probabilities that never rise along a path.
+        """
         if len({len(self.tokens), len(self.parents), len(self.depths), len(self.path_probs)}) > 1:
             return "tokens, parents, depths and path_probs differ in length"
         if not self.num_nodes or self.parents[0] != -1 or self.depths[0] != 0 or self.path_probs[0] != 1.0:
-            return "node 0 is not a root: parent -1, depth 0, path probability 1"
+            return "node 0 is not a root with parent -1, depth 0 and path probability 1"
         inner, parents = slice(1, None), self.parents[1:]
         if not ((parents >= 0) & (parents < np.arange(1, self.num_nodes))).all():
-            return "a child stands before its parent"
+            return "a child precedes its parent"
         if not (self.depths[inner] == self.depths[parents] + 1).all():
-            return "a child is not one deeper than its parent"
+            return "a child's depth is not its parent's depth + 1"
         if not (self.path_probs[inner] <= self.path_probs[parents]).all() or not (self.path_probs >= 0).all():
             return "path probabilities rise along a path, or are negative"
         return None
@@ -103,17 +106,17 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Forest:
-    """Several trees as one set of arrays, node after node and tree after tree."""
+    """Several trees as one set of arrays, concatenated tree after tree."""
 
     trees: Sequence[TokenTree]
     tree_of: IntArray  # [num_nodes] int64, index of the node's tree
-    parents: IntArray  # [num_nodes] int64, index in the forest; a root's is its own
+    parents: IntArray  # [num_nodes] int64, index in the forest; a root is its own parent
     depths: IntArray  # [num_nodes] int64
     path_probs: FloatArray  # [num_nodes] f64, the draft's own
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
-        """One forest of at least one tree."""
+        """Concatenate at least one tree."""
         sizes = [tree.num_nodes for tree in trees]
         tree_of = np.repeat(np.arange(len(trees)), sizes)
         parents = np.concatenate([tree.parents for tree in trees])
@@ -124,39 +127,42 @@ class Forest:
 
     @cached_property
     def starts(self) -> IntArray:
-        """The roots.  -> [num_trees] int64"""
+        """Indices of the roots, [num_trees] int64."""
         return np.flatnonzero(self.depths == 0)
 
     def canonical(self, scores: FloatArray) -> IntArray:
-        """Non-root nodes in canonical order: score descending, depth ascending, tree, node.
+        """Return the non-root nodes in canonical order: score descending, depth ascending, tree, node.
 
         If scores never rise along a path, every prefix of this order, of all trees or of one, is parent-closed, since a
         parent is less deep than its child. Nodes that no verifier can reach (score 0 or NaN) are left out.
 
         Args:
             scores: [num_nodes] f64.
+
+        Returns:
+            [num_reachable] int64, nodes of the forest.
         """
         reachable = np.flatnonzero((scores > 0.0) & (self.depths > 0))
         order = np.lexsort((self.depths[reachable], -scores[reachable]))  # stable: ties stay in order of tree and node
         return reachable[order]
 
     def indices(self, nodes: Sequence[Sequence[int]]) -> IntArray:
-        """Of nodes given per tree.  -> [num_given] int64"""
+        """Return the indices in the forest of nodes given per tree.  -> [num_given] int64"""
         given = [start + np.asarray(own, dtype=np.int64) for start, own in zip(self.starts, nodes, strict=True)]
         return np.concatenate(given)
 
     def nodes(self, indices: IntArray) -> list[IntArray]:
-        """Some nodes, ascending, by tree: roots and what ``indices`` holds.  -> per tree, index of the node in it"""
+        """Return the roots and the nodes at ``indices`` by tree, as ascending node numbers of each tree."""
         chosen = self.depths == 0
         chosen[indices] = True
         found = np.flatnonzero(chosen)
         return _split(found - self.starts[self.tree_of[found]], self._sizes(found))
 
     def subtrees(self, is_taken: BoolArray) -> list[TokenTree]:
-        """The trees of some nodes, roots included and parent-closed, with the draft's own path probabilities.
+        """Return the subtrees of the nodes taken, with the path probabilities of the forest's trees.
 
         Args:
-            is_taken: [num_nodes] bool.
+            is_taken: [num_nodes] bool, roots included and parent-closed.
         """
         found = np.flatnonzero(is_taken)
         sizes = self._sizes(found)
@@ -169,12 +175,12 @@ class Forest:
         return [TokenTree(*column) for column in zip(*columns, strict=True)]
 
     def _sizes(self, found: IntArray) -> IntArray:
-        """How many of some nodes each tree has.  -> [num_trees] int64"""
+        """Return how many of the nodes ``found`` each tree has.  -> [num_trees] int64"""
         return np.bincount(self.tree_of[found], minlength=len(self.trees))
 
 
 def places_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
-    """Place of every node in its group, counted from 0.  -> [num_nodes] int64
+    """Return the place of every node in its group, counted from 0.  -> [num_nodes] int64
 
     Args:
         order: [num_nodes] int64, the nodes group after group.
@@ -187,7 +193,7 @@ def places_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
 
 
 def places_by_key(keys: IntArray) -> IntArray:
-    """How many elements before it have the same key, of every element.  -> as given
+    """Return for every element how many earlier elements have the same key.  -> [n] int64
 
     Args:
         keys: [n] int64, none negative.

@@ -1,4 +1,4 @@
-"""How much a request's tokens count, by how late it is."""
+"""Weights of requests' tokens, by how late the requests are."""
 
 from __future__ import annotations
 
@@ -8,38 +8,43 @@ import numpy as np
 
 from hf_slospec.algo.tree import BoolArray, FloatArray
 
-MAX_LATE = 2.0  # tokens of lateness beyond which a request counts no more
-CUSHION = 2.0  # standard deviations of what a request's remaining steps will commit
+MAX_LATE = 2.0  # tokens of lateness beyond which the weight rises no more
+CUSHION = 2.0  # standard deviations of the tokens that a request's remaining steps commit
 
 
 @dataclass(frozen=True)
 class SLOProgress:
-    """Where requests stand against their targets, [num_requests] f64 each; inf as target: none.
+    """Progress of requests against their TPOT SLOs, [num_requests] f64 each.
 
-    Seconds and tokens count from the beginning of the stage a target holds for, at the earliest from the first token.
+    Seconds and tokens count from the beginning of the stage of the TPOT SLO, at the earliest from the first token.
     """
 
-    tpot_slo_s: FloatArray
+    tpot_slo_s: FloatArray  # seconds per output token; inf: no TPOT SLO
     elapsed_s: FloatArray
-    emitted: FloatArray
+    emitted: FloatArray  # tokens
     num_left: FloatArray  # tokens
 
     def late(self, step_s: float) -> FloatArray:
-        """Tokens needed of a step of this length beyond the one that comes anyway; negative when ahead."""
+        """Return the tokens needed of a step of this length beyond its bonus token; negative for requests ahead."""
         return (self.elapsed_s + step_s) / self.tpot_slo_s - self.emitted - 1.0
 
     def needed_rate(self, step_s: float) -> FloatArray:
-        """Tokens per step needed from now to the end to meet the target; inf where it is too late for any."""
+        """Return the tokens per step needed from now to the end to meet the TPOT SLO; inf where none suffice."""
         left_s = self.tpot_slo_s * (self.emitted + self.num_left) - self.elapsed_s
         rates = np.full(len(left_s), np.inf)
         np.divide(self.num_left * step_s, left_s, out=rates, where=left_s > 0.0)
         return rates
 
     def cushion(self, step_s: float, tokens_per_step: float, spread: float) -> FloatArray:
-        """Tokens to be ahead by, because steps differ in luck: what the remaining steps may deviate.
+        """Return the tokens to be ahead by, since the tokens that the remaining steps commit vary.
 
-        ``spread`` is the standard deviation of the ``tokens_per_step`` that one step commits. It matters most far from
-        the end, where being ahead is also cheapest to come by, and the less the slower a request may be.
+        The cushion is largest far from the end, where being ahead is also cheapest to reach, and smaller for requests
+        with looser TPOT SLOs.
+
+        Args:
+            step_s: seconds of a step.
+            tokens_per_step: mean tokens that one step commits.
+            spread: standard deviation of the tokens that one step commits.
         """
         deviation = spread * np.sqrt(self.num_left / max(tokens_per_step, 1.0))
         share = np.minimum(self.needed_rate(step_s) / max(tokens_per_step, 1.0), 1.0)
@@ -47,14 +52,14 @@ class SLOProgress:
 
 
 def urgency(late: FloatArray, cushion: FloatArray, is_unattainable: BoolArray, strength: float) -> FloatArray:
-    """Weights of requests: 1 for those ahead of their targets by their cushion, more the later they are.
+    """Return the weights of requests: 1 if ahead of the TPOT SLO by the cushion, larger the later the request is.
 
-    A weight of 1 for everyone maximises tokens per second. Weights below 1, which would let requests that are far
-    ahead sit out, save little where a step has a large fixed cost, and lose throughput.
+    Equal weights of 1 maximise tokens per second. Weights below 1, which would let requests that are far ahead sit
+    out, save little where a step has a large fixed cost, and lose throughput.
 
     Args:
         late, cushion: [num_requests] tokens.
-        is_unattainable: [num_requests], its target cannot be met any more: it counts like one without.
+        is_unattainable: [num_requests] bool, the TPOT SLO cannot be met any more: weighted like a request without one.
         strength: weight of one token of lateness.
 
     Returns:

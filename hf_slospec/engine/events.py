@@ -1,4 +1,4 @@
-"""What happened in a step, for metrics, plots and traces."""
+"""Records of what a step did, for metrics, plots, traces and the cost model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds of one step, or of several together, by what they were spent on."""
+    """Seconds of one step, or of several together, by phase."""
 
     draft_s: float = 0.0  # the drafter's forwards
     select_s: float = 0.0  # planning and selection
     verify_s: float = 0.0  # the target's forward and the choice of tokens
-    host_s: float = 0.0  # accepting, committing and book-keeping
+    host_s: float = 0.0  # accepting and committing
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of all phases."""
         return self.draft_s + self.select_s + self.verify_s + self.host_s
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
@@ -30,12 +30,12 @@ class PhaseTimes:
 
 
 class Commit(NamedTuple):
-    """What a request had after one of its steps. Of the tokens a step added, accepted drafts are the first."""
+    """A request's state after one of its steps. Of the tokens that a step added, accepted draft tokens come first."""
 
     num_emitted: int  # new tokens of the request so far
     at_s: float  # on the engine's clock
     num_nodes: int  # verified in the step, root included
-    num_accepted: int  # of the tokens it added, those the draft had proposed
+    num_accepted: int  # of the tokens it added, those that the draft had proposed
 
 
 @dataclass(frozen=True)
@@ -45,41 +45,50 @@ class RequestStep:
     index: int  # of the request
     nodes: int  # verified, root included
     committed: int  # tokens
-    expected: float  # tokens that were expected
-    tpot_slo_s: float | None  # seconds per output token, of its stage
+    expected: float  # tokens that the policy expected
+    tpot_slo_s: float | None  # of its stage
     elapsed_s: float  # since its stage began
     emitted: int  # tokens since its stage began
+
+    @property
+    def target_s(self) -> float | None:
+        """Return ``tpot_slo_s``, under its name of version 0.1."""
+        return self.tpot_slo_s
 
 
 @dataclass(frozen=True)
 class StepEvent:
     """One step of the engine. Times are seconds of the engine's monotonic clock."""
 
-    begun_s: float  # when it began
-    num_decoding: int  # of the requests, which come first; the others chose their first token behind their prompts
+    begun_s: float
+    num_decoding: int  # of the requests, which come first; the others chose the first token after their prompts
     depth: int  # draft levels planned; 0: no speculation
     width: int  # of a request's beam, as planned
-    phases: PhaseTimes  # what it took
-    predicted_s: float  # what the policy expected the step to take; 0 where it expects nothing
+    phases: PhaseTimes
+    predicted_s: float  # seconds that the policy expected; 0 where it makes no prediction
     requests: tuple[RequestStep, ...]  # those that chose tokens
-    prefill_tokens: int = 0  # of prompts, in the same forward
+    prefill_tokens: int = 0  # in the same forward
+    num_keys: int = 0  # cached tokens of the requests that decode
+    num_drafted_for: int = 0  # requests that the drafter was asked for
+    num_catch_up: int = 0  # committed tokens of these that the drafter had not been given before
+    draft_levels: int = 0  # depth of the deepest candidate tree
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it fed prompts and nothing else."""
+        """Return whether the step decoded nothing."""
         return self.num_decoding == 0
 
     @property
     def decoding(self) -> tuple[RequestStep, ...]:
-        """Those that had tokens before."""
+        """The requests that had emitted tokens before."""
         return self.requests[: self.num_decoding]
 
     @property
     def committed(self) -> int:
-        """Tokens, over all requests."""
+        """Tokens committed, over all requests."""
         return sum(request.committed for request in self.requests)
 
     @property
     def nodes(self) -> int:
-        """Verified, over all requests, roots included: what counts against the token budget."""
+        """Nodes verified over all requests, roots included: what counts against the token budget."""
         return sum(request.nodes for request in self.requests)

@@ -1,4 +1,4 @@
-"""Threads that share one engine's models take turns."""
+"""A lock for threads that run the same models step by step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import TracebackType
 
 
 class FairLock:
-    """A lock that is handed on in the order of asking, so that a thread in a tight loop starves nobody.
+    """A lock that is handed on in the order of asking, so that a thread in a tight loop does not starve others.
 
-    The thread that holds it may enter it again. In a forked child nobody holds it.
+    The thread that holds it may enter it again. In a forked child it is free.
     """
 
-    def __init__(self, let_go: Callable[[], None] = lambda: None):
-        """``let_go`` is called by a thread that will not need for a while what it computes with."""
-        self._let_go = let_go
+    def __init__(self, on_idle: Callable[[], None] = lambda: None):
+        """Create a free lock; ``on_idle`` is called by a thread that will not compute for a while."""
+        self._on_idle = on_idle
         self._free()
         _locks.add(self)
 
@@ -38,8 +38,8 @@ class FairLock:
             mine.acquire()
             self._waiting.append(mine)
         try:
-            mine.acquire()  # released by the one who hands on
-        except BaseException:  # interrupted: hand on what may have been handed to us
+            mine.acquire()  # released by the thread that hands the lock on
+        except BaseException:  # interrupted: hand on what may have been handed to this thread
             with self._guard:
                 if mine in self._waiting:
                     self._waiting.remove(mine)
@@ -49,19 +49,19 @@ class FairLock:
         self._owner, self._depth = me, 1
 
     def rest(self) -> None:
-        """The calling thread, which does not hold it, will not be back soon."""
-        self._let_go()
+        """Announce that the calling thread, which does not hold the lock, will not compute for a while."""
+        self._on_idle()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._depth == 1 and self._waiting:
-            self._let_go()
+            self._on_idle()
         with self._guard:
             self._depth -= 1
             if self._depth == 0:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """To the one who waits longest; it is not free in between, so nobody gets in before."""
+        """Pass the lock to the thread that waits longest; it is not free in between, so no other gets it first."""
         if self._waiting:
             self._owner = -1
             self._waiting.popleft().release()
@@ -73,7 +73,7 @@ _locks: weakref.WeakSet[FairLock] = weakref.WeakSet()
 
 
 def _free_all() -> None:
-    """The threads that held or asked for locks stayed with the parent."""
+    """Free every lock in a forked child, where the threads that held or asked for them do not exist."""
     for lock in _locks:
         lock._free()
 

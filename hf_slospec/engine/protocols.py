@@ -1,4 +1,4 @@
-"""What the engine asks of models and policies. Real models, toy models and simulated ones all fit."""
+"""Interfaces between the engine and its models, policies and schedulers: real, toy and simulated ones fit alike."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Clock = Callable[[], float]  # monotonic seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """The shape of one step."""
+    """The shape of one step's drafting."""
 
     depth: int  # draft levels; 0 decodes plainly
     width: int  # beam width per request
-    min_path_prob: float = 0.0  # below this a node is not worth its share of the verify step
-    min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in all
-    min_confidence: float = 0.0  # stop drafting once no path has all its tokens more probable than this
+    min_path_prob: float = 0.0  # a node of lower path probability is not worth its share of the verify step
+    min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in sum
+    min_confidence: float = 0.0  # stop drafting once every path holds a token that is less probable than this
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
     state: Any = None  # what the policy wants handed back in select and observe; nothing else reads it
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of one request's uncached tokens that a step feeds."""
+    """A stretch of one request's uncached tokens that a step prefills."""
 
     request: Request
     num_tokens: int
@@ -37,54 +37,64 @@ class Chunk:
 
     @classmethod
     def of(cls, request: Request, limit: int) -> Chunk:
-        """As much as there is, ``limit`` tokens at most."""
+        """Return the request's next uncached tokens, at most ``limit`` of them."""
         return cls(request, min(request.num_uncached, limit), request.num_uncached <= limit)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Whose turn it is in a step."""
+    """The requests of one step."""
 
     decoding: Sequence[Request]
-    chunks: Sequence[Chunk] = ()  # of those in prefill
-    preempted: Sequence[Request] = ()  # those that lose their K/V before the step
+    chunks: Sequence[Chunk] = ()  # of requests in prefill
+    preempted: Sequence[Request] = ()  # requests that lose their K/V before the step
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prefill tokens."""
+        """Prefill tokens of all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
+    def num_keys(self) -> int:
+        """Tokens of context of the decoding requests, all together."""
+        return sum(len(request.tokens) for request in self.decoding)
+
+    @property
     def finishing_prefill(self) -> list[Request]:
-        """Requests whose next token is chosen right after the last of what they are fed."""
+        """Requests whose prefill ends in this step, so that their next token is chosen."""
         return [chunk.request for chunk in self.chunks if chunk.is_last]
 
     @property
     def partial_chunks(self) -> list[Chunk]:
-        """Chunks with more to come."""
+        """Chunks whose requests have more to prefill."""
         return [chunk for chunk in self.chunks if not chunk.is_last]
+
+    @property
+    def choosing(self) -> list[Request]:
+        """Requests that choose tokens in this step: the decoding ones first."""
+        return [*self.decoding, *self.finishing_prefill]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a step verifies, and what is expected of it."""
+    """The draft trees of a step, and what the policy expects of it."""
 
     trees: Sequence[TokenTree]
     expected: Sequence[float]  # tokens each request should commit
-    step_s: float = 0.0  # seconds the step should take, drafting included; 0: nothing is expected
+    step_s: float = 0.0  # seconds the step should take, drafting included; 0: no prediction
 
     @classmethod
     def of_roots(cls, trees: Sequence[TokenTree]) -> Selection:
-        """Plain decoding: one token each."""
+        """Return a selection for plain decoding: one token each."""
         return cls(trees, [1.0] * len(trees))
 
     def with_roots(self, trees: Sequence[TokenTree]) -> Selection:
-        """And trees of other requests that are roots only."""
+        """Return this selection and trees of further requests that hold only roots."""
         return Selection([*self.trees, *trees], [*self.expected, *[1.0] * len(trees)], self.step_s)
 
 
 class Target(Protocol):
-    """The model whose output is wanted."""
+    """The target model."""
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -94,7 +104,7 @@ class Target(Protocol):
         A chooser reads the request's ``tokens`` as they stand when it is called, so that processors see the path.
 
         Args:
-            chunks: of other requests, whose prompts do not end with them; what they compute stays cached.
+            chunks: prefill of other requests that does not end their prompts; its K/V stays cached.
 
         Raises:
             MemoryError: there is no memory for so much at a time; nothing has changed.
@@ -103,73 +113,73 @@ class Target(Protocol):
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
     ) -> None:
-        """Keep the K/V of what was committed and of chunks, and forget the rest of the verified trees."""
+        """Keep the K/V of committed tokens and of chunks, and drop that of rejected nodes."""
 
     def release(self, request: Request) -> None:
-        """Forget a request that finished, was abandoned or lost its K/V to another, if it is known at all."""
+        """Drop the K/V of a request that finished, was cancelled or preempted; an unknown request is ignored."""
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise AssertionError unless exactly what these hold is taken, and all else is free."""
+        """Raise AssertionError unless exactly the K/V of these requests is taken and the rest is free."""
 
 
 class Scheduler(Protocol):
-    """Knows the requests that are not finished, and whose turn it is."""
+    """Holds the unfinished requests and picks those of each step."""
 
-    running: list[Request]  # those that may hold K/V
+    running: list[Request]  # requests that may hold K/V
 
     def schedule(self, now_s: float) -> Schedule:
-        """Who decodes and who is fed how much in the step that begins now."""
+        """Return which requests decode and which prompts are prefilled in the step that begins now."""
 
     def observe(self, step: StepEvent) -> None:
-        """Take in what the step did."""
+        """Learn from what a step did."""
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has finished."""
+        """Remove a request that has finished."""
 
 
 class Drafter(Protocol):
     """Proposes candidate trees: an assistant model, prompt lookup, or an object of your own (``drafter=``).
 
-    Whatever is proposed, the output stays what the target would have written; good proposals make it faster. One
-    drafter may serve calls of several threads at once.
+    The output is always what the target would have written; good proposals make it faster. Several threads may call
+    one drafter at the same time.
     """
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
-        """Guess how each text goes on.
+        """Propose how each request's text continues.
 
         Args:
             requests: those that decode in this step; ``request.tokens`` is the text so far, prompt included.
             plan: trees may be at most ``plan.depth`` deep, with ``plan.width`` nodes per level on average.
 
         Returns:
-            One tree per request, its root the request's last token. ``TokenTree.chain`` makes one of a single guess,
-            ``TokenTree.root_only`` one of none. A node's ``path_probs`` entry is the probability you give to the path
-            that ends there: nodes are verified in the order of these, and those that cannot pay are left out.
+            One tree per request, its root the request's last token. ``TokenTree.chain`` makes a tree of one path,
+            ``TokenTree.root_only`` one without proposals. A node's ``path_probs`` entry is the probability you give to
+            the path that ends there: nodes are verified in the order of these, and nodes that cannot pay are left out.
         """
 
     def release(self, request: Request) -> None:
-        """Forget a request, which has finished, was abandoned or lost its K/V to another and will be seen again.
+        """Drop what is kept for a request that has finished, was cancelled, or lost its K/V and will be seen again.
 
-        It may be one that was never drafted for.
+        The drafter may not have drafted for it before.
         """
 
 
 class Policy(Protocol):
-    """Decides what a step spends and on whom. Its methods are called in this order, once each per step."""
+    """Decides how a step's token budget is spent. Its methods are called in this order, once each per step."""
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        """How deep and wide to draft for these requests, in a step that began at ``begun_s``.
+        """Return how deep and wide to draft for these requests, in a step that began at ``begun_s``.
 
-        ``num_prefill_tokens`` prefill tokens of others go through the same forward.
+        ``num_prefill_tokens`` of other requests go through the same forward.
         """
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        """The draft trees to verify, out of the candidate trees and with the draft's own path probabilities."""
+        """Return the draft trees to verify, parts of the candidate trees, with the draft's own path probabilities."""
 
     def observe(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
     ) -> None:
-        """Learn which nodes of the verified draft trees were accepted, and what the step took.
+        """Learn which nodes of the verified draft trees were accepted, and how long the step took.
 
         A policy of your own may leave ``plan`` out.
         """

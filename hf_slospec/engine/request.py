@@ -1,4 +1,4 @@
-"""One request: its tokens, its targets and what was measured of it."""
+"""One request: its tokens, its SLOs and its measurements."""
 
 from __future__ import annotations
 
@@ -9,96 +9,111 @@ from typing import Literal
 from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
 from hf_slospec.engine.events import Commit, PhaseTimes
 
-IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether something ends with the last one
+IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether a text or stage ends with the last one
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of a request with a target of its own."""
+    """A stretch of a request with a TPOT SLO of its own."""
 
-    tpot_slo_s: float | None  # TPOT in seconds; None: no promise
-    num_tokens: int | None = None  # it ends after so many
-    is_over: IsOver = lambda tokens: False  # or with the token after which this says so
+    tpot_slo_s: float | None  # seconds per output token; None: no SLO
+    num_tokens: int | None = None  # the stage ends after so many tokens
+    is_over: IsOver = lambda tokens: False  # or with the token for which this returns True
 
 
 @dataclass(eq=False)
 class Request:
-    """A sequence being decoded. ``tokens`` holds the prompt and everything committed so far."""
+    """A sequence being decoded. ``tokens`` holds the prompt and every committed token."""
 
-    index: int  # position in its batch, or its number since the start; fixes the order of ties
+    index: int  # its row of the batch, or its number since the start; fixes the order of ties
     tokens: list[int]
     max_new_tokens: int
     stages: tuple[Stage, ...] = (Stage(None),)
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     arrived_s: float = 0.0
-    is_sampled: bool = False  # drafts are accepted otherwise than by greedy choice
+    is_sampled: bool = False  # acceptance statistics of sampled and greedy requests differ
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # higher goes first
-    is_guaranteed: bool = False  # its targets; by the batcher only
-    is_best_effort: bool = False  # it gets what others leave, and may be preempted
+    is_guaranteed: bool = False  # the batcher guarantees its SLOs
+    is_best_effort: bool = False  # it uses leftover budget, and may be preempted
 
     num_cached: int = 0  # tokens whose K/V the target holds
+    num_draft_seen: int = 0  # tokens that the drafter was given
     first_token_s: float | None = None
     last_token_s: float = 0.0
     finish_reason: FinishReason | None = None
-    error: BaseException | None = None  # its own, which finished it
-    num_preempted: int = 0  # times it lost its K/V to another
-    num_steps: int = 0  # verify steps, the prefill not counted
+    error: BaseException | None = None  # of its own processors or criteria, which ended it
+    num_preempted: int = 0  # times it lost its K/V to another request
+    num_steps: int = 0  # verify steps, prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
     num_accepted: int = 0  # of those, committed
-    expected_tokens: float = 0.0  # what the policy expected of those steps
+    expected_tokens: float = 0.0  # that the policy expected of those steps
     phases: PhaseTimes = field(default_factory=PhaseTimes)  # of all its steps together
     commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
-        self._stage, self._stage_behind, self._stage_ended = 0, 0, False
-        self._stage_begin: tuple[float, int] | None = None  # when the stage began, and the tokens it began behind
+        self._stage, self._stage_emitted_before, self._stage_ended = 0, 0, False
+        self._stage_begin: tuple[float, int] | None = None  # when the stage began, and the tokens emitted before it
         self._missed_stage = False
 
     @property
     def is_finished(self) -> bool:
+        """Return whether the request stopped, reached its length, failed or was cancelled."""
         return self.finish_reason is not None
 
     @property
     def tpot_slo_s(self) -> float | None:
-        """TPOT target of the stage it is in, in seconds; None: no promise."""
+        """TPOT SLO of the present stage, in seconds; None: no SLO."""
         return self.stages[self._stage].tpot_slo_s
 
     @property
+    def target_s(self) -> float | None:
+        """Return ``tpot_slo_s``, under its name of version 0.1."""
+        return self.tpot_slo_s
+
+    @property
     def num_emitted(self) -> int:
+        """New tokens so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def num_left(self) -> int:
+        """Tokens that may still be emitted."""
         return self.max_new_tokens - self.num_emitted
 
     @property
     def num_left_in_stage(self) -> int:
-        """Tokens to the end of the stage it is in, as far as that is known."""
+        """Tokens to the end of the present stage, as far as that is known."""
         num_tokens = self.stages[self._stage].num_tokens
-        if num_tokens is None or self._stage + 1 == len(self.stages):  # nothing comes after the last one
+        if num_tokens is None or self._stage + 1 == len(self.stages):  # no stage follows the last one
             return self.num_left
-        return min(self.num_left, self._stage_behind + num_tokens - self.num_emitted)
+        return min(self.num_left, self._stage_emitted_before + num_tokens - self.num_emitted)
 
     @property
     def num_uncached(self) -> int:
-        """Tokens the target has yet to be fed; the last one, the root, among them."""
+        """Tokens that the target has not processed; the last one, the root, among them."""
         return len(self.tokens) - self.num_cached
 
     @property
+    def num_draft_behind(self) -> int:
+        """Committed tokens that the drafter was not given yet."""
+        return len(self.tokens) - self.num_draft_seen
+
+    @property
     def is_decoding(self) -> bool:
-        """Whether only its root is left to feed; otherwise it is in prefill, of its prompt or once more of all."""
+        """Return whether only the root is uncached; otherwise it is in prefill, of its prompt or after preemption."""
         return self.num_emitted > 0 and self.num_uncached == 1
 
     @property
     def has_slo(self) -> bool:
+        """Return whether it has a TTFT SLO or a TPOT SLO in any stage."""
         return self.ttft_slo_s is not None or any(stage.tpot_slo_s is not None for stage in self.stages)
 
     def emit(self, token: int) -> bool:
-        """Commit one token.  -> whether the request is finished with it."""
+        """Commit one token, and return whether the request is finished with it."""
         self.tokens.append(token)
         if self.is_stop(self.tokens):
             self.finish_reason = "stop"
@@ -106,14 +121,14 @@ class Request:
             self.finish_reason = "length"
         if self._stage + 1 < len(self.stages) and not self._stage_ended:
             stage = self.stages[self._stage]
-            is_full = stage.num_tokens is not None and self.num_emitted - self._stage_behind >= stage.num_tokens
+            is_full = stage.num_tokens is not None and self.num_emitted - self._stage_emitted_before >= stage.num_tokens
             self._stage_ended = is_full or stage.is_over(self.tokens)
         return self.is_finished
 
-    def account(
+    def record_step(
         self, num_drafted: int, num_accepted: int, expected_tokens: float, phases: PhaseTimes, now_s: float
     ) -> None:
-        """Book one step that committed tokens at ``now_s``."""
+        """Record one step that committed tokens at ``now_s``."""
         if self.first_token_s is None:
             self.first_token_s = now_s
             self._stage_begin = now_s, self.num_emitted
@@ -127,25 +142,26 @@ class Request:
         self.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
         if self._stage_ended:
             self._missed_stage |= self._is_late(now_s)
-            self._stage, self._stage_behind, self._stage_ended = self._stage + 1, self.num_emitted, False
+            self._stage, self._stage_emitted_before, self._stage_ended = self._stage + 1, self.num_emitted, False
             self._stage_begin = now_s, self.num_emitted
 
     def decoded(self, now_s: float) -> tuple[float, int]:
-        """Seconds and tokens since the stage began; the first token of all begins the first stage."""
+        """Return seconds and tokens since the stage began; the first stage begins with the first token."""
         if self._stage_begin is None:
             return 0.0, 0
-        begun_s, behind = self._stage_begin
-        return now_s - begun_s, self.num_emitted - behind
+        begun_s, before = self._stage_begin
+        return now_s - begun_s, self.num_emitted - before
 
     def _is_late(self, now_s: float) -> bool:
         elapsed_s, emitted = self.decoded(now_s)
         return is_attained(elapsed_s / emitted if emitted else None, self.tpot_slo_s) is False
 
     def end(self, error: BaseException | None) -> None:
-        """It ends before its time: it failed, or without an error was cancelled."""
+        """End the request early: failed with an error, or cancelled without one."""
         self.error, self.finish_reason = error, "cancelled" if error is None else "error"
 
     def metrics(self) -> RequestMetrics:
+        """Return SLOs and measurements so far."""
         has_begun = self.first_token_s is not None
         first_s = self.last_token_s if self.first_token_s is None else self.first_token_s
         measured_s = tpot_s(first_s, self.last_token_s, self.num_emitted)
@@ -174,25 +190,35 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """What was promised to a request and what it got."""
+    """SLOs and measurements of a request."""
 
-    tpot_slo_s: float | None  # seconds per output token, of the stage it ended in
+    tpot_slo_s: float | None  # seconds per output token, of its last stage
     tpot_s: float | None  # seconds, (last - first token) / (tokens - 1); None for fewer than two tokens
     ttft_s: float | None  # seconds from arrival to the first token; None before it
-    attained: bool | None  # every stage, and the time to the first token; None without a target or a token
+    attained: bool | None  # TPOT SLOs of every stage and the TTFT SLO were met; None without an SLO or a token
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # nodes verified, roots not counted
     accepted: int  # of those, committed
-    slack_s: float | None  # seconds left to the deadline of its last token, negative when late; of its last stage
+    slack_s: float | None  # seconds left to the deadline of its last token in the last stage; negative when late
     worst_tpot_s: float | None  # highest seconds per token over 10 tokens in a row (SLOs-Serve); None below 11
-    expected_tokens: float  # what the policy expected the steps to commit, the prefill not counted
-    phases: PhaseTimes  # where the seconds of its steps went; steps are shared with the other requests
+    expected_tokens: float  # that the policy expected the steps to commit, prefill not counted
+    phases: PhaseTimes  # seconds of its steps by phase; steps are shared with other requests
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
-    guaranteed: bool = False  # whether its targets were promised to it; the batcher only
-    preempted: int = 0  # times it lost its K/V to another request; the batcher only
+    guaranteed: bool = False  # the batcher guaranteed its SLOs
+    preempted: int = 0  # times it lost its K/V to another request, in the batcher
 
     @property
     def acceptance_length(self) -> float | None:
-        """Committed tokens per verify step; None if there was no step after the prefill."""
+        """Committed tokens per verify step; None if there was no step after prefill."""
         return (self.tokens - 1) / self.steps if self.steps else None
+
+    @property
+    def target_s(self) -> float | None:
+        """Return ``tpot_slo_s``, under its name of version 0.1."""
+        return self.tpot_slo_s
+
+    @property
+    def ttft_target_s(self) -> float | None:
+        """Return ``ttft_slo_s``, under its name of version 0.1."""
+        return self.ttft_slo_s

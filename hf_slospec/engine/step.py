@@ -1,130 +1,170 @@
-"""The engine: whose turn it is, plan, draft, select, verify, accept, commit."""
+"""The engine's step: schedule, plan, draft, select, verify, accept, commit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
-from hf_slospec.engine.protocols import Chooser, Clock, Drafter, Plan, Policy, Scheduler, Selection, Target, Schedule
+from hf_slospec.engine.protocols import Chooser, Clock, Drafter, Plan, Policy, Schedule, Scheduler, Selection, Target
 from hf_slospec.engine.request import Request
 
+S = TypeVar("S", bound=Scheduler)
 
-class Engine:
-    """Decodes requests together, one step at a time, until each has finished on its own terms."""
+
+class Engine(Generic[S]):
+    """Decodes requests together, one step at a time, until each is finished."""
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter,
         policy: Policy,
-        scheduler: Scheduler,
+        scheduler: S,
+        costs: StepCosts,
         clock: Clock,
         check_invariants: bool = False,
     ):
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
-        self.clock, self.check_invariants = clock, check_invariants
+        self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
 
     def step(self) -> StepEvent:
-        """One step of the requests whose turn it is.
+        """Run one step of the requests that the scheduler picks.
 
-        What a request's own processors or criteria raise fails that request only. A MemoryError of the models passes,
-        and then no token has been committed.
+        An error that a request's own processors or criteria raise ends that request only. A MemoryError of the models
+        is raised, and then no token has been committed.
         """
         watch = _Stopwatch(self.clock)
         schedule = self.scheduler.schedule(watch.begun_s)
         self.forget(schedule.preempted)
-        plan = (
-            self.policy.plan(schedule.decoding, watch.begun_s, schedule.num_prefill_tokens)
-            if schedule.decoding
-            else Plan(0, 1)
-        )
-        select_s = watch.lap()
-        candidates = self._candidates(schedule.decoding, plan)
-        draft_s = watch.lap()
-        selection = (
-            self.policy.select(schedule.decoding, candidates, plan) if schedule.decoding else Selection.of_roots([])
-        )
-        selection = selection.with_roots(roots(schedule.finishing_prefill))
-        select_s += watch.lap()
-        requests, trees = [*schedule.decoding, *schedule.finishing_prefill], selection.trees
-        self._check((*candidates, *trees))
-        choosers = self.target.verify(requests, trees, schedule.partial_chunks)
-        verify_s = watch.lap()
-
-        emitted = [request.num_emitted for request in requests]
-        accepted = [_accepted(*part) for part in zip(requests, trees, choosers, strict=True)]
-        self._commit(requests, accepted, schedule)
-        phases = PhaseTimes(draft_s, select_s, verify_s, watch.lap())
-        if schedule.decoding:
-            self.policy.observe(schedule.decoding, accepted[: len(schedule.decoding)], phases, plan)
-        event = self._booked(schedule, requests, emitted, plan, selection, accepted, phases, watch.begun_s)
-        self.scheduler.observe(event)
-        self.retire([request for request in requests if request.is_finished])
-        self._check(())
-        return event
-
-    def _candidates(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
-        """What is drafted; of those who are not drafted for, roots."""
-        drafting = requests if plan.drafting is None else plan.drafting
-        if not plan.depth or not drafting:
-            return roots(requests)
-        drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True))
-        return [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
-
-    def _commit(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], schedule: Schedule) -> None:
-        sound = [(request, nodes) for request, nodes in zip(requests, accepted, strict=True) if request.error is None]
-        self.target.commit([request for request, _ in sound], [nodes for _, nodes in sound], schedule.partial_chunks)
-        for request, _ in sound:
-            request.num_cached = len(request.tokens) - 1
-        for chunk in schedule.partial_chunks:
-            chunk.request.num_cached += chunk.num_tokens
-
-    def _booked(
-        self,
-        schedule: Schedule,
-        requests: Sequence[Request],
-        emitted: Sequence[int],
-        plan: Plan,
-        selection: Selection,
-        accepted: Sequence[Sequence[int]],
-        phases: PhaseTimes,
-        begun_s: float,
-    ) -> StepEvent:
-        """Book the step on its requests, and describe it."""
-        now_s, parts = self.clock(), []
-        for request, old, tree, nodes, expected in zip(
-            requests, emitted, selection.trees, accepted, selection.expected, strict=True
-        ):
-            tpot_slo_s, (elapsed_s, since) = request.tpot_slo_s, request.decoded(now_s)  # a stage may end here
-            if request.num_emitted:  # else it failed before its first token
-                request.account(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
-            committed = request.num_emitted - old
-            parts.append(RequestStep(request.index, tree.num_nodes, committed, expected, tpot_slo_s, elapsed_s, since))
-        return StepEvent(
-            begun_s=begun_s,
+        plan = self._plan(schedule, watch)
+        candidates, num_catch_up = self._draft(schedule, plan, watch)
+        selection = self._select(schedule, candidates, plan, watch)
+        self._check((*candidates, *selection.trees))
+        choosers = self._verify(schedule, selection, watch)
+        num_emitted, num_keys = [request.num_emitted for request in schedule.choosing], schedule.num_keys
+        accepted = self._accept(schedule, selection, choosers)
+        self._commit(schedule, accepted, watch)
+        requests = self._record(schedule, selection, accepted, num_emitted, watch.phases)
+        event = StepEvent(
+            begun_s=watch.begun_s,
             num_decoding=len(schedule.decoding),
             depth=plan.depth,
             width=plan.width,
-            phases=phases,
+            phases=watch.phases,
             predicted_s=selection.step_s,
-            requests=tuple(parts),
+            requests=requests,
             prefill_tokens=schedule.num_prefill_tokens,
+            num_keys=num_keys,
+            num_drafted_for=len(_drafting(schedule, plan)),
+            num_catch_up=num_catch_up,
+            draft_levels=max((tree.max_depth for tree in candidates), default=0),
         )
+        self._learn(event, schedule, accepted, plan)
+        self.retire([request for request in schedule.choosing if request.is_finished])
+        self._check(())
+        return event
+
+    def _plan(self, schedule: Schedule, watch: _Stopwatch) -> Plan:
+        plan = Plan(0, 1)
+        if schedule.decoding:
+            plan = self.policy.plan(schedule.decoding, watch.begun_s, schedule.num_prefill_tokens)
+        watch.lap("select_s")
+        return plan
+
+    def _draft(self, schedule: Schedule, plan: Plan, watch: _Stopwatch) -> tuple[Sequence[TokenTree], int]:
+        """Return a candidate tree per decoding request, and the committed tokens that were new to the drafter."""
+        drafting = _drafting(schedule, plan)
+        drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True)) if drafting else {}
+        num_catch_up = sum(request.num_draft_behind for request in drafting)
+        for request in drafting:
+            request.num_draft_seen = len(request.tokens)
+        watch.lap("draft_s")
+        trees = [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in schedule.decoding]
+        return trees, num_catch_up
+
+    def _select(self, schedule: Schedule, candidates: Sequence[TokenTree], plan: Plan, watch: _Stopwatch) -> Selection:
+        selection = Selection.of_roots([])
+        if schedule.decoding:
+            selection = self.policy.select(schedule.decoding, candidates, plan)
+        selection = selection.with_roots(
+            [TokenTree.root_only(request.tokens[-1]) for request in schedule.finishing_prefill]
+        )
+        watch.lap("select_s")
+        return selection
+
+    def _verify(self, schedule: Schedule, selection: Selection, watch: _Stopwatch) -> Sequence[Chooser]:
+        choosers = self.target.verify(schedule.choosing, selection.trees, schedule.partial_chunks)
+        watch.lap("verify_s")
+        return choosers
+
+    def _accept(self, schedule: Schedule, selection: Selection, choosers: Sequence[Chooser]) -> list[Sequence[int]]:
+        parts = zip(schedule.choosing, selection.trees, choosers, strict=True)
+        return [_accepted(request, tree, choose) for request, tree, choose in parts]
+
+    def _commit(self, schedule: Schedule, accepted: Sequence[Sequence[int]], watch: _Stopwatch) -> None:
+        pairs = zip(schedule.choosing, accepted, strict=True)
+        sound = {request: nodes for request, nodes in pairs if request.error is None}
+        self.target.commit(list(sound), list(sound.values()), schedule.partial_chunks)
+        for request in sound:
+            request.num_cached = len(request.tokens) - 1
+        for chunk in schedule.partial_chunks:
+            chunk.request.num_cached += chunk.num_tokens
+        watch.lap("host_s")
+
+    def _record(
+        self,
+        schedule: Schedule,
+        selection: Selection,
+        accepted: Sequence[Sequence[int]],
+        num_emitted: Sequence[int],
+        phases: PhaseTimes,
+    ) -> tuple[RequestStep, ...]:
+        """Record the step on its requests.
+
+        Args:
+            num_emitted: tokens that each request had emitted before the step.
+        """
+        now_s, parts = self.clock(), []
+        for request, tree, nodes, expected, before in zip(
+            schedule.choosing, selection.trees, accepted, selection.expected, num_emitted, strict=True
+        ):
+            tpot_slo_s, (elapsed_s, emitted) = request.tpot_slo_s, request.decoded(now_s)  # a stage may end here
+            if request.num_emitted:  # otherwise it failed before its first token
+                request.record_step(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
+            committed = request.num_emitted - before
+            parts.append(
+                RequestStep(request.index, tree.num_nodes, committed, expected, tpot_slo_s, elapsed_s, emitted)
+            )
+        return tuple(parts)
+
+    def _learn(self, event: StepEvent, schedule: Schedule, accepted: Sequence[Sequence[int]], plan: Plan) -> None:
+        self.costs.observe(event)
+        if schedule.decoding:
+            self.policy.observe(schedule.decoding, accepted[: len(schedule.decoding)], event.phases, plan)
+        self.scheduler.observe(event)
 
     def retire(self, finished: Sequence[Request]) -> None:
-        """Requests are finished, for whatever reason."""
+        """Remove requests that are finished, for whatever reason."""
         for request in finished:
             self.scheduler.remove(request)
         self.forget(finished)
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Drop what models hold of requests; their tokens stay."""
+        """Drop the K/V of requests; their tokens stay."""
         for request in requests:
             self.target.release(request)
             self.drafter.release(request)
-            request.num_cached = 0
+            request.num_cached = request.num_draft_seen = 0
+
+    def close(self) -> None:
+        """Release what the models keep for this engine."""
+        for part in (self.target, self.drafter):
+            if (close := getattr(part, "close", None)) is not None:
+                close()
 
     def _check(self, trees: Sequence[TokenTree]) -> None:
         if self.check_invariants:
@@ -133,24 +173,30 @@ class Engine:
             self.target.check(self.scheduler.running)
 
 
-def roots(requests: Sequence[Request]) -> list[TokenTree]:
-    return [TokenTree.root_only(request.tokens[-1]) for request in requests]
+def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:
+    """Return the decoding requests that the drafter is asked for."""
+    if not plan.depth:
+        return ()
+    return schedule.decoding if plan.drafting is None else plan.drafting
 
 
 def _accepted(request: Request, tree: TokenTree, choose: Chooser) -> list[int]:
     try:
         return accept(tree, choose, request.emit)
-    except BaseException as error:  # noqa: BLE001  whatever the request's own processors and criteria raise is theirs
+    except BaseException as error:  # noqa: BLE001  an error of the request's own processors or criteria ends it alone
         request.end(error)
         return []
 
 
 class _Stopwatch:
-    def __init__(self, clock: Clock):
-        self.clock = clock
-        self.begun_s = self.last_s = clock()
+    """Seconds since the step began, by phase."""
 
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        last_s, self.last_s = self.last_s, self.clock()
-        return self.last_s - last_s
+    def __init__(self, clock: Clock):
+        self._clock, self.phases = clock, PhaseTimes()
+        self.begun_s = self._last_s = clock()
+
+    def lap(self, phase: str) -> None:
+        """Add the seconds since the last lap to a phase."""
+        now_s = self._clock()
+        self.phases += PhaseTimes(**{phase: now_s - self._last_s})
+        self._last_s = now_s

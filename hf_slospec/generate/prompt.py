@@ -1,4 +1,4 @@
-"""What a call gives a model to read before its first new token, and the cache it wants back."""
+"""The prompts of a call: tokens, embeddings and cache that the model processes before the first new token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers.generation import GenerationConfig
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 
 
 @dataclass
-class Context:
-    """What the first forward of stock ``generate`` would read: one column per token, the cached ones first."""
+class PromptInputs:
+    """Inputs of the first forward of stock ``generate``: one column per token, the cached ones first."""
 
     tokens: torch.Tensor  # [batch, length] int64
     mask: torch.Tensor  # [batch, length] bool, False = padding
@@ -28,8 +28,12 @@ class Context:
     @classmethod
     def of(
         cls, input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig, embedding: torch.nn.Module
-    ) -> Context:
-        """Read it from what stock ``generate`` prepared."""
+    ) -> PromptInputs:
+        """Return the inputs that stock ``generate`` prepared.
+
+        Raises:
+            InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be speculated.
+        """
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
         cache = model_kwargs.get("past_key_values")
         num_cached = 0 if cache is None else int(cache.get_seq_length())
@@ -43,12 +47,12 @@ class Context:
             tokens = input_ids if input_ids.shape[1] else nearest_tokens(embeds, embedding)
         elif num_cached:
             length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-            if length != input_ids.shape[1]:  # only what is new was passed; what came before is in the cache alone
+            if length != input_ids.shape[1]:  # only new tokens were passed; earlier ones are in the cache alone
                 tokens = torch.cat((input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1)
         if tokens.shape[1] <= num_cached:
             raise InvalidInputError(
                 f"past_key_values holds {num_cached} tokens, which is all of the prompt; at least one must be left "
-                "to feed, so pass the whole text so far, or new tokens with an attention_mask over old and new ones"
+                "to process, so pass the whole text so far, or new tokens with an attention_mask over old and new ones"
             )
         if mask is None:
             mask = torch.ones_like(tokens)
@@ -56,10 +60,10 @@ class Context:
             raise InvalidInputError(
                 f"attention_mask has shape {list(mask.shape)}; with this prompt it must be {list(tokens.shape)}"
             )
-        context = cls(tokens, mask.bool(), embeds, cache, num_cached)
-        context._check_cached_rows()
-        context._check_positions(model_kwargs.get("position_ids"))
-        return context
+        prompt = cls(tokens, mask.bool(), embeds, cache, num_cached)
+        prompt._check_cached_rows()
+        prompt._check_positions(model_kwargs.get("position_ids"))
+        return prompt
 
     def _check_cached_rows(self) -> None:
         rows = {len(layer.keys) for layer in self._cached_layers()} if self.num_cached else set()
@@ -79,22 +83,27 @@ class Context:
 
     @property
     def is_cache_given(self) -> bool:
-        """Whether the caller passed the cache, and so expects to find the text in it."""
+        """Return whether the caller passed the cache, and so expects to find the text in it."""
         return getattr(self.cache, "_is_user_defined", False)
 
     @property
     def cached_shapes(self) -> list[tuple[int, int]]:
-        """Heads and K size of each layer that a cache from an earlier turn holds; empty without one."""
+        """Heads and K size of each layer that a cache from an earlier call holds; empty without one."""
         return [(layer.keys.shape[1], layer.keys.shape[-1]) for layer in self._cached_layers() if self.num_cached]
 
     def _cached_layers(self) -> list[Any]:
         return [layer for layer in getattr(self.cache, "layers", []) if getattr(layer, "keys", None) is not None]
 
     def columns_of(self, row: int) -> torch.Tensor:
-        """The columns of a row's tokens, padding left out.  -> [prompt_len] int64"""
+        """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64"""
         return self.mask[row].nonzero()[:, 0]
 
-    def prompt(self, row: int) -> list[int]:
+    def tokens_of(self, row: int) -> list[int]:
+        """Return a row's tokens, padding left out.
+
+        Raises:
+            UnsupportedInputError: the row is padded on the right.
+        """
         columns = self.columns_of(row)
         if len(columns) and int(columns[-1]) != self.tokens.shape[1] - 1:
             raise UnsupportedInputError(
@@ -102,8 +111,8 @@ class Context:
             )
         return self.tokens[row, columns].tolist()
 
-    def load_into(self, requests: list[Request], sequences: Sequences) -> None:
-        """Give embeddings and cached K/V to the requests, one per row."""
+    def load_into(self, requests: list[Request], sequences: RequestSequences) -> None:
+        """Hand embeddings and cached K/V to the requests, one per row."""
         sequences.reserve(requests)
         for request in requests:
             columns = self.columns_of(request.index)
@@ -121,14 +130,14 @@ class Context:
                 _columns(layer.values[row], columns, self.num_cached),
             )
 
-    def fill(self, cache: Any, requests: list[Request], sequences: Sequences, num_new: int) -> None:
-        """Append to the call's cache what it lacks of all columns but the last, as stock does; padding is zeros.
+    def fill(self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int) -> None:
+        """Append the K/V that the call's cache lacks, of all columns but the last, as stock does; padding is zeros.
 
         Args:
             num_new: new tokens of every row.
         """
         length = self.tokens.shape[1]
-        places = []  # of each request's fed tokens, among the columns that the cache lacks
+        places = []  # of each request's processed tokens, among the columns that the cache lacks
         for request in requests:
             columns = self.columns_of(request.index)
             new = torch.arange(length, length + num_new - 1, device=columns.device)
@@ -146,20 +155,20 @@ class Context:
 
 
 def _columns(tensor: torch.Tensor, columns: torch.Tensor, num_cached: int) -> torch.Tensor:
-    """Some columns of a cache layer [num_heads, n, dim] that holds the last (sliding window) or room for more."""
+    """Return columns of a cache layer [num_heads, n, dim] that may hold the last ones only (window) or spare room."""
     held = tensor[:, :num_cached]
     dropped = num_cached - held.shape[1]
     return held[:, (columns[columns >= dropped] - dropped).to(tensor.device)]
 
 
-def nearest_tokens(embeds: torch.Tensor, embedding: torch.nn.Module) -> torch.Tensor:
-    """The token whose embedding points the same way: what a draft is told of a prompt given as embeddings.
+def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
+    """Return the tokens whose embeddings point the same way: a draft's view of a prompt given as embeddings.
 
     Args:
         embeds: [batch, length, hidden].
 
     Returns:
-        [batch, length] int64; zeros if the table is not in memory.
+        [batch, length] int64; zeros if the embedding table is not in memory.
     """
     table = embedding.weight
     if table.device.type == "meta":

@@ -1,4 +1,4 @@
-"""A batch as stock ``generate`` lays it out: where its rows stop, what is streamed, and what comes out."""
+"""The rows of a call as stock ``generate`` lays them out: where they stop, what is streamed, what is returned."""
 
 from __future__ import annotations
 
@@ -18,35 +18,42 @@ from transformers.generation import (
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
-from hf_slospec.generate.prompt import Context
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.sampling import Record, StockSampler
 
 
 class Stops:
-    """When rows end. Criteria are asked after every token, each row alone and laid out as stock does."""
+    """Where rows end: criteria are called after every token, on each row alone and laid out as stock does."""
 
     def __init__(
         self,
         criteria: StoppingCriteriaList,
         input_ids: torch.Tensor,
         scores_of: Callable[[int], tuple[torch.Tensor, ...] | None],
-        before_asking: Callable[[int], None],
+        before_check: Callable[[int], None],
     ):
-        """``scores_of`` a row so far, if they are recorded; ``before_asking`` hears the row's number of tokens."""
-        self.input_ids, self.scores_of, self.before_asking = input_ids, scores_of, before_asking
+        """Prepare a call's criteria.
+
+        Args:
+            input_ids: [batch, padded_len] int64.
+            scores_of: returns a row's scores so far, if they are recorded.
+            before_check: called with a row's number of new tokens before its criteria are.
+        """
+        self.input_ids, self.scores_of, self.before_check = input_ids, scores_of, before_check
         self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
         self.others = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-        # Without an end-of-sequence criterion stock does not pad: a row that stopped is written on until all have.
+        # Without an end-of-sequence criterion stock does not pad: a row that stopped goes on until all have stopped.
         self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
-        self._stopped: dict[int, int] = {}  # row -> tokens at its stop, where rows are written on
+        self._stopped: dict[int, int] = {}  # row -> tokens at its stop, where rows go on
 
     @property
     def end(self) -> int | None:
-        """Where stopped rows are written on: the tokens at which the last row stopped; None while one has not."""
+        """Tokens at which the last row stopped, where stopped rows go on; None while one has not stopped."""
         return max(self._stopped.values()) if len(self._stopped) == len(self.input_ids) else None
 
     def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
+        """Return the function that says whether a row ends with the last of its tokens."""
         prompt = self.input_ids[row].tolist()
         others = self.others if len(self.input_ids) == 1 else [_of_a_row(criterion) for criterion in self.others]
 
@@ -56,10 +63,10 @@ class Stops:
             if not others:
                 return False
             num_new = len(tokens) - prompt_len
-            self.before_asking(num_new)
+            self.before_check(num_new)
             text = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
-            # All are asked, as stock does: one that counts its calls must not miss any.
-            answers = [ask(text, self.scores_of(row)) for ask in others]
+            # All are called, as stock does: one that counts its calls must not miss any.
+            answers = [criterion(text, self.scores_of(row)) for criterion in others]
             is_hit = any(bool(torch.as_tensor(answer).all()) for answer in answers)
             if self.is_padded:
                 return is_hit
@@ -71,7 +78,7 @@ class Stops:
 
 
 def _of_a_row(criterion: Any) -> Any:
-    """A criterion of the user's own may remember what it saw; transformers' do not."""
+    """Return a copy of a user's own criterion, which may have state; transformers' have none."""
     return criterion if type(criterion).__module__ == stopping_criteria.__name__ else copy.deepcopy(criterion)
 
 
@@ -81,20 +88,21 @@ class Rows:
     def __init__(
         self,
         input_ids: torch.Tensor,  # [batch, padded_len] int64, as the caller gets them back
-        context: Context,
+        prompt: PromptInputs,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         stages: list[tuple[Stage, ...]],
         arrived_s: float,
         streamer: Any,
     ):
-        self.input_ids, self.context, self.streamer = input_ids, context, streamer
+        self.input_ids, self.prompt, self.streamer = input_ids, prompt, streamer
         self.pad = pad_token(config)
         self.record = Record(len(input_ids), config)
-        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._put_before)
+        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_before)
         self.requests: list[Request] = []
+        assert criteria.max_length is not None  # stock generate always sets one
         for row, own_stages in enumerate(stages):
-            tokens = context.prompt(row)
+            tokens = prompt.tokens_of(row)
             stop = self.stops.of(row, len(tokens))
             max_new_tokens = criteria.max_length - input_ids.shape[1]
             request = Request(row, tokens, max_new_tokens, own_stages, stop, arrived_s, bool(config.do_sample))
@@ -113,21 +121,23 @@ class Rows:
         return own + [self.pad] * (end - begin - len(own))
 
     def begin(self) -> None:
+        """Stream the prompts."""
         if self.streamer is not None:
             self.streamer.put(self.input_ids.cpu())
 
     def on_step(self, step: StepEvent) -> None:
+        """Keep a step and stream its tokens."""
         self.steps.append(step)
         self.stream()
 
     def stream(self) -> None:
-        """Hand over every position that all unfinished rows have reached, one [batch] tensor each, as stock does."""
+        """Stream every position that all unfinished rows have reached, one [batch] tensor each, as stock does."""
         if self.streamer is None:
             return
         self._put(min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)]))
 
-    def _put_before(self, num_new: int) -> None:
-        """A single row's criteria may look at what was streamed: all tokens but the one they are asked about."""
+    def _stream_before(self, num_new: int) -> None:
+        """Stream a single row's tokens but the last: its criteria, called next, may look at the streamer."""
         if self.streamer is not None and len(self.requests) == 1:
             self._put(num_new - 1)
 
@@ -138,14 +148,14 @@ class Rows:
         self._num_streamed = max(self._num_streamed, ready)
 
     def end(self) -> None:
-        """All rows are finished: drop what was written beyond the end."""
+        """Drop tokens beyond the end of the longest row, and end the stream."""
         for request in self.requests:
             del request.tokens[request.prompt_len + self.num_new :]
         if self.streamer is not None:
             self.streamer.end()
 
     def length_of(self, new: list[int]) -> int:
-        """How many of a row's new tokens, as stock returns them, are its own and not padding behind its end."""
+        """Return how many of a row's new tokens, as stock returns them, are its own and not padding after its end."""
         for place, token in enumerate(new):
             if token in self.stops.eos:
                 return place + 1
@@ -155,14 +165,14 @@ class Rows:
         return length
 
     def sequences(self) -> torch.Tensor:
-        """-> [batch, padded_len + num_new] int64"""
+        """Return prompts and new tokens.  -> [batch, padded_len + num_new] int64"""
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
         return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
 
-    def feed_padding(self, sequences: Sequences, sampler: StockSampler) -> None:
-        """Feed finished rows the padding that stock feeds them until the longest row ends.
+    def feed_padding(self, sequences: RequestSequences, sampler: StockSampler) -> None:
+        """Forward the padding that stock appends to finished rows until the longest row ends.
 
-        Only what is returned beside the tokens needs it: scores, logits and the cache.
+        Only scores, logits and the cache need it, where they are returned.
         """
         for request in self.requests:
             text = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
@@ -180,6 +190,6 @@ class Rows:
 
 
 def pad_token(config: GenerationConfig) -> int:
-    """What follows a row's end, by a config that stock ``generate`` prepared."""
+    """Return the token that follows a row's end, from a config that stock ``generate`` prepared."""
     pad = config._pad_token_tensor
     return 0 if pad is None else int(pad)

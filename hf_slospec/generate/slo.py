@@ -1,4 +1,4 @@
-"""Speed targets as callers write them: one for all rows, one per row, or several stages of a row."""
+"""SLOs as callers write them: one for all rows, one per row, or several stages of a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
 
 class SLOStage(BaseModel):
-    """A stretch of a row with its own target: the list ``[SLOStage(...), SLOStage(...)]`` is a target of several.
+    """A stretch of a row with a TPOT SLO of its own; a list of stages is the SLO of one row.
 
     For example thinking fast and answering at reading speed:
     ``[SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved,
@@ -26,7 +26,7 @@ class SLOStage(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    slo_tpot: float | None = Field(strict=True, description="Seconds per output token; None: no promise.")
+    slo_tpot: float | None = Field(strict=True, description="Seconds per output token; None: no SLO.")
     until: str | None = Field(None, min_length=1, description="The stage ends with the token that completes this text.")
     tokens: int | None = Field(None, ge=1, description="The stage ends after this many tokens.")
 
@@ -43,11 +43,15 @@ _Parsed = float | None | tuple[SLOStage, ...]
 
 
 def parse_slo(slo_tpot: Any) -> _Parsed | list[_Parsed]:
-    """One parsed target for all rows, or a list of them; raises InvalidInputError or InvalidTypeError."""
+    """Return one parsed SLO for all rows, or a list of them.
+
+    Raises:
+        InvalidInputError, InvalidTypeError: the argument is no SLO.
+    """
     if hasattr(slo_tpot, "tolist"):  # arrays and tensors
         slo_tpot = slo_tpot.tolist()
     if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
-        return [_parsed(target) for target in slo_tpot]
+        return [_parsed(own) for own in slo_tpot]
     return _parsed(slo_tpot)
 
 
@@ -55,58 +59,65 @@ def _is_stages(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, (SLOStage, dict)) for v in value)
 
 
-def _parsed(target: Any) -> _Parsed:
-    if target is None:
-        return None
-    if _is_stages(target):
-        try:
-            stages = tuple(s if isinstance(s, SLOStage) else SLOStage.model_validate(s) for s in target)
-        except ValidationError as error:
-            raise InvalidInputError(f"slo_tpot has a stage that makes no sense: {error}") from error
-        for stage in stages:
-            _check_seconds(stage.slo_tpot)
-        if any(stage.until is None and stage.tokens is None for stage in stages[:-1]):
-            raise InvalidInputError("slo_tpot has a stage without an end before others; give it `until` or `tokens`")
-        return stages
-    _check_seconds(target)
-    return target
+def _parsed(slo: Any) -> _Parsed:
+    if not _is_stages(slo):
+        _check_seconds(slo)
+        seconds: float | None = slo
+        return seconds
+    try:
+        stages = tuple(s if isinstance(s, SLOStage) else SLOStage.model_validate(s) for s in slo)
+    except ValidationError as error:
+        raise InvalidInputError(f"slo_tpot has an invalid stage: {error}") from error
+    for stage in stages:
+        _check_seconds(stage.slo_tpot)
+    if any(stage.until is None and stage.tokens is None for stage in stages[:-1]):
+        raise InvalidInputError("slo_tpot has a stage without an end before others; give it `until` or `tokens`")
+    return stages
 
 
-def _check_seconds(tpot_slo_s: Any) -> None:
-    if tpot_slo_s is None:
+def _check_seconds(seconds: Any) -> None:
+    if seconds is None:
         return
-    if isinstance(tpot_slo_s, bool) or not isinstance(tpot_slo_s, numbers.Real):
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
         raise InvalidTypeError(
             f"slo_tpot must be seconds per output token, None, a list of SLOStage, or a list of those per row; "
-            f"got {tpot_slo_s!r}"
+            f"got {seconds!r}"
         )
-    if not math.isfinite(tpot_slo_s) or tpot_slo_s <= 0:
+    if not math.isfinite(seconds) or seconds <= 0:
         raise InvalidInputError(
-            f"slo_tpot must be a positive, finite number of seconds per output token, got {tpot_slo_s!r}; "
-            "use None for a row without a target"
+            f"slo_tpot must be a positive, finite number of seconds per output token, got {seconds!r}; "
+            "use None for a row without an SLO"
         )
 
 
-def slo_by_row(slo_tpot: _Parsed | list[_Parsed], num_rows: int, num_return_sequences: int) -> list[_Parsed]:
-    """One target per row; a list may name the prompts (each stands for its returned sequences) or all rows."""
-    if not isinstance(slo_tpot, list):
-        return [slo_tpot] * num_rows
-    if len(slo_tpot) * num_return_sequences == num_rows:
-        return [target for target in slo_tpot for _ in range(num_return_sequences)]
-    if len(slo_tpot) == num_rows:
-        return slo_tpot
-    raise InvalidInputError(
-        f"slo_tpot has {len(slo_tpot)} entries for {num_rows} rows; give one number for all rows or one entry per row"
-    )
+def stages_by_row(
+    slo: _Parsed | list[_Parsed],
+    num_rows: int,
+    num_return_sequences: int = 1,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> list[tuple[Stage, ...]]:
+    """Return every row's stages; a list may hold one SLO per prompt (for all its returned sequences) or per row.
+
+    Raises:
+        InvalidInputError: the list has another length, or a stage's `until` lacks a tokenizer.
+    """
+    if not isinstance(slo, list):
+        return [_stages(slo, tokenizer)] * num_rows
+    if len(slo) * num_return_sequences == num_rows:
+        slo = [own for own in slo for _ in range(num_return_sequences)]
+    if len(slo) != num_rows:
+        raise InvalidInputError(
+            f"slo_tpot has {len(slo)} entries for {num_rows} rows; give one number for all rows or one entry per row"
+        )
+    return [_stages(own, tokenizer) for own in slo]
 
 
-def stages_of(target: _Parsed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Stage, ...]:
-    """A row's target as the engine knows it."""
-    if not isinstance(target, tuple):
-        return (Stage(target),)
+def _stages(slo: _Parsed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Stage, ...]:
+    if not isinstance(slo, tuple):
+        return (Stage(slo),)
     return tuple(
         Stage(s.slo_tpot, s.tokens) if s.until is None else Stage(s.slo_tpot, None, _completes(s.until, tokenizer))
-        for s in target
+        for s in slo
     )
 
 

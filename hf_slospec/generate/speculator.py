@@ -1,87 +1,39 @@
-"""A target and its drafter, ready to decode batches: models, policy and engine put together."""
+"""A target and its drafter, with everything that is learned about the pair."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
-from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.checked_policy import CheckedPolicy
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.assembly import Parts, static_engine
+from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.static_batch import StaticScheduler
-from hf_slospec.engine.step import Engine
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.models.compatibility.hooks import changing_hooks
-from hf_slospec.models.compatibility.probe import evaluating, input_device, vocab_size
-from hf_slospec.models.compatibility.trial import check_by_trial
-from hf_slospec.models.costs.measure import measure
-from hf_slospec.models.costs.profiles import load_profile, save_profile
-from hf_slospec.models.cpu.threads import release_openmp_threads, warn_if_oversubscribed
+from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.compatibility.probe import input_device, vocab_size
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.drafters.checked import CheckedDrafter
 from hf_slospec.models.drafters.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.target import PackedTarget, Sampler
-from hf_slospec.policies import NewPolicy, max_tree_nodes, new_policy
+from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
 FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
 MEASURE_S = {"target": 8.0, "draft": 1.5}
-clock = time.perf_counter  # the one clock of requests and engine: monotonic seconds
-
-
-class CheckedModel:
-    """A model that was tried out and found able to hold trees, and what its forwards cost.
-
-    It is looked at anew when it was moved or cast: then K/V and times are others. Threads wait for each other, so that
-    none measures the other's load.
-    """
-
-    def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float):
-        self.model, self.config, self.measure_s = model, config, measure_s
-        self._lock = threading.Lock()
-        self._placement: tuple[Any, ...] | None = None
-        self._cost: ForwardCost | None = None
-        _ = self.packed  # may refuse
-
-    @property
-    def packed(self) -> PackedModel:
-        placement = _placement(self.model)
-        with self._lock:
-            if placement != self._placement:
-                if input_device(self.model).type == "cpu":
-                    warn_if_oversubscribed()
-                packed = PackedModel(self.model, self.config.attention, self.config.prepack, self.config.cuda_graphs)
-                check_by_trial(packed)
-                self._packed, self._placement, self._cost = packed, placement, None
-            return self._packed
-
-    @property
-    def cost(self) -> ForwardCost:
-        """Seconds of its forwards: from the cache if it was measured on this machine before, else measured now."""
-        packed = self.packed
-        with self._lock:
-            if self._cost is None:
-                self._cost = load_profile(packed)
-            if self._cost is None:
-                with evaluating(self.model):
-                    self._cost = measure(packed, self.measure_s).fit()
-                save_profile(packed, self._cost)
-            return self._cost
+clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
 
 class Speculator:
-    """Runs requests on a target. Between runs it keeps what it learned about the pair, and nothing of the requests."""
+    """Runs requests on a target with one way to draft. Keeps costs and acceptance between runs, but no requests."""
 
     def __init__(
         self,
@@ -91,18 +43,26 @@ class Speculator:
         drafter: Drafter | None = None,
         make_policy: NewPolicy | None = None,
     ):
-        """Without an assistant model or a drafter, prompt lookup drafts."""
+        """Draft by the assistant model, by the drafter, or without either by prompt lookup."""
         self.target, self.config, self.drafter, self.make_policy = target, config, drafter, make_policy
         self.draft: CheckedModel | None = None
         if assistant_model is not None:
             _check_pair(target.model, assistant_model)
             self.draft = CheckedModel(assistant_model, config, MEASURE_S["draft"])
-        self.turns = FairLock(release_openmp_threads)  # runs of several threads take turns, step by step
         self._costs: StepCosts | None = None
-        self._experience = SpeculationHistory(config)
+        self.history = SpeculationHistory(config)
 
-    def prepare(self) -> None:
-        """Look at the models as they are now; refuses them if they were moved apart, say."""
+    @property
+    def lock(self) -> FairLock:
+        """The lock that is held during every step on the target."""
+        return self.target.lock
+
+    def renew(self) -> None:
+        """Take up changes of the models since the last call.
+
+        Raises:
+            IncompatibleDraftError: they were moved apart.
+        """
         if self.draft is not None:
             _check_pair(self.target.model, self.draft.model)
             self.draft.packed.renew()
@@ -110,25 +70,50 @@ class Speculator:
 
     @property
     def costs(self) -> StepCosts:
-        """Kept as long as the models stay what they are: it learns while they run."""
-        verify = self.target.cost
-        draft_level = FREE if self.draft is None else self.draft.cost
-        if self._costs is None or self._costs.verify is not verify or self._costs.draft_level is not draft_level:
-            self._costs = StepCosts(verify, draft_level)
-        return self._costs
+        """The cost model, kept as long as the models stay what they are."""
+        with self.lock:  # measuring uses the K/V cache of both models
+            verify = self.target.cost
+            draft_level = FREE if self.draft is None else self.draft.cost
+            if self._costs is None or self._costs.verify is not verify or self._costs.draft_level is not draft_level:
+                self._costs = StepCosts(verify, draft_level, self._replace_cost)
+            return self._costs
+
+    def _replace_cost(self, which: Literal["verify", "draft"], cost: ForwardCost) -> None:
+        model = self.target if which == "verify" else self.draft
+        assert model is not None
+        model.replace_cost(cost)
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of one request's draft tree at most, its root not counted."""
+        return max_nodes_per_request(self.config, self.make_policy)
 
     def policy(self, config: SLOSpecConfig | None = None) -> Policy:
-        """A policy for one run, that of another config if one is given; what it learns is kept for the next."""
-        if config is None and self.make_policy is not None:
-            own = self.make_policy(self.config, self.costs)
-            return CheckedPolicy(own, self.max_nodes, vocab_size(self.target.model))
+        """Return a policy for one run, that of another config if one is given; what it learns is kept."""
+        make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
-        return new_policy(config, self.costs, self._experience if is_same_shape else SpeculationHistory(config))
+        history = self.history if is_same_shape else SpeculationHistory(config)
+        return new_policy(config, self.costs, history, make_policy, vocab_size(self.target.model))
 
     def new_target(self, sampler: Sampler, max_slots: int | None = None, holds_finished: bool = False) -> PackedTarget:
-        """Room for K/V; with ``holds_finished``, that of finished requests stays readable."""
+        """Return the target for one engine; with ``holds_finished``, K/V of finished requests stays readable."""
         return PackedTarget(self.target.packed, self.max_nodes, sampler, max_slots, holds_finished)
+
+    def new_drafter(self, max_slots: int | None = None, keeps_rng: bool = True) -> Drafter:
+        """Return the drafter for one engine.
+
+        ``keeps_rng`` restores the global generator after a user's drafter: the target samples from it.
+        """
+        if self.draft is not None:
+            return AssistantDrafter(self.draft.packed, self.max_nodes, vocab_size(self.target.model), max_slots)
+        if self.drafter is None:
+            return PromptLookupDrafter()
+        return CheckedDrafter(self.drafter, vocab_size(self.target.model), keeps_rng)
+
+    def parts(self, target: PackedTarget, drafter: Drafter, config: SLOSpecConfig | None = None) -> Parts:
+        """Return an engine's parts, its policy that of another config if one is given."""
+        return Parts(target, drafter, self.policy(config), self.costs, clock)
 
     def run(
         self,
@@ -137,62 +122,45 @@ class Speculator:
         on_step: Callable[[StepEvent], None],
         drafter: Drafter | None = None,
     ) -> None:
-        """Decode all requests to their ends, calling ``on_step`` after each step; ``drafter`` is for this run only."""
-        drafter, scheduler = drafter or self.new_drafter(), StaticScheduler(requests)
-        engine = Engine(target, drafter, self.policy(), scheduler, clock, self.config.check_invariants)
+        """Decode all requests to their ends, calling ``on_step`` after each step.
+
+        Args:
+            drafter: drafts in this run only, in place of the speculator's own.
+        """
+        drafter = drafter or self.new_drafter()
+        engine = static_engine(self.config, self.parts(target, drafter), requests)
         try:
-            while scheduler.running:
-                with self.turns:
+            while engine.scheduler.running:
+                with self.lock:
                     event = engine.step()
                 for request in requests:
                     if request.error is not None:
                         raise request.error
                 on_step(event)
         finally:
-            for request in scheduler.running:  # abandoned, by an error or the user
-                drafter.release(request)
-            self.turns.rest()
-        if isinstance(drafter, AssistantDrafter):
-            drafter.sequences.close()
+            with self.lock:
+                for request in engine.scheduler.running:  # left by an error or an interrupt
+                    drafter.release(request)
+                if isinstance(drafter, AssistantDrafter):
+                    drafter.close()
+            self.lock.rest()
 
     @property
     def models(self) -> list[PackedModel]:
-        """Those that hold K/V."""
+        """The models that hold K/V, the target first."""
         drafts = [] if self.draft is None or not self.max_nodes else [self.draft.packed]
         return [self.target.packed, *drafts]
 
-    def memory(self, engine: Engine | None, num_running: int) -> MemoryUse:
-        """What an engine of this speculator takes, and what its calls have left for others."""
-        parts = () if engine is None else (engine.target, engine.drafter)
-        pools = [part.sequences.pool.num_bytes for part in parts if isinstance(part, (PackedTarget, AssistantDrafter))]
-        kept = [model.kept_bytes for model in self.models]
-        linears = {model.model: model.linears for model in self.models}  # a target may draft for itself
+    def memory(self, num_running: int) -> MemoryUse:
+        """Return the bytes that speculation takes beside the weights, for so many running requests."""
+        models = self.models
+        linears = {model.model: model.linears for model in models}  # a target may draft for itself
         return MemoryUse(
-            target_kv=sum(pools[:1] + kept[:1]),
-            draft_kv=sum(pools[1:] + kept[1:]),
-            staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in self.models),
+            target_kv=models[0].kv_bytes,
+            draft_kv=sum(model.kv_bytes for model in models[1:]),
+            staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(own.num_bytes for own in linears.values()),
         )
-
-    @property
-    def max_nodes(self) -> int:
-        """Nodes of one request's draft tree at most."""
-        return max_tree_nodes(self.config, self.make_policy)
-
-    def new_drafter(self, max_slots: int | None = None, keeps_rng: bool = True) -> Drafter:
-        """``keeps_rng``: the global generator is the target's, so a user's drafter must not move it."""
-        if self.draft is not None:
-            return AssistantDrafter(self.draft.packed, self.max_nodes, vocab_size(self.target.model), max_slots)
-        if self.drafter is None:
-            return PromptLookupDrafter()
-        return CheckedDrafter(self.drafter, vocab_size(self.target.model), keeps_rng)
-
-
-def _placement(model: Any) -> tuple[Any, ...]:
-    device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
-    kind = device.type
-    hooks = sum(len(changing_hooks(module)) for module in model.modules())
-    return device, dtype, hooks, torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _check_pair(target: Any, draft: Any) -> None:
@@ -200,7 +168,7 @@ def _check_pair(target: Any, draft: Any) -> None:
     if larger - smaller > min(PADDING, smaller / 2):
         raise IncompatibleDraftError(
             f"assistant_model has a vocabulary of {vocab_size(draft)} tokens and the target one of "
-            f"{vocab_size(target)}: more than padding would explain; use a draft that was trained with the target's "
+            f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the target's "
             "tokenizer"
         )
     if input_device(target) != input_device(draft):

@@ -1,4 +1,4 @@
-"""Batches whose rows cannot be decoded apart: processors or criteria of the user's own that may look at all of them."""
+"""Stock decoding of batches whose rows depend on each other, by processors or criteria that see the whole batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KNOWN = (logits_process.__name__, stopping_criteria.__name__)
 
 
 def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> list[str]:
-    """Names of what is not known to treat each row by itself.
+    """Return the names of processors and criteria that are not known to treat each row by itself.
 
-    Transformers' own do; others say so by an attribute ``per_row = True``. Without it they may tell rows apart, end all
-    of them together or count their calls, and stock calls them once per step with the whole batch.
+    Transformers' own do; others declare it by an attribute ``per_row = True``. Without it they may tell rows apart, end
+    all of them together or count their calls, and stock calls them once per step with the whole batch.
     """
     return [
         type(each).__name__
@@ -37,10 +37,11 @@ def run_stock_loop(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Decode with stock's own loop, one token of every row at a time, and book when tokens came on the requests."""
+    """Decode with stock's own loop, one token of every row at a time, and record the times on the requests."""
     rows.begin()
-    watch = _Watch()
-    output = type(model)._sample(
+    watch = _TokenTimes()
+    loop: Any = type(model)
+    output = loop._sample(
         model,
         rows.input_ids,
         logits_processor=processors,
@@ -51,19 +52,19 @@ def run_stock_loop(
     )
     sequences = getattr(output, "sequences", output)[:, rows.input_ids.shape[1] :].tolist()
     for request, new in zip(rows.requests, sequences, strict=True):
-        _book(request, new[: rows.length_of(new)], watch.times_s)
+        _record(request, new[: rows.length_of(new)], watch.times_s)
     return output
 
 
-def _book(request: Request, new: list[int], times_s: list[float]) -> None:
+def _record(request: Request, new: list[int], times_s: list[float]) -> None:
     for token, now_s in zip(new, times_s, strict=False):
         request.tokens.append(token)
-        request.account(0, 0, 1.0, PhaseTimes(), now_s)
+        request.record_step(0, 0, 1.0, PhaseTimes(), now_s)
     request.finish_reason = "stop" if request.num_left > 0 else "length"
 
 
-class _Watch(StoppingCriteria):
-    """Stops nothing; notes when each step's tokens were there."""
+class _TokenTimes(StoppingCriteria):
+    """Never stops; records when each step's tokens were chosen."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []

@@ -1,4 +1,4 @@
-"""What is refused, before any work: each check names the argument, what is wrong with it and the way out."""
+"""Checks of a call before any work: each names the argument, what is wrong with it and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_slospec.errors import (
 from hf_slospec.generate.rows import Rows
 from hf_slospec.models.packed import PackedModel
 
-# What stock hands on that is known here, or says nothing about the text.
+# Keyword arguments from stock that are handled here, or that do not affect the text.
 PREPARED = {
     "attention_mask",
     "inputs_embeds",
@@ -35,22 +35,27 @@ PREPARED = {
     "position_ids",
     "use_cache",
 }
-OTHER_TEXT = ("quantized", "paged")  # caches that round K/V, or stand for another decoding loop
+UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or stand for another decoding loop
 
 
 def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
-    """The model itself; of a PEFT model, the one whose layers it adapted."""
+    """Return the model, or the model inside a PEFT model.
+
+    Raises:
+        InvalidTypeError: it is no loaded transformers causal LM.
+        UnsupportedModelError: its adapter cannot be speculated.
+    """
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
             raise UnsupportedModelError(
-                f"{name} has a PEFT adapter that puts virtual tokens before the prompt, which speculation cannot; "
-                "use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
+                f"{name} has a PEFT adapter that puts virtual tokens before the prompt, which cannot be "
+                "speculated; use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
             )
         model = model.get_base_model()
     if hasattr(model, "_orig_mod"):
         raise InvalidTypeError(
-            f"{name} is what torch.compile made of a model, whose layers do not let tree attention in; give the model "
-            "itself"
+            f"{name} is a compiled model, whose layers cannot use tree attention; pass the model as it was before "
+            "torch.compile"
         )
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise InvalidTypeError(
@@ -61,17 +66,22 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
 
 
 def check_make_policy(make_policy: Any) -> Any:
-    """Raises InvalidTypeError."""
+    """Return the argument, or raise InvalidTypeError unless it is callable or None."""
     if make_policy is not None and not callable(make_policy):
         raise InvalidTypeError(
-            "make_policy must be a class or function that makes a policy of a config and StepCosts, got "
+            "make_policy must be a class or function that takes a config and StepCosts and returns a policy, got "
             f"{type(make_policy).__name__}"
         )
     return make_policy
 
 
 def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None:
-    """The assistant model, if that is what drafts."""
+    """Return the assistant model, if there is one.
+
+    Raises:
+        InvalidInputError: there are a drafter and an assistant model.
+        InvalidTypeError: either is no drafter or model.
+    """
     if drafter is not None:
         if assistant_model is not None:
             raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
@@ -84,13 +94,14 @@ def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None
 
 
 def check_config(config: Any) -> SLOSpecConfig:
+    """Return the config, the default one for None; raise InvalidTypeError for anything else."""
     if config is not None and not isinstance(config, SLOSpecConfig):
         raise InvalidTypeError(f"config must be a SLOSpecConfig, got {type(config).__name__}")
     return config or SLOSpecConfig()
 
 
 def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
-    """A setting of the call, else of its generation config, else of the model's."""
+    """Return a setting of the call, otherwise of its generation config, otherwise of the model's."""
     if (value := arguments.get(name)) is not None:
         return value
     for config in (arguments.get("generation_config"), model.generation_config):
@@ -100,18 +111,22 @@ def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> 
 
 
 def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """What must be refused before stock ``generate`` sees it."""
+    """Refuse arguments before stock ``generate`` sees them.
+
+    Raises:
+        InvalidInputError, InvalidTypeError, UnsupportedOptionError: the message names the argument.
+    """
     for name, instead in (
         ("custom_generate", "call generate without slo_tpot"),
         ("token_healing", "heal the prompt first"),
-        ("synced_gpus", "speculated rows of several processes do not take equally many steps"),
+        ("synced_gpus", "processes may take different numbers of speculated steps"),
     ):
         value = configured(name, model, arguments)
         if value is not None and value is not False:
             raise UnsupportedOptionError(f"{name} cannot be combined with slo_tpot; {instead}")
-    if (kind := configured("cache_implementation", model, arguments)) in OTHER_TEXT:
+    if (kind := configured("cache_implementation", model, arguments)) in UNSUPPORTED_CACHES:
         raise UnsupportedOptionError(
-            f"cache_implementation={kind!r} cannot be combined with slo_tpot; speculation keeps its own KV storage, so "
+            f"cache_implementation={kind!r} cannot be combined with slo_tpot; speculation keeps its own K/V cache, so "
             "leave it out"
         )
     _check_cache(arguments.get("past_key_values"))
@@ -143,7 +158,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
 
 
 def check_evaluating(model: PreTrainedModel) -> None:
-    """Dropout draws from the global generator in every forward, and ours makes other forwards than stock."""
+    """Refuse a model in training mode with dropout, which draws from the global generator in every forward."""
     if model.training and any(_drops(module) for module in model.modules() if module.training):
         raise UnsupportedModelError(
             f"{type(model).__name__} is in training mode and has dropout, which makes every forward random; call "
@@ -175,7 +190,7 @@ def _check_lookup(num_tokens: Any) -> None:
 
 
 def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse what a tree of tokens cannot honour, on the prepared generation config."""
+    """Refuse options that tree speculation cannot honour, on the prepared generation config."""
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedOptionError(
@@ -185,7 +200,7 @@ def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, A
     for name in ("output_attentions", "output_hidden_states"):
         if generation_config.return_dict_in_generate and getattr(generation_config, name, False):
             raise UnsupportedOptionError(
-                f"{name}=True is not available with slo_tpot: they come from forwards of one token; "
+                f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
                 "call generate without slo_tpot"
             )
     if extra := sorted(k for k, v in model_kwargs.items() if k not in PREPARED and v is not None and v != {}):
@@ -193,6 +208,11 @@ def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, A
 
 
 def check_prompts(rows: Rows, target: PackedModel) -> None:
+    """Refuse prompts that the target cannot process, or not exactly.
+
+    Raises:
+        InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
+    """
     limit, has_windows = target.max_positions, any(layer.window for layer in target.layers)
     for request in rows.requests:
         if request.prompt_len == 0:
@@ -205,19 +225,19 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
                 f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
                 f"{max(limit - request.prompt_len + 1, 0)}"
             )
-        own = rows.context.mask[request.index]
+        own = rows.prompt.mask[request.index]
         if has_windows and bool((own[:-1] & ~own[1:]).any()):
             raise UnsupportedOptionError(
                 f"attention_mask masks tokens inside row {request.index}, which a sliding window would count; pad on "
                 "the left only, or call generate without slo_tpot"
             )
     _check_rope(rows.requests, target.model.config.get_text_config())
-    ids = rows.context.tokens
+    ids = rows.prompt.tokens
     if int(ids.max()) >= target.vocab_size or int(ids.min()) < 0:
         raise InvalidInputError(
             f"input_ids holds ids outside 0 .. {target.vocab_size - 1}; is it another model's tokenizer?"
         )
-    cached = rows.context.cached_shapes
+    cached = rows.prompt.cached_shapes
     if cached and cached != [(layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers]:
         raise InvalidInputError(
             f"past_key_values holds {len(cached)} layers, whose shapes are not those of this model's "
@@ -226,7 +246,7 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
 
 
 def check_rope_alone(request: Request, config: Any) -> None:
-    """Refuse a request of the batcher whose RoPE frequencies would follow those it happens to be packed with."""
+    """Refuse a request of the batcher whose RoPE frequencies would depend on the requests in the same forward."""
     for kind, trained in _varying_ropes(config):
         if (length := request.prompt_len + request.max_new_tokens) > trained:
             raise UnsupportedOptionError(
@@ -236,7 +256,7 @@ def check_rope_alone(request: Request, config: Any) -> None:
 
 
 def _varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
-    """Kinds of RoPE whose frequencies follow the longest sequence of a forward, and the length from which they do."""
+    """Yield kinds of RoPE whose frequencies depend on the longest sequence of a forward, and from which length on."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
         if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
@@ -244,11 +264,11 @@ def _varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _check_rope(requests: list[Request], config: Any) -> None:
-    """Refuse lengths at which RoPE frequencies follow the longest sequence of a forward: a packed row mixes several."""
+    """Refuse lengths at which RoPE frequencies depend on the longest sequence: a packed batch mixes several."""
     for kind, trained in _varying_ropes(config):
         shortest, longest = (pick(r.prompt_len + r.max_new_tokens for r in requests) for pick in (min, max))
         prompts = [request.prompt_len for request in requests]
-        is_beyond = kind == "longrope" and min(prompts) > trained and max(prompts) <= CHUNK  # all are fed whole
+        is_beyond = kind == "longrope" and min(prompts) > trained and max(prompts) <= CHUNK  # each is one chunk
         if longest > trained and not is_beyond:
             raise UnsupportedOptionError(
                 f"this model's {kind} RoPE changes with the length of the text beyond {trained} tokens, and rows of "

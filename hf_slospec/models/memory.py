@@ -1,4 +1,4 @@
-"""What speculation takes, and running out of memory, told apart from errors of the model."""
+"""Memory that speculation uses, and out-of-memory errors told apart from errors of the model."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ import psutil
 import torch
 from pydantic import BaseModel, Field
 
-# These say nothing about the model that met them.
+# Errors of the device or host, which say nothing about the model whose forward raised them.
 DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-GROUPS = (  # files of a control group, version 2 and 1: its limit, what it has taken, and the cache it can give back
+GROUPS = (  # files of a control group, version 2 and 1: limit, usage, and the page cache that can be reclaimed
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
 class FreesMemory(Protocol):
-    """Keeps memory that it could do without."""
+    """Object that keeps memory only to save time."""
 
-    def abort(self) -> None: ...
+    def free_idle_memory(self) -> None: ...
 
 
 holders_of_idle_memory: WeakSet[FreesMemory] = WeakSet()
 
 
 class MemoryUse(BaseModel):
-    """Bytes that speculation takes beside the models' own weights, CUDA graphs and ``generate`` calls that run."""
+    """Bytes that speculation uses in addition to the models' own weights and CUDA graphs."""
 
-    target_kv: int = Field(
-        description="The target's pool of K/V, free slots included, and what a call left for the next."
-    )
-    draft_kv: int = Field(description="The draft's.")
-    staging: int = Field(description="Of both, what is kept free behind running requests for the nodes of a step.")
+    target_kv: int = Field(description="K/V cache of the target: of all its requests, free slots included.")
+    draft_kv: int = Field(description="K/V cache of the draft.")
+    staging: int = Field(description="Part of both caches that is kept free for the nodes of a step.")
     prepacked: int = Field(description="Second copies of weights, see SLOSpecConfig.prepack.")
 
 
 def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of the host's memory that are free: psutil knows the machine's, and nothing of a container's limit."""
+    """Return the free bytes of the host's memory, a container's limit included, which psutil does not read."""
     free = int(psutil.virtual_memory().available)
     for limit, used, stat, cache in GROUPS:
         if all((groups / name).is_file() for name in (limit, used, stat)):
@@ -54,14 +52,14 @@ def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the device or of the host, where torch has no error class of its own for it."""
-    messages = "can't allocate memory", "_STATUS_ALLOC_FAILED"  # of the host; of cuBLAS and cuDNN
+    """Return whether an error says that the device or the host, for which torch has no class, is out of memory."""
+    messages = "can't allocate memory", "_STATUS_ALLOC_FAILED"  # from the host's allocator; from cuBLAS and cuDNN
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in messages)
 
 
 @contextlib.contextmanager
 def as_memory_error() -> Iterator[None]:
-    """Raise MemoryError where torch found no memory; without the traceback, which would keep what the forward made."""
+    """Raise MemoryError where torch is out of memory; without its traceback, which refers to the forward's tensors."""
     message = None
     try:
         yield
@@ -70,8 +68,8 @@ def as_memory_error() -> Iterator[None]:
             raise
         message = str(error)
     if message is not None:
-        for keeper in list(holders_of_idle_memory):
-            keeper.abort()
+        for holder in list(holders_of_idle_memory):
+            holder.free_idle_memory()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise MemoryError(message)

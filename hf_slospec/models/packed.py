@@ -1,13 +1,15 @@
-"""A transformers causal LM that forwards several sequences' tokens as one packed row."""
+"""A transformers causal LM that forwards new tokens of several sequences as one packed batch."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -31,24 +33,29 @@ from hf_slospec.models.compatibility.probe import (
 from hf_slospec.models.cpu.prepacked import PrepackedLinears
 from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.memory import holders_of_idle_memory
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """All that a forward reads beside its model, the pool, and for some backends its row."""
+    """Tensors that a forward reads, apart from weights, pool and, for some backends, the packed batch itself."""
 
     tokens: dict[str, torch.Tensor]  # input_ids [1, num_tokens] int64, or inputs_embeds [1, num_tokens, hidden]
     position_ids: torch.Tensor  # [1, num_tokens] int64
     logit_rows: torch.Tensor  # [num_logits] int64
     own_slots: torch.Tensor  # [num_tokens] int64
-    plans: dict[Hashable, Any]  # of the row, as its layers ask for them
+    plans: dict[Hashable, Any]  # of the packed batch, by what its layers ask for
 
 
 class PackedModel:
-    """Packed forwards of ``model``, found by trial to compute what the model computes; otherwise refused by name."""
+    """Packed forwards of a model, the K/V cache they use, and their CUDA graphs.
+
+    Models that cannot be packed are refused by UnsupportedModelError. Forwards and all uses of the cache must hold the
+    model's lock.
+    """
 
     def __init__(self, model: Any, attention: str = "auto", prepack: bool | None = None, cuda_graphs: bool = True):
         """``prepack``: see :class:`PrepackedLinears`; ``cuda_graphs``: capture forwards, where that can be done."""
@@ -58,23 +65,30 @@ class PackedModel:
         self.layers = probe_layers(model)
         self.backend = backend_for(attention, self.layers)
         self.linears = PrepackedLinears(model, prepack)
-        self._asked: dict[Hashable, None] = {}  # plans that layers have asked for
-        # Other backends read the row itself.
+        self._requested_plans: dict[Hashable, None] = {}  # by layers so far
+        # Other backends read the packed batch itself.
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
         self.has_graphs = cuda_graphs and self._has_plans and capturer_for(self.device) is not None
-        self._granted = GraphPreconditions(model) if self.has_graphs else None
-        self._kept: KVPool | None = None
+        self._preconditions = GraphPreconditions(model) if self.has_graphs else None
+        self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # that read and write the pool's memory, and go with it
+        self.forget_cache()
+        _packed_models.add(self)
+
+    def forget_cache(self) -> None:
+        """Let the next user begin with an empty cache."""
         self._lock = threading.Lock()
+        self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
+        self._idle_pool: KVPool | None = None  # kept for its graphs
 
     def renew(self) -> None:
-        """Look at the weights and modules anew: some changes are not noticed while steps run."""
+        """Take in changes of weights and modules that steps do not notice."""
         self.linears.renew()
-        if self._granted is not None:
-            self._granted.renew()
+        if self._preconditions is not None:
+            self._preconditions.renew()
 
     @property
     def device(self) -> torch.device:
-        """Where a row's tokens go in."""
+        """Device of the input tokens."""
         return input_device(self.model)
 
     @property
@@ -87,83 +101,90 @@ class PackedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence a learned position table can serve; None if the model has none such."""
+        """Length of the longest sequence that a learned position table can serve; None if the model has none."""
         config = self.model.config.get_text_config()
         is_rotary = getattr(config, "rope_parameters", None) is not None
         return None if is_rotary else getattr(config, "max_position_embeddings", None)
 
-    def inside(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions that a learned position table can serve, for tokens whose output will not be committed."""
+    def clamp_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Clamp the positions of tokens that will not be committed to those of a learned position table."""
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
-    def known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Ids that the embedding table has, for a draft whose vocabulary was padded to a smaller size."""
+    def clamp_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Clamp ids to the embedding table, for a draft whose vocabulary was padded to a smaller size."""
         return tokens.clamp(max=self.vocab_size - 1)
 
-    def new_pool(self, num_slots: int) -> KVPool:
-        has_graphs = self.has_graphs and num_slots > 0
-        pool = KVPool([layer.shape for layer in self.layers], num_slots, MAX_PADDING_SLOTS if has_graphs else 0)
-        if has_graphs and (maker := capturer_for(self.device)) is not None:
-            pool.graphs = Graphs(maker, self.device)
-        return pool
-
-    def kept_pool(self) -> KVPool:
-        """One that an earlier call has left, whose graphs go on; without such a one, an empty one."""
+    @property
+    def kv_cache(self) -> KVCache:
+        """The cache of all users of the model, which lives as long as one of them refers to it."""
         with self._lock:
-            pool, self._kept = self._kept, None
-        is_usable = pool is not None and pool.graphs is not None and pool.graphs.is_usable
-        return pool if pool is not None and is_usable else self.new_pool(0)
-
-    def keep(self, pool: KVPool) -> None:
-        """Of a call that is over: for the next one, if it has graphs and is not large."""
-        if pool.graphs is not None and pool.graphs.may_keep(pool.num_bytes):
-            with self._lock:
-                self._kept = pool
-            holders_of_idle_memory.add(self)
-
-    def abort(self) -> None:
-        """Memory is short."""
-        with self._lock:
-            self._kept = None
+            cache = self._shared()
+            if cache is None:
+                cache = KVCache(self._new_pool, self._idle_pool or self._new_pool(0))
+                self._shared = ref(cache)
+            return cache
 
     @property
-    def kept_bytes(self) -> int:
-        pool = self._kept
-        return 0 if pool is None else pool.num_bytes
+    def kv_bytes(self) -> int:
+        """Bytes of the model's K/V storage, in use or kept."""
+        storage = self._shared() or self._idle_pool
+        return 0 if storage is None else storage.num_bytes
+
+    def _new_pool(self, num_slots: int) -> KVPool:
+        self._idle_pool = None  # the new pool replaces it, and its graphs go with it
+        num_padding_slots = MAX_PADDING_SLOTS if self.has_graphs and num_slots else 0
+        return KVPool([layer.shape for layer in self.layers], num_slots, num_padding_slots)
+
+    def keep_if_captured(self, cache: KVCache) -> None:
+        """Keep the pool of a cache that may become idle, if it is small and forwards were captured for it."""
+        graphs = self._graphs.get(cache.pool)
+        self._idle_pool = cache.pool if graphs is not None and graphs.may_keep(cache.num_bytes) else None
+        holders_of_idle_memory.add(self)
+
+    def free_idle_memory(self) -> None:
+        """Free the pool that was kept for its graphs, unless it is in use."""
+        self._idle_pool = None
+
+    def graphs_of(self, pool: KVPool) -> Graphs | None:
+        """Return the captured forwards on a pool; None where forwards are not captured."""
+        if self.has_graphs and pool not in self._graphs and (capturer := capturer_for(self.device)) is not None:
+            self._graphs[pool] = Graphs(capturer, self.device)
+        return self._graphs.get(pool)
 
     @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
-        """Stage the K/V of all parts' tokens and return the logits of some rows.
+        """Stage the K/V of all parts' tokens and return the logits of some of them.
 
         Args:
-            pool: where the parts' sequences live.
-            parts: one per sequence; their tokens form the row in this order.
-            logit_rows: [num_logits] int64, tokens of the row whose logits are wanted.
+            pool: storage of the parts' sequences.
+            parts: one per sequence; their tokens form the packed batch in this order.
+            logit_rows: [num_logits] int64, tokens of the packed batch whose logits are wanted.
 
         Returns:
             [num_logits, vocab], in the model's dtype.
         """
         num_logits, larger = len(logit_rows), self._padded(pool, parts, logit_rows)
         parts, logit_rows = larger or (parts, logit_rows)
-        row = PackedBatch.of(parts, is_padded=larger is not None)
-        inputs = self._inputs(row, parts, logit_rows)
+        batch = PackedBatch.of(parts, is_padded=larger is not None)
+        inputs = self._inputs(batch, parts, logit_rows)
         with self.linears.in_use():
             logits = None
             if larger is not None and inputs.plans:
-                logits = pool.graphs.run(inputs, functools.partial(self._replayable, pool), self._granted.now())
-                self.has_graphs &= not pool.graphs.has_failed  # no other pool needs to try
+                logits = self._replayed(pool, inputs)
             if logits is None:
-                inputs = sent(inputs, self.device)
-                row.plans = {key: plan.opened() for key, plan in inputs.plans.items()}
-                logits = self._compute(pool, row, inputs)
-                self._asked |= dict.fromkeys(row.plans)
+                inputs = to_device(inputs, self.device)
+                batch.plans = {key: plan.with_bias() for key, plan in inputs.plans.items()}
+                logits = self._compute(pool, batch, inputs)
+                self._requested_plans |= dict.fromkeys(batch.plans)
         return logits[:num_logits]
 
     def _padded(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
     ) -> tuple[list[NewTokens], torch.Tensor] | None:
-        """None where a forward cannot be replayed anyway."""
-        if self._granted is None or not self._granted.is_plain or pool.graphs is None or pool.graphs.is_off:
+        """Return parts and logit rows padded to one of few sizes; None where a forward cannot be replayed anyway."""
+        if self._preconditions is None or not self._preconditions.is_plain:
+            return None
+        if (graphs := self.graphs_of(pool)) is None or graphs.is_off:
             return None
         if self.model.training or torch.is_autocast_enabled(self.device.type):
             return None
@@ -171,21 +192,29 @@ class PackedModel:
             return None
         return padded(parts, logit_rows, pool)
 
-    def _inputs(self, row: PackedBatch, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> Inputs:
+    def _replayed(self, pool: KVPool, inputs: Inputs) -> torch.Tensor | None:
+        """Return the logits of a captured forward; None if there is none for such inputs."""
+        graphs, preconditions = self.graphs_of(pool), self._preconditions
+        assert graphs is not None and preconditions is not None, "only forwards that may be captured are padded"
+        logits = graphs.run(inputs, functools.partial(self._replayable, pool), preconditions.now())
+        self.has_graphs &= not graphs.has_failed  # no other pool needs to try
+        return logits
+
+    def _inputs(self, batch: PackedBatch, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
-        assert not embeds or len(embeds) == len(parts), "all rows of a prefill have embeddings, or none"
+        assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
         tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
         position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]
-        plans = {key: key[0](row, *key[2:]) for key in self._asked} if self._has_plans else {}
+        plans = {key: key[0](batch, *key[2:]) for key in self._requested_plans} if self._has_plans else {}
         name = "inputs_embeds" if embeds else "input_ids"
-        return Inputs({name: tokens}, position_ids, logit_rows, row.own_slots, plans)
+        return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans)
 
     def _replayable(self, pool: KVPool, inputs: Inputs) -> torch.Tensor:
-        """A forward that reads its inputs and nothing else of the row."""
+        """Compute a forward that reads its inputs and nothing else of the packed batch."""
         return self._compute(pool, PlannedBatch(inputs.plans), inputs)
 
-    def _compute(self, pool: KVPool, row: PackedBatch | PlannedBatch, inputs: Inputs) -> torch.Tensor:
-        forward = PackedForward(pool, row, inputs.own_slots, self.backend, self.layers)
+    def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> torch.Tensor:
+        forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers)
         keep = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
         logits = run_model(self.model, forward, **inputs.tokens, position_ids=inputs.position_ids, **keep)
         return logits if keep else logits[inputs.logit_rows.to(logits.device)]
@@ -193,3 +222,16 @@ class PackedModel:
 
 def _is_on_one_device(layers: Sequence[AttentionLayer], device: torch.device) -> bool:
     return {stored.device for layer in layers for stored in layer.shape} == {device}
+
+
+_packed_models: WeakSet[PackedModel] = WeakSet()
+
+
+def _forget_caches() -> None:
+    """Empty all caches in a forked child: the threads that use them stayed with the parent."""
+    for packed in _packed_models:
+        packed.forget_cache()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_caches)

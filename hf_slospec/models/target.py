@@ -1,4 +1,4 @@
-"""The target model behind the engine's protocol."""
+"""The target model as the engine uses it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.sampling import Asked
+from hf_slospec.models.sampling import PendingChoices
 
 
 class Sampler(Protocol):
-    """Chooses tokens exactly as plain decoding would."""
+    """Chooser of tokens that are exactly those of plain decoding."""
 
-    def ask(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> Asked:
-        """What the device chooses, and what makes one chooser per request of it.
+    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
+        """Return the tokens that the device chooses, and a function that makes one chooser per request of them.
 
         ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in turn, root first.
         """
 
 
 class PackedTarget:
-    """Verifies draft trees of many requests in one packed forward; commits accepted nodes only."""
+    """Verifier of many requests' draft trees in one packed forward, of which only accepted nodes are committed."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class PackedTarget:
     ):
         """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted, ``max_slots`` all K/V.
 
-        With ``holds_finished``, K/V of finished requests stay readable in ``sequences``.
+        With ``holds_finished``, K/V of finished requests stays readable in ``sequences`` until ``close``.
         """
         self.sampler, self.holds_finished = sampler, holds_finished
-        self.sequences = Sequences(packed, max_nodes, max_slots, is_kept=max_slots is None)
+        self.sequences = RequestSequences(packed, max_nodes, max_slots)
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -64,10 +64,10 @@ class PackedTarget:
         for chunk in chunks:
             tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
             parts.append(self.sequences.chain(chunk.request, tokens))
-        rows = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
-        logits = self.sequences.forward(parts, torch.from_numpy(rows))
-        choices, choosers = self.sampler.ask(requests, logits, trees)
-        return choosers(choices.tolist())  # the host waits here, and where processors look at the text
+        wanted = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
+        logits = self.sequences.forward(parts, torch.from_numpy(wanted))
+        choices, choosers = self.sampler.choose(requests, logits, trees)
+        return choosers(choices.tolist())  # the host waits for the device here, and where processors read the text
 
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
@@ -84,14 +84,19 @@ class PackedTarget:
             sequence.length += chain_len + len(nodes)
         for chunk in chunks:
             self.sequences.of(chunk.request).length += chunk.num_tokens
-        self.sequences.pool.move(source, destination)
+        if source:
+            self.sequences.cache.pool.move(source, destination)
 
     def release(self, request: Request) -> None:
         if not self.holds_finished:
             self.sequences.release(request)
 
+    def close(self) -> None:
+        """Release all requests and the model's K/V cache."""
+        self.sequences.close()
+
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            assert self.sequences.num_cached(request) == request.num_cached, "the engine miscounts cached tokens"
+            assert self.sequences.num_cached(request) == request.num_cached, "num_cached differs from the cached tokens"
         if not self.holds_finished:
             self.sequences.check(requests)

@@ -1,24 +1,28 @@
-"""Policies: who gets how much of each step. One file each."""
+"""Policies: they decide depth, width and nodes of every step. One file each."""
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Callable
 
-from hf_slospec.algo.latency import StepCosts
-from hf_slospec.config import PolicyName, SLOSpecConfig
+from hf_slospec.engine.checked_policy import CheckedPolicy
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
-from hf_slospec.policies.fixed import FixedPolicy, StaticTreePolicy
+from hf_slospec.policies.fixed import FixedPolicy
 from hf_slospec.policies.papers.adaserve import AdaServePolicy
 from hf_slospec.policies.papers.sequoia import SequoiaPolicy
 from hf_slospec.policies.papers.slos_serve import SLOsServePolicy
 from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
 from hf_slospec.policies.papers.smartspec_confidence import ConfidencePolicy
 from hf_slospec.policies.papers.smartspec_tree import HeadsPolicy
+from hf_slospec.policies.papers.static_tree import StaticTreePolicy
 from hf_slospec.policies.papers.thesis import ThesisPolicy, ThesisSLOPolicy
 from hf_slospec.policies.papers.tree_shapes import SPECINFER
 from hf_slospec.policies.papers.turbospec import TurboSpecPolicy
+from hf_slospec.policies.settings import PolicyName, PolicySettings, Settings
 
-NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]
-NEW: dict[PolicyName, NewPolicy] = {
+BASELINES: dict[PolicyName, Callable[[PolicySettings, StepCosts], Policy]] = {  # all but auto
     "adaserve": AdaServePolicy,
     "thesis": ThesisPolicy,
     "thesis-slo": ThesisSLOPolicy,
@@ -36,15 +40,34 @@ NEW: dict[PolicyName, NewPolicy] = {
 }
 
 
-def new_policy(config: SLOSpecConfig, costs: StepCosts, experience: SpeculationHistory) -> Policy:
-    """The policy a config names."""
+def new_policy(
+    config: Settings,
+    costs: StepCosts,
+    history: SpeculationHistory | None = None,
+    make_policy: Callable[[Settings, StepCosts], Policy] | None = None,
+    vocab_size: int = sys.maxsize,
+) -> Policy:
+    """Return the policy that the config names, or the user's own.
+
+    Args:
+        config: settings; its ``policy`` does not count if ``make_policy`` is given.
+        costs: predicted step times.
+        history: statistics of former runs, which ``auto`` uses and updates; None: it begins without.
+        make_policy: makes the user's policy, whose plans and selections are checked.
+        vocab_size: bound of the token ids in selections of the user's policy.
+    """
+    if make_policy is not None:
+        return CheckedPolicy(make_policy(config, costs), max_nodes_per_request(config, make_policy), vocab_size)
     if config.policy == "auto":
-        return AutoPolicy(config, costs, experience)
-    return NEW[config.policy](config, costs)
+        return AutoPolicy(config, costs, history)
+    return BASELINES[config.policy](config, costs)
 
 
-def max_tree_nodes(config: SLOSpecConfig, make_policy: NewPolicy | None = None) -> int:
-    """Nodes of one request's draft tree at most, its root not counted; a policy of one's own has no name."""
+def max_nodes_per_request(config: PolicySettings, make_policy: Callable[..., Policy] | None = None) -> int:
+    """Return the maximum nodes of one request's draft tree, root not counted.
+
+    With ``make_policy``, the policy that the config names does not count.
+    """
     if config.policy == "none" and make_policy is None:
         return 0
     if config.policy == "static" and make_policy is None:

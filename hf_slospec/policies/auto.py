@@ -1,179 +1,187 @@
-"""The default: one ratio of weighted expected tokens to seconds decides depth, width and nodes of every step."""
+"""Default policy: depth, width and nodes of every step maximise weighted expected tokens per second."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import numpy as np
 
-from hf_slospec.algo.acceptance import Acceptance
+from hf_slospec.algo.acceptance import Acceptance, Prediction
 from hf_slospec.algo.depth import DepthControl, ShapeTime
-from hf_slospec.algo.latency import StepCosts
 from hf_slospec.algo.select import best_ratio_nodes
-from hf_slospec.algo.tree import FloatArray, Forest, IntArray, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 from hf_slospec.algo.urgency import SLOProgress, urgency
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
-from hf_slospec.policies.papers.adaserve import affordable_tokens, useful_depth
+from hf_slospec.policies.limits import affordable_tokens, max_useful_depth
+from hf_slospec.policies.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
-UNATTAINABLE = 2.0  # times what whole candidate trees yield on average: a request that needs more cannot be helped
-SURE = 8  # steps with drafts before any request is given up
-FADE = 0.1  # weight of a step in running figures
-LOOKED_AT = 8  # requests that are drafted for to see whether speculation pays again: for all, all prompts would be read
-LEFTOVER = 0.5  # weight of a best-effort request
+UNATTAINABLE = 2.0  # an SLO is out of reach if it needs this many times the tokens of whole candidate trees
+MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as out of reach
+FADE = 0.1  # weight of a step in running averages
+MAX_NEEDED = 1000.0  # tokens per step; more are as good as infinitely many
+PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay: drafting for all would prefill all prompts
+BEST_EFFORT_WEIGHT = 0.5  # weight of a best-effort request
 
 
 class SpeculationHistory:
-    """What runs teach the next: acceptance, and the shapes that paid."""
+    """Statistics that outlive a run: acceptance, and the shapes that paid."""
 
-    def __init__(self, config: SLOSpecConfig):
+    def __init__(self, config: PolicySettings):
         self.acceptance = Acceptance(config.max_depth)
         self.depths = DepthControl(config.max_depth, config.max_width)
-        self.tokens, self.variance = 1.5, 1.0  # committed per request and step: mean, and variance around expectation
-        self.step_s = 0.0  # seconds of a step, by late ones; 0: none yet
-        self.most_tokens = 2.0  # expected per request and step, were all its candidates verified
+        self.variance = 1.0  # of committed tokens per request and step around their prediction
+        self.most_tokens = 2.0  # expected per request and step if all its candidates were verified
+
+
+@dataclass
+class _AutoStep:
+    """State of one step."""
+
+    num_prefill_tokens: int
+    num_keys: int  # cached tokens of all requests
+    num_drafting: int  # requests that are drafted for
+    num_catch_up: int  # their committed tokens that the draft has not processed
+    weights: FloatArray  # [num_requests] f64
+    prediction: Prediction = field(init=False)  # set by select
+    is_verified: BoolArray = field(init=False)  # [num_nodes], candidates; set by select
 
 
 class AutoPolicy:
-    """Maximises expected tokens per second, late requests' tokens counting more.
+    """Policy that maximises expected tokens per second, with higher weights for late requests.
 
-    The budget of a step is what it finds: nodes are added, best first, while the ratio rises. Drafting goes as deep and
-    wide as running averages say that it pays, no deeper than this step's trees are worth, and not at all when none
-    pays, but for a look now and then. Path probabilities are calibrated by what was accepted, step times corrected by
-    what was measured.
+    The budget of a step is found with its nodes: they are added, best first, while the ratio rises. Depth and width
+    are those that pay by running averages, but no deeper than this step's trees are worth; if none pays, drafting
+    stops except for occasional probes. Path probabilities are calibrated by observed acceptance, step times corrected
+    by measured ones.
     """
 
-    def __init__(self, config: SLOSpecConfig, costs: StepCosts, experience: SpeculationHistory | None = None):
+    def __init__(self, config: PolicySettings, costs: StepCosts, history: SpeculationHistory | None = None):
         self.config, self.costs = config, costs
-        self.learned = experience or SpeculationHistory(config)
+        self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        self._num_fed = num_prefill_tokens
-        self._num_keys = sum(len(request.tokens) for request in requests)
-        self._urgency = self._urgency_of(requests, begun_s)
-        self._weights = self._urgency * np.array([LEFTOVER if request.is_best_effort else 1.0 for request in requests])
-        num_requests, depths = len(requests), self.learned.depths
-        max_depth = useful_depth(requests, self.config.max_depth)
+        num_keys = sum(len(request.tokens) for request in requests)
+        num_requests, depths = len(requests), self.history.depths
+        urgencies = self._urgencies(requests, begun_s)
+        max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
-        depth, width = depths.best(max_depth, max_width, self._shape_time(num_requests, num_requests))
-        # The same ones again and again: the draft knows them.
-        drafting = requests if depths.is_on else requests[:LOOKED_AT]
-        if depth == 0 and (self._urgency > 1.0).any():
-            drafting = requests
-            depth, width = self._shape_for_the_late(num_requests, max_depth, max_width)
+        depth, width = depths.best(max_depth, max_width, self._shape_time(num_requests, num_requests, num_keys))
+        # Probes keep to the same requests, whose prompts the draft has prefilled already.
+        drafting = requests if depths.is_on else requests[:PROBED_REQUESTS]
+        if depth == 0 and (num_late := int((urgencies > 1.0).sum())):
+            # Speculation that does not pay for all may still be faster for late requests that get all of the nodes.
+            drafting, shape_time = requests, self._shape_time(num_requests, num_late, num_keys)
+            depth, width, best, plain = depths.best_shape(max_depth, max_width, shape_time)
+            depth, width = (depth, width) if best > plain else (0, 1)
         # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
         goodput = depths.goodput * num_requests
-        verify_s = self._verify_s(num_requests + np.array([0, SPAN]), num_requests)
-        level_s = self.costs.level_s(num_requests, width, self._num_keys)
-        self._plan = Plan(
+        verify_s = self.costs.verify_s(num_requests + np.array([0, SPAN]), num_requests, num_keys)
+        level_s = self.costs.level_s(num_requests, width, num_keys)
+        weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
+        return Plan(
             depth,
             width,
             min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput,
             min_gain=level_s * goodput * len(drafting) / num_requests,
             drafting=drafting,
+            state=_AutoStep(
+                num_prefill_tokens, num_keys, len(drafting), sum(r.num_draft_behind for r in drafting), weights
+            ),
         )
-        self._num_drafting = len(drafting)
-        return self._plan
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        step: _AutoStep = plan.state
         forest, num_requests = Forest.of(candidates), len(requests)
-        prediction = self.learned.acceptance.predict(requests, forest)
-        draft_s = self.costs.draft_s(self._num_drafting, int(forest.depths.max()), plan.width, self._num_keys)
+        prediction = self.history.acceptance.predict(requests, forest)
+        depth = int(forest.depths.max())
+        draft_s = self.costs.draft_s(step.num_drafting, depth, plan.width, step.num_keys, step.num_catch_up)
 
         def step_s(num_nodes: IntArray) -> FloatArray:
-            return draft_s + self._verify_s(num_nodes, num_requests)
+            return draft_s + self.costs.verify_s(num_nodes, num_requests, step.num_keys)
 
         def mixed_s(num_nodes: IntArray) -> FloatArray:
-            return step_s(num_nodes + self._num_fed)
+            return step_s(num_nodes + step.num_prefill_tokens)
 
         # Nodes deeper than what a request may still emit are never committed.
         is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
-        values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
-        self._verified = best_ratio_nodes(forest, values, self.budget, step_s, mixed_s if self._num_fed else None)
-        self._prediction = prediction
-        expected = prediction.expected_tokens(self._verified)
-        predicted_s = float(mixed_s(np.array(np.count_nonzero(self._verified))))
-        return Selection(forest.subtrees(self._verified), expected.tolist(), predicted_s)
+        values = step.weights[forest.tree_of] * prediction.path_probs * is_useful
+        is_verified = best_ratio_nodes(
+            forest, values, self.budget, step_s, mixed_s if step.num_prefill_tokens else None
+        )
+        step.prediction, step.is_verified = prediction, is_verified
+        expected = prediction.expected_tokens(is_verified)
+        predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
+        return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
 
-    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
-        prediction, verified, learned, plan = self._prediction, self._verified, self.learned, self._plan
+    def observe(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
+        step: _AutoStep = plan.state
+        history, prediction, is_verified = self.history, step.prediction, step.is_verified
         forest, num_requests = prediction.forest, len(requests)
-        in_forest = np.flatnonzero(verified)  # accepted nodes are numbered as in the verified trees
+        in_forest = np.flatnonzero(is_verified)  # accepted nodes are numbered as in the verified trees
         firsts = np.searchsorted(in_forest, forest.starts).tolist()
         own = [first + node for first, nodes in zip(firsts, accepted, strict=True) for node in nodes]
-        learned.acceptance.observe(requests, prediction, verified, in_forest[np.array(own, np.int64)])
-        learned.step_s += (FADE if learned.step_s else 1.0) * (phases.total_s - learned.step_s)
-        rest_s = phases.select_s + phases.verify_s + phases.host_s
-        self.costs.observe_verify(rest_s, len(in_forest) + self._num_fed, num_requests, self._num_keys)
+        history.acceptance.observe(requests, prediction, is_verified, in_forest[np.array(own, np.int64)])
         if not plan.depth:
             return
-        depth = int(forest.depths.max())
-        num_drafting = self._num_drafting
-        self.costs.observe_draft(phases.draft_s, num_drafting, depth, plan.width, self._num_keys)
-        seen = depth if _was_cut_short(forest, plan) else plan.depth
-        learned.depths.observe(forest, prediction.path_probs, verified, seen, plan.width, num_drafting)
-        surprise = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(verified)
-        learned.tokens += FADE * ((1.0 + len(own) / num_requests) - learned.tokens)
-        learned.variance += FADE * (float((surprise**2).mean()) - learned.variance)
-        most_tokens = 1.0 + (float(prediction.path_probs.sum()) - num_requests) / num_drafting  # roots count 1 each
-        learned.most_tokens += FADE * (most_tokens - learned.most_tokens)
+        seen = int(forest.depths.max()) if _was_cut_short(forest, plan) else plan.depth
+        history.depths.observe(forest, prediction.path_probs, is_verified, seen, plan.width, step.num_drafting)
+        error = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(is_verified)
+        history.variance += FADE * (float((error**2).mean()) - history.variance)
+        most_tokens = 1.0 + (float(prediction.path_probs.sum()) - num_requests) / step.num_drafting  # roots count 1
+        history.most_tokens += FADE * (most_tokens - history.most_tokens)
 
-    def _urgency_of(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
-        """How much more the tokens of late requests count.  -> [num_requests] f64"""
+    def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
+        """Return the weights of requests by lateness, see :func:`~hf_slospec.algo.urgency.urgency`."""
         if all(request.tpot_slo_s is None for request in requests):
             return np.ones(len(requests))
-        learned = self.learned
-        rows = [(r.tpot_slo_s or np.inf, *r.decoded(begun_s), r.num_left_in_stage) for r in requests]
-        standing = SLOProgress(*np.array(rows, np.float64).T)
-        needed = standing.needed_rate(learned.step_s)
-        is_unattainable = (needed > UNATTAINABLE * learned.most_tokens) & (learned.depths.num_observed > SURE)
+        history, recent = self.history, self.costs.recent
+        columns = [(r.tpot_slo_s or np.inf, *r.decoded(begun_s), r.num_left_in_stage) for r in requests]
+        progress = SLOProgress(*np.array(columns, np.float64).T)
+        needed = progress.needed_rate(recent.step_s)
+        has_history = history.depths.num_observed > MIN_DRAFTED_STEPS
+        is_unattainable = (needed > UNATTAINABLE * history.most_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
             self._warn_once(requests[index], float(needed[index]))
-        cushion = standing.cushion(learned.step_s, learned.tokens, learned.variance**0.5)
-        return urgency(standing.late(learned.step_s), cushion, is_unattainable, self.config.urgency)
+        cushion = progress.cushion(recent.step_s, recent.tokens, history.variance**0.5)
+        return urgency(progress.late(recent.step_s), cushion, is_unattainable, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
             self._warned.add(request)
             logger.warning(
-                "request %d can no longer meet its target of %.4g s per token and goes on as fast as the leftover "
-                "allows: it needs %.1f tokens per step, and whole candidate trees yield %.1f",
-                request.index, request.tpot_slo_s, needed, self.learned.most_tokens,
-            )  # fmt: skip
+                "request %d can no longer meet its TPOT SLO of %.4g s and continues without it: %s",
+                request.index,
+                request.tpot_slo_s,
+                f"it needs {needed:.1f} tokens per step, and whole candidate trees yield {self.history.most_tokens:.1f}"
+                if needed < MAX_NEEDED
+                else "the time that its SLO allows for all of its tokens has passed",
+            )
 
-    def _shape_time(self, num_requests: int, num_drafting: int) -> ShapeTime:
-        """Seconds of a step in which some of the requests get nodes beside their roots."""
+    def _shape_time(self, num_requests: int, num_drafting: int, num_keys: int) -> ShapeTime:
+        """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots."""
 
         def seconds(depths: IntArray, widths: IntArray, nodes: FloatArray) -> FloatArray:
-            draft_s = self.costs.draft_s(num_requests, depths, widths, self._num_keys)
+            draft_s = self.costs.draft_s(num_requests, depths, widths, num_keys)
             num_nodes = num_requests - num_drafting + num_drafting * nodes
-            return draft_s + self._verify_s(num_nodes, num_requests)
+            return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
         return seconds
 
-    def _verify_s(self, num_nodes: IntArray | FloatArray, num_requests: int) -> FloatArray:
-        """Seconds of a forward of these nodes."""
-        return self.costs.verify_s(num_nodes, num_requests, self._num_keys)
-
-    def _shape_for_the_late(self, num_requests: int, max_depth: int, max_width: int) -> tuple[int, int]:
-        """Where speculation does not pay for all, it may still be faster for those that get all of its nodes."""
-        num_late = int((self._urgency > 1.0).sum())
-        depth, width, best, plain = self.learned.depths.best_shape(
-            max_depth, max_width, self._shape_time(num_requests, num_late)
-        )
-        return (depth, width) if best > plain else (0, 1)
-
 
 def _was_cut_short(forest: Forest, plan: Plan) -> bool:
-    """Whether the drafter stopped because deeper levels were not worth it; what they hold is not known then."""
+    """Return whether the drafter stopped because deeper levels were not worth it, so that these remain unknown."""
     last = forest.path_probs[forest.depths == forest.depths.max()]
     return bool(np.maximum(last - plan.min_path_prob, 0.0).sum() < plan.min_gain)

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
@@ -20,52 +20,55 @@ from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotRunningError, QueueFull
 from hf_slospec.serving.handle import RequestHandle
 
-NewEngine = Callable[[ContinuousScheduler], Engine]
+NewEngine = Callable[[], Engine[ContinuousScheduler]]
 
 
-class Observer:
-    """Hears what a batcher does, in its thread."""
+class Observer(Protocol):
+    """Is called by a batcher, in its thread."""
 
     def on_step(self, step: StepEvent) -> None:
-        """After every step."""
+        """Handle the end of a step."""
 
     def on_end(self, request: Request) -> None:
-        """After a request finished, was cancelled or failed."""
+        """Handle a request that finished, was cancelled or failed."""
 
 
 class Batcher:
     """Runs one engine in a thread of its own, while there is something to decode.
 
-    All that other threads do is leave orders behind a lock: requests to add, requests to cancel, to stop. The engine's
-    thread takes them between steps, so nothing but that thread touches engine and scheduler.
+    Other threads only leave orders behind a lock: requests to add, requests to cancel, to stop. The engine's thread
+    takes them between steps, so no other thread touches engine and scheduler.
     """
 
     def __init__(
         self,
-        new_scheduler: Callable[[], ContinuousScheduler],
         new_engine: NewEngine,
         max_queue: int,
-        turns: FairLock,
+        lock: FairLock,
         observer: Observer,
         in_thread: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
-        """``turns`` is held during every step: others may run the same models in between.
+        """Create a batcher that is not started.
 
-        The batcher's thread runs within ``in_thread()``.
+        Args:
+            new_engine: makes the engine of each start.
+            max_queue: requests that wait at most.
+            lock: held while the engine is used; other threads may run the same models between steps.
+            in_thread: makes the context that the batcher's thread runs in.
         """
         self.in_thread = in_thread
-        self.new_scheduler, self.new_engine, self.max_queue = new_scheduler, new_engine, max_queue
-        self.turns, self.observer = turns, observer
+        self.new_engine, self.max_queue = new_engine, max_queue
+        self.lock, self.observer = lock, observer
         self._clear("has not been started; call start(), or use `with generator:`")
 
     def _clear(self, why_not: str) -> None:
         self._state = threading.Condition()  # guards the orders below
         self._arrivals: deque[RequestHandle] = deque()
-        self._given_up: deque[tuple[RequestHandle, BaseException | None]] = deque()
-        self._ending: str | None = None  # "drain": take nothing new; "now": finish nothing
+        self._aborted: deque[tuple[RequestHandle, BaseException | None]] = deque()
+        self._ending: str | None = None  # "drain": take no more requests; "now": cancel all
         self._handles: dict[int, RequestHandle] = {}  # of unfinished requests, by index
         self._num_waiting = 0  # in the scheduler
-        self.num_running = self.kv_held = 0  # requests, and the slots they may come to hold
+        self.num_running = self.kv_held = 0  # requests, and the slots they hold at their longest
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._pid = os.getpid()
@@ -75,17 +78,22 @@ class Batcher:
 
     @property
     def is_running(self) -> bool:
+        """Return whether its thread runs, in this process."""
         return self._thread is not None and self._thread.is_alive() and self._pid == os.getpid()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run yet."""
+        """Requests that wait for room."""
         return len(self._arrivals) + self._num_waiting
 
     def start(self) -> None:
-        """Begin to take requests; does nothing if it does. Waits for one that is stopping."""
+        """Begin to take requests, unless it does; waits for a stop that is in progress.
+
+        Raises:
+            NotRunningError: called by the batcher's own thread while it stops.
+        """
         if self._pid != os.getpid():
-            self._clear("")  # a forked child inherits locks that nobody will release
+            self._clear("")  # a forked child inherits locks that no thread will release
         if self._thread is threading.current_thread():
             if self._is_taking:
                 return
@@ -95,10 +103,9 @@ class Batcher:
                 return
             if self._thread is not None:
                 self._thread.join()
-            scheduler = self.new_scheduler()
-            engine = self.new_engine(scheduler)
-            self.turns.rest()  # this thread may have loaded and measured the models
-            thread = threading.Thread(target=self._run, args=(engine, scheduler), name="hf_slospec", daemon=True)
+            engine = self.new_engine()
+            self.lock.rest()  # this thread may have loaded and measured the models
+            thread = threading.Thread(target=self._run, args=(engine,), name="hf_slospec", daemon=True)
             with self._state:
                 self._ending, self._thread = None, thread
                 thread.start()
@@ -113,7 +120,7 @@ class Batcher:
         """
         self.check_running()
         with self._state:
-            may_wait = block and threading.current_thread() is not self._thread  # which makes the room
+            may_wait = block and threading.current_thread() is not self._thread  # only that thread makes room
             is_room = self._state.wait_for(
                 lambda: self.num_waiting < self.max_queue or not self._is_taking, timeout if may_wait else 0.0
             )
@@ -132,11 +139,15 @@ class Batcher:
         if self._pid != os.getpid():
             return
         with self._state:
-            self._given_up.append((handle, error))
+            self._aborted.append((handle, error))
             self._state.notify_all()
 
     def stop(self, drain: bool, timeout: float | None) -> None:
-        """Take no more requests, finish those there are if ``drain``, for ``timeout`` seconds, and cancel the rest."""
+        """Take no more requests, with ``drain`` finish the present ones for ``timeout`` seconds, and cancel the rest.
+
+        Raises:
+            NotRunningError: called by the batcher's own thread.
+        """
         thread = self._thread
         if thread is None or self._pid != os.getpid():
             return
@@ -149,11 +160,14 @@ class Batcher:
 
     def _end_with(self, ending: str, thread: threading.Thread) -> None:
         with self._state:
-            if self._thread is thread and self._ending != "now":  # nobody started it again, or is in more of a hurry
+            if (
+                self._thread is thread and self._ending != "now"
+            ):  # not started again meanwhile, and not stopping already
                 self._ending, self._why_not = ending, "was stopped; call start() to use it again"
                 self._state.notify_all()
 
     def check_running(self) -> None:
+        """Raise NotRunningError unless the batcher takes requests."""
         if self._pid != os.getpid():
             raise NotRunningError("the batcher runs in the process this one was forked from; call start() here")
         if not self._is_taking:
@@ -165,22 +179,25 @@ class Batcher:
 
     # ---- the engine's thread
 
-    def _run(self, engine: Engine, scheduler: ContinuousScheduler) -> None:
+    def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
         try:
             with self.in_thread():
-                while self._take_orders(engine, scheduler):
-                    if scheduler.running or scheduler.waiting:
-                        self._step(engine, scheduler)
-                engine.retire([*scheduler.running, *scheduler.waiting])
-        except BaseException as caught:  # noqa: BLE001  whoever waits for a request must hear of it
+                while self._take_orders(engine):
+                    if _is_busy(engine.scheduler):
+                        self._step(engine)
+                with self.lock:
+                    engine.retire([*engine.scheduler.running, *engine.scheduler.waiting])
+        except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
             error = caught
+        with self.lock:
+            engine.close()
         with self._state:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
             left = list(self._handles.values())
             self._arrivals.clear()
-            self._given_up.clear()
+            self._aborted.clear()
             self._num_waiting = self.num_running = self.kv_held = 0
             self._ending = "now"
             self._state.notify_all()
@@ -188,33 +205,31 @@ class Batcher:
             handle.request.end(error)
             self._end(handle.request)
 
-    def _take_orders(self, engine: Engine, scheduler: ContinuousScheduler) -> bool:
-        """Wait for something to do.  -> whether to go on"""
-        if not (is_busy := bool(scheduler.running or scheduler.waiting)):
-            self.turns.rest()
+    def _take_orders(self, engine: Engine[ContinuousScheduler]) -> bool:
+        """Wait for work or orders, carry the orders out, and return whether to go on."""
+        scheduler = engine.scheduler
+        if not (is_busy := _is_busy(scheduler)):
+            self.lock.rest()
         with self._state:
             self._count(scheduler)
-            self._state.wait_for(lambda: is_busy or self._arrivals or self._given_up or self._ending)
+            self._state.wait_for(lambda: is_busy or self._arrivals or self._aborted or self._ending)
             arrivals, self._arrivals = self._arrivals, deque()
-            given_up, self._given_up = self._given_up, deque()
+            aborted, self._aborted = self._aborted, deque()
             self._num_waiting += len(arrivals)
             ending = self._ending
         for handle in arrivals:
             scheduler.add(handle.request)
-        for handle, error in given_up:
-            request = handle.request
-            if not request.is_finished:
-                request.end(error)
-                engine.retire([request])
-                self._end(request)
-        return ending != "now" and not (ending == "drain" and not scheduler.running and not scheduler.waiting)
+        for handle, error in aborted:
+            if not handle.request.is_finished:
+                self._retire(engine, handle.request, error)
+        return ending != "now" and not (ending == "drain" and not _is_busy(scheduler))
 
-    def _step(self, engine: Engine, scheduler: ContinuousScheduler) -> None:
+    def _step(self, engine: Engine[ContinuousScheduler]) -> None:
         try:
-            with self.turns:
+            with self.lock:
                 event = engine.step()
         except MemoryError as error:
-            self._do_less(engine, scheduler, error)
+            self._do_less(engine, error)
             return
         for part in event.requests:
             request = self._handles[part.index].request
@@ -230,26 +245,36 @@ class Batcher:
         if self._num_waiting < before:
             self._state.notify_all()  # there is room in the queue
 
-    def _do_less(self, engine: Engine, scheduler: ContinuousScheduler, error: MemoryError) -> None:
-        """A step ran out of memory, and nothing has changed: try less. Who is alone and still too large, fails."""
+    def _do_less(self, engine: Engine[ContinuousScheduler], error: MemoryError) -> None:
+        """Reduce the work of steps after one ran out of memory; a single request that is too large fails."""
+        scheduler = engine.scheduler
         if preempted := scheduler.relieve(engine.clock()):
-            engine.forget(preempted)
+            with self.lock:
+                engine.forget(preempted)
         elif not scheduler.shrink():
-            largest = max(scheduler.running, key=lambda request: len(request.tokens))
-            largest.end(error)
-            engine.retire([largest])
-            self._end(largest)
+            self._retire(engine, max(scheduler.running, key=lambda request: len(request.tokens)), error)
+
+    def _retire(self, engine: Engine[ContinuousScheduler], request: Request, error: BaseException | None) -> None:
+        """End a request before its time."""
+        request.end(error)
+        with self.lock:
+            engine.retire([request])
+        self._end(request)
 
     def _end(self, request: Request) -> None:
         handle = self._handles.pop(request.index)
         if request.error is not None:
-            _let_go(request.error)
+            _clear_frames(request.error)
         handle.advance()
         self.observer.on_end(request)
 
 
-def _let_go(error: BaseException) -> None:
-    """Empty the frames that an error holds on to; they know the engine and all of its K/V."""
+def _is_busy(scheduler: ContinuousScheduler) -> bool:
+    return bool(scheduler.running or scheduler.waiting)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames that an error's traceback keeps, which refer to the engine and all of its K/V."""
     at = error.__traceback__
     while at is not None:
         frame: Any = at.tb_frame
@@ -265,7 +290,7 @@ _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """The interpreter ends: a step in flight must not run into its ruins."""
+    """Stop every batcher before the interpreter shuts down, so that no step is in progress then."""
     for batcher in list(_batchers):
         with contextlib.suppress(NotRunningError):
             batcher.stop(drain=False, timeout=None)

@@ -1,4 +1,4 @@
-"""``SLOSpecGenerator``: a target, its draft and a tokenizer as one object."""
+"""``SLOSpecGenerator``: target, draft and tokenizer as one object, with ``generate`` and the batcher."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_slospec.config import SLOSpecConfig
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
-from hf_slospec.generate.enable import Decoder
+from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.policies import NewPolicy
 from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.service import Prompt, Serving
+from hf_slospec.serving.service import BatchingService
+from hf_slospec.serving.submission import Prompt, SubmitOptions
 from hf_slospec.serving.telemetry import Collector, Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
@@ -34,7 +34,7 @@ class SLOSpecGenerator:
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
         tokenizer: of both models.
-        config: how to speculate.
+        config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         drafter: an object of your own that proposes token trees, see :class:`Drafter`.
         make_policy, fallback: as in :func:`enable`.
 
@@ -53,12 +53,12 @@ class SLOSpecGenerator:
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
     ):
-        self._decoder = Decoder(
+        self.decoder = Decoder(
             model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
         )
         self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
-        self.config = self._decoder.config
-        self._serving = Serving(self._decoder, tokenizer)
+        self.config = self.decoder.config
+        self._service = BatchingService(self.decoder, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -74,10 +74,10 @@ class SLOSpecGenerator:
         device_map: Any = None,
         **model_kwargs: Any,
     ) -> SLOSpecGenerator:
-        """Load target, draft if one is named, and the target's tokenizer, from the Hub or from folders.
+        """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
-        ``dtype``, ``device_map`` and Hub access (``token``, ``cache_dir``, ...) hold for both models, further arguments
-        for the target's ``from_pretrained``.
+        ``dtype``, ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to both models, further arguments
+        to the target's ``from_pretrained``.
         """
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
@@ -97,12 +97,12 @@ class SLOSpecGenerator:
         fallback: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """``model.generate`` with tree speculation, with or without a target; same arguments and return types.
+        """Run ``model.generate`` with tree speculation, with or without an SLO; same arguments and return types.
 
         Args:
             inputs: [batch, length] or [length] int64, or as ``input_ids``; left-padded with an ``attention_mask``.
             slo_tpot: seconds per output token for all rows, or a list with one entry (or None) per row.
-            fallback: overrides the generator's for this call.
+            fallback: overrides the generator's setting for this call.
             kwargs: everything else ``generate`` takes. ``return_dict_in_generate=True`` adds ``slo``, one
                 :class:`RequestMetrics` per row.
 
@@ -110,12 +110,12 @@ class SLOSpecGenerator:
             As ``generate`` does, [batch, length] int64, or a :class:`SLOSpecOutput` in place of its own class.
 
         Raises:
-            InvalidInputError, InvalidTypeError: an argument makes no sense.
+            InvalidInputError, InvalidTypeError: an argument has a wrong value or type.
             UnsupportedOptionError: an option cannot be speculated; with ``fallback`` stock ``generate`` runs instead.
         """
         positional = {"inputs": inputs, "generation_config": generation_config}
         arguments = {"tokenizer": self.tokenizer, **kwargs} | {k: v for k, v in positional.items() if v is not None}
-        return self._decoder.generate(slo_tpot, arguments, fallback)
+        return self.decoder.generate(slo_tpot, arguments, fallback)
 
     # ---- the batcher
 
@@ -139,42 +139,48 @@ class SLOSpecGenerator:
 
         Args:
             prompt: a text or chat messages (with a tokenizer), or token ids of one request.
-            slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no promise.
+            slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no SLO.
             slo_ttft: seconds from now to the first token.
-            priority: higher ones are promised, and go, first.
-            best_effort: asks for no promise, and gets what others leave.
-            seed: of its sampling; drawn if omitted, see ``handle.seed``.
-            block: wait for room in the queue, ``timeout`` seconds at most, instead of raising at once.
+            priority: requests of higher priority are guaranteed, and served, first.
+            best_effort: use leftover budget only, without a guarantee.
+            seed: of sampling; drawn if omitted, see ``handle.seed``.
+            block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 
         Raises:
             NotRunningError: call ``start()`` first, or use ``with generator:``.
             QueueFull: ``max_queue`` requests are waiting.
-            InvalidInputError, InvalidTypeError, UnsupportedOptionError: an argument cannot be served; nothing that runs
-                is disturbed.
+            InvalidInputError, InvalidTypeError, UnsupportedOptionError: an argument cannot be served; running requests
+                are not disturbed.
         """
-        return self._serving.submit(prompt, slo_tpot, slo_ttft, priority, best_effort, seed, block, timeout, kwargs)
+        options = SubmitOptions.of(
+            slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=block, timeout=timeout
+        )
+        return self._service.submit(prompt, slo_tpot, options, kwargs)
 
     def start(self) -> SLOSpecGenerator:
-        """Run the batcher; does nothing if it runs. Measures step times first if they are not known yet."""
-        self._serving.start()
+        """Start the batcher unless it runs. Measures step times first if no profile is kept."""
+        self._service.start()
         return self
 
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests and wait for those there are; after ``timeout`` seconds, or without ``drain``, cancel
-        them. The batcher may be started again."""
-        self._serving.stop(drain, timeout)
+        """Stop the batcher, which may be started again.
+
+        It takes no more requests and finishes those it has; after ``timeout`` seconds, or without ``drain``, it cancels
+        them.
+        """
+        self._service.stop(drain, timeout)
 
     def set_policy(self, config: SLOSpecConfig) -> None:
-        """Let this config's policy, with its settings, decide from the batcher's next step on. What runs goes on.
+        """Use this config's policy, with its settings, from the batcher's next step on. Running requests continue.
 
-        Everything else (``max_batch``, ``kv_tokens``, ``admission``, ...) stays as the generator was made.
+        All other settings (``max_batch``, ``kv_tokens``, ``admission``, ...) stay those of the generator.
 
         Raises:
             InvalidInputError: the policy's trees may be larger than those of the generator's own config.
         """
-        self._serving.set_policy(config)
+        self._service.set_policy(config)
 
     def __enter__(self) -> SLOSpecGenerator:
         return self.start()
@@ -183,9 +189,9 @@ class SLOSpecGenerator:
         self.stop(drain=error is None)
 
     def stats(self) -> Stats:
-        """What the batcher does and has done."""
-        return self._serving.stats()
+        """Return a snapshot of the batcher: what it runs, and counts since it was first started."""
+        return self._service.stats()
 
     def collector(self) -> Collector:
-        """For ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``."""
-        return self._serving.collector()
+        """Return a collector for ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``."""
+        return self._service.collector()

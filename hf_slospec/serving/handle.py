@@ -1,4 +1,4 @@
-"""A submitted request as its caller sees it: a stream of what is committed, and a result."""
+"""The caller's view of a submitted request: a stream of committed tokens, and a result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ToText = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class RequestResult:
-    """What came of a request."""
+    """Output of a finished request."""
 
     token_ids: list[int]  # the new ones
     text: str | None  # of the new tokens; None without a tokenizer
@@ -29,10 +29,10 @@ class RequestResult:
 
 
 class RequestHandle:
-    """Streams a request's output and ends with its result; may be used from any thread, or awaited.
+    """A stream of a request's output, and its result; may be used from any thread, or awaited.
 
-    Iterating gives pieces of text as tokens are committed, or token ids where there is no tokenizer. Every iteration
-    starts from the beginning. What a request raised itself, its iteration and ``result`` raise.
+    Iterating yields pieces of text as tokens are committed, or token ids where there is no tokenizer. Every iteration
+    starts from the beginning. An error of the request is raised by its iteration and by ``result``.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class RequestHandle:
         abort: Callable[[RequestHandle, BaseException | None], None],
         seed: int | None,
     ):
-        self.request, self._to_text, self._give_up = request, to_text, abort
-        self.seed = seed  # of its noise; None for greedy choice
+        self.request, self._to_text, self._abort = request, to_text, abort
+        self.seed = seed  # of sampling; None for greedy decoding
         self._changed = threading.Condition()
         self._num_ready = 0
-        self._traceback: TracebackType | None = None  # of the request's error, where it was met
+        self._traceback: TracebackType | None = None  # of the request's error, where it was raised
         self._is_done = False
         self._wakers: list[_Waker] = []
         self._pid = os.getpid()
-        self.thread: threading.Thread | None = None  # that decodes it
+        self.thread: threading.Thread | None = None  # the batcher's
 
     # ---- for the engine
 
     def advance(self) -> None:
-        """Show what has been committed; wakes all who wait for it. The consumer's pace does not matter here."""
+        """Publish the tokens committed so far, and wake all waiting threads and tasks."""
         with self._changed:
             self._num_ready, self._is_done = self.request.num_emitted, self.request.is_finished
             if self.request.error is not None:
@@ -74,17 +74,17 @@ class RequestHandle:
         return self._since(0)
 
     def _since(self, at: int) -> list[int]:
-        """The new tokens but the first ``at``."""
+        """Return the new tokens but the first ``at``."""
         return self.request.tokens[self.request.prompt_len + at : self.request.prompt_len + self._num_ready]
 
     @property
     def commits(self) -> list[Commit]:
-        """What each step so far added, when, and how much of it the draft had proposed."""
+        """Return what each step so far added, when, and how much of it the draft had proposed."""
         return [commit for commit in list(self.request.commits) if commit.num_emitted <= self._num_ready]
 
     @property
     def from_draft(self) -> list[bool]:
-        """For each of the new tokens so far, whether it is an accepted draft; else the target chose it alone."""
+        """Return for each of the new tokens so far whether it is an accepted draft token."""
         origins: list[bool] = []
         for commit in self.commits:
             num_new = commit.num_emitted - len(origins)
@@ -93,32 +93,32 @@ class RequestHandle:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """What was promised and measured so far."""
+        """SLOs and measurements so far."""
         return self.request.metrics()
 
     def done(self) -> bool:
-        """Whether it has finished, was cancelled or failed."""
+        """Return whether the request has finished, was cancelled or failed."""
         return self._is_done
 
     def cancel(self) -> None:
-        """Give the request up; does nothing when it is done."""
+        """Cancel the request, unless it is done."""
         if not self._is_done:
-            self._give_up(self, None)
+            self._abort(self, None)
 
     def fail(self, error: BaseException) -> None:
-        """Give the request up because of an error, which ``result`` will raise."""
+        """End the request with an error, which ``result`` raises, unless it is done."""
         if not self._is_done:
-            self._give_up(self, error)
+            self._abort(self, error)
 
     def result(self, timeout: float | None = None) -> RequestResult:
-        """Wait for the end.
+        """Wait for the end of the request and return its output.
 
         Args:
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None waits without limit.
 
         Raises:
-            TimeoutError: the request goes on, and may be asked again.
-            RequestCancelledError: it was cancelled; ``token_ids`` has what there was.
+            TimeoutError: the request continues; call again.
+            RequestCancelledError: it was cancelled; ``token_ids`` has the tokens until then.
         """
         self._check_waiting()
         with self._changed:
@@ -127,7 +127,7 @@ class RequestHandle:
         return self._result()
 
     def tokens(self) -> Iterator[int]:
-        """New tokens as they are committed."""
+        """Yield new tokens as they are committed."""
         for new, _ in self._steps():
             yield from new
 
@@ -141,7 +141,7 @@ class RequestHandle:
                 yield piece
 
     def _steps(self) -> Iterator[tuple[list[int], bool]]:
-        """What has come since, whenever something has."""
+        """Yield newly committed tokens, and whether they are the last."""
         at = 0
         while True:
             self._check_waiting()
@@ -153,15 +153,15 @@ class RequestHandle:
                 return
 
     def _wait_past(self, at: int) -> tuple[list[int], bool]:
-        """Wait for more than the first ``at`` tokens, or the end.  -> what came since, whether that is all"""
+        """Wait for more than the first ``at`` tokens, or the end; return the new ones and whether they are the last."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_done or self._num_ready > at)
             return self._since(at), self._is_done
 
-    # ---- the same for asyncio
+    # ---- for asyncio
 
     async def aresult(self, timeout: float | None = None) -> RequestResult:
-        """As :meth:`result`, without blocking the event loop."""
+        """Await the output; see :meth:`result`."""
         try:
             await asyncio.wait_for(self._more(math.inf), timeout)
         except asyncio.TimeoutError:
@@ -197,7 +197,7 @@ class RequestHandle:
                 self._wakers.remove(waker)
 
     def _check_waiting(self) -> None:
-        """Refuse to wait where the request cannot go on."""
+        """Raise NotRunningError where waiting would never end."""
         if self._pid != os.getpid():
             raise NotRunningError("the request runs in the process this one was forked from")
         if threading.current_thread() is self.thread and not self._is_done:
@@ -220,7 +220,7 @@ class RequestHandle:
 
 
 class _Waker:
-    """Someone in an event loop who waits for more than ``at`` tokens."""
+    """A task in an event loop that waits for more than ``at`` tokens."""
 
     def __init__(self, at: float):
         self.at, self.loop = at, asyncio.get_running_loop()
@@ -232,20 +232,20 @@ class _Waker:
 
 
 class TextStream:
-    """Text of tokens that come bit by bit: whole characters only, decoded in the company of those before them."""
+    """Incremental text of a growing list of tokens: whole characters only, decoded with the tokens before them."""
 
     def __init__(self, to_text: ToText):
         self.to_text = to_text
         self._tokens: list[int] = []
-        self._begin = self._shown = 0  # tokens decoded again for context, and tokens whose text is out
+        self._begin = self._shown = 0  # first token decoded again for context, and tokens whose text was returned
 
     def push(self, tokens: list[int], is_last: bool) -> str:
-        """The text that can be shown now."""
+        """Add tokens and return the text that they complete."""
         self._tokens += tokens
         before, now = (self.to_text(self._tokens[self._begin : end]) for end in (self._shown, len(self._tokens)))
         if now.endswith("\ufffd") and not is_last:  # part of a character
             return ""
-        if len(now) > len(before):  # tokens without text, such as special ones, are no company
+        if len(now) > len(before):  # tokens without text, such as special ones, give no context
             self._begin = self._shown
         self._shown = len(self._tokens)
         return now[len(before) :]

@@ -1,4 +1,4 @@
-"""What a running batcher counts: as a snapshot, and for Prometheus under the names that serving people know."""
+"""Counters of a batcher: as a snapshot, and for Prometheus under the names that vLLM made common."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Request
 from hf_slospec.models.memory import MemoryUse
 
-REMEMBERED = 1024  # finished requests whose times percentiles are taken of
+RECENT = 1024  # finished requests that percentiles are taken over
 PREFIX = "hf_slospec:"
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 TIME_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Percentiles(BaseModel):
-    """Of the last finished requests, in seconds."""
+    """Percentiles over recently finished requests, in seconds."""
 
     p50: float
     p90: float
@@ -31,32 +31,39 @@ class Percentiles(BaseModel):
 
 
 class Stats(BaseModel):
-    """A snapshot of a batcher. Counts are since it was first started."""
+    """Snapshot of a batcher. Counts are since it was first started."""
 
     model_config = ConfigDict(frozen=True)
 
     running: int = Field(description="Requests that hold K/V.")
-    waiting: int = Field(description="Requests that do not run yet, or not any more.")
-    kv_tokens: int = Field(description="Tokens of K/V that running requests may come to hold.")
-    kv_limit: int = Field(description="Tokens of K/V there may be.")
+    waiting: int = Field(description="Requests that wait for room, preempted ones included.")
+    kv_tokens: int = Field(description="Tokens of K/V that running requests hold at their longest.")
+    kv_limit: int = Field(description="Tokens of K/V at most.")
     memory: MemoryUse | None = Field(description="None before the batcher was first started.")
     finished: dict[str, int] = Field(description="Requests by how they ended: stop, length, cancelled, error.")
-    attained: int = Field(description="Finished requests that met their targets.")
-    missed: int = Field(description="Finished requests that did not.")
-    promised: int = Field(description="Finished requests whose targets had been promised.")
-    broken: int = Field(description="Of those, the ones that missed them.")
-    preempted: int = Field(description="Times finished requests had lost their K/V to others.")
+    attained: int = Field(description="Finished requests that met their SLOs.")
+    missed: int = Field(description="Finished requests that missed one of theirs.")
+    guaranteed: int = Field(description="Finished requests whose SLOs had been guaranteed.")
+    broken: int = Field(description="Guaranteed requests that missed an SLO.")
+    preempted: int = Field(description="Times that finished requests had been preempted.")
     steps: int
     prompt_tokens: int = Field(description="Of finished requests.")
     generated_tokens: int
     drafted_tokens: int = Field(description="Of finished requests.")
-    accepted_tokens: int = Field(description="Of these, the accepted ones.")
+    accepted_tokens: int = Field(description="Drafted tokens that were accepted.")
     tokens_per_step: float = Field(description="Tokens committed per decoding request and step (acceptance length).")
     ttft_s: Percentiles | None = Field(description="Time to the first token.")
     tpot_s: Percentiles | None = Field(description="Time per output token.")
 
+    @property
+    def promised(self) -> int:
+        """Return ``guaranteed``, under its name of version 0.1."""
+        return self.guaranteed
+
 
 class _Histogram:
+    """A Prometheus histogram."""
+
     def __init__(self, buckets: tuple[float, ...]):
         self.buckets, self.counts, self.sum = buckets, [0] * (len(buckets) + 1), 0.0
 
@@ -70,14 +77,14 @@ class _Histogram:
 
 
 class Telemetry:
-    """Counts in the batcher's thread; read from any."""
+    """Counts in the batcher's thread; may be read from any thread."""
 
     def __init__(self) -> None:
         self._lock = FairLock()
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        self._ttft_s: deque[float] = deque(maxlen=REMEMBERED)
-        self._tpot_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._ttft_s: deque[float] = deque(maxlen=RECENT)
+        self._tpot_s: deque[float] = deque(maxlen=RECENT)
         self._histograms = {
             "time_to_first_token_seconds": _Histogram(TIME_BUCKETS),
             "time_per_output_token_seconds": _Histogram(LATENCY_BUCKETS),
@@ -86,6 +93,7 @@ class Telemetry:
         }
 
     def on_step(self, step: StepEvent) -> None:
+        """Count a step."""
         with self._lock:
             self._counts.update(
                 steps=1,
@@ -96,6 +104,7 @@ class Telemetry:
             self._histograms["step_seconds"].observe(step.phases.total_s)
 
     def on_end(self, request: Request) -> None:
+        """Count a request that ended."""
         metrics = request.metrics()
         with self._lock:
             self._finished[str(request.finish_reason)] += 1
@@ -115,10 +124,11 @@ class Telemetry:
                 self._histograms["time_per_output_token_seconds"].observe(metrics.tpot_s)
             if metrics.attained is not None and request.finish_reason in ("stop", "length"):
                 self._counts["attained" if metrics.attained else "missed"] += 1
-                self._counts["promised"] += metrics.guaranteed
+                self._counts["guaranteed"] += metrics.guaranteed
                 self._counts["broken"] += metrics.guaranteed and not metrics.attained
 
     def stats(self, running: int, waiting: int, kv_tokens: int, kv_limit: int, memory: MemoryUse | None) -> Stats:
+        """Return a snapshot with the present state, which the caller knows."""
         with self._lock:
             counts = self._counts
             return Stats(
@@ -130,7 +140,7 @@ class Telemetry:
                 finished=dict(self._finished),
                 attained=counts["attained"],
                 missed=counts["missed"],
-                promised=counts["promised"],
+                guaranteed=counts["guaranteed"],
                 broken=counts["broken"],
                 preempted=counts["preempted"],
                 steps=counts["steps"],
@@ -144,12 +154,12 @@ class Telemetry:
             )
 
     def families(self, stats: Stats) -> Iterator[Any]:
-        """Prometheus metric families; needs prometheus_client."""
+        """Yield Prometheus metric families; needs prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, text, value in (
             ("num_requests_running", "Requests that hold K/V.", stats.running),
-            ("num_requests_waiting", "Requests that do not run yet.", stats.waiting),
+            ("num_requests_waiting", "Requests that wait for room.", stats.waiting),
             ("kv_cache_usage_perc", "Share of the K/V limit in use, 0 to 1.", stats.kv_tokens / max(stats.kv_limit, 1)),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
@@ -157,10 +167,10 @@ class Telemetry:
             ("prompt_tokens", "Prompt tokens of finished requests.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.drafted_tokens),
-            ("spec_decode_num_accepted_tokens", "Of those, accepted.", stats.accepted_tokens),
-            ("num_preemptions", "Times a request lost its K/V to another.", stats.preempted),
-            ("slo_attained", "Finished requests that met their targets.", stats.attained),
-            ("slo_missed", "Finished requests that did not.", stats.missed),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),
+            ("num_preemptions", "Times a request was preempted.", stats.preempted),
+            ("slo_attained", "Finished requests that met their SLOs.", stats.attained),
+            ("slo_missed", "Finished requests that missed an SLO.", stats.missed),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         ended = CounterMetricFamily(
@@ -176,7 +186,7 @@ class Telemetry:
 
 
 class Collector:
-    """What ``prometheus_client`` asks a collector for."""
+    """A collector as ``prometheus_client`` expects it."""
 
     def __init__(self, families: Callable[[], Iterator[Any]]):
         self.collect = families

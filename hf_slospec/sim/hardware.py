@@ -10,7 +10,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve, StepCosts
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 from hf_slospec.sim.files import read_json, validated
 

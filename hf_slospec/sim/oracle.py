@@ -11,7 +11,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
-from hf_slospec.policies.papers.adaserve import useful_depth
+from hf_slospec.policies.limits import max_useful_depth
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.models import SimulatedDrafter, VirtualClock
 from hf_slospec.sim.texts import Library
@@ -30,7 +30,7 @@ class OraclePolicy:
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
-        max_depth = useful_depth(requests, self.config.max_depth)
+        max_depth = max_useful_depth(requests, self.config.max_depth)
         if not max_depth:
             return Plan(0, 1)
         trees = self._trial.draft(requests, Plan(max_depth, width))
@@ -55,5 +55,7 @@ class OraclePolicy:
             nodes.append(child)
         return np.array(nodes)
 
-    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
-        """It knew."""
+    def observe(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
+        """Do nothing: the texts are known in advance."""

@@ -54,7 +54,7 @@ class Outcome:
             output_tokens=own.tokens,
             tpot_slo_s=own.tpot_slo_s,
             ttft_slo_s=own.ttft_slo_s,
-            first_token_s=own.ttft_s + job.arrival_s if own.ttft_s is not None else math.nan,
+            first_token_s=math.nan if request.first_token_s is None else request.first_token_s,
             decode_begun_s=decode_begun_s,
             finish_s=request.last_token_s,
             steps=own.steps,

@@ -8,16 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.checked_policy import CheckedPolicy
+from hf_slospec.assembly import Parts, continuous_engine, limits_of
+from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.pace import Pace
-from hf_slospec.engine.step import Engine
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.policies import NewPolicy, max_tree_nodes, new_policy
+from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock
@@ -52,26 +49,18 @@ class Replica:
         hindsight: bool,
         make_policy: NewPolicy | None,
     ):
-        self.clock = VirtualClock()
-        costs = hardware.costs()
-        max_nodes = max_tree_nodes(config, make_policy)
-        limits = Limits.of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
-        self.scheduler = ContinuousScheduler(limits, Pace(costs), config.admission, config.prefill)
+        self.clock, costs = VirtualClock(), hardware.costs()
+        max_nodes = max_nodes_per_request(config, make_policy)
+        limits = limits_of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
         policy: Policy
-        if make_policy is not None:
-            policy = CheckedPolicy(make_policy(config, costs), max_nodes, sys.maxsize)  # tokens are ranks
-        else:
-            policy = new_policy(config, costs, SpeculationHistory(config))
         if hindsight:
             policy = OraclePolicy(library, config, hardware, seed)
-        self.engine = Engine(
-            SimulatedTarget(library, hardware, self.clock),
-            SimulatedDrafter(library, hardware, self.clock, seed),
-            policy,
-            self.scheduler,
-            self.clock,
-            config.check_invariants,
-        )
+        else:  # tokens are ranks, so every id is known
+            policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
+        target = SimulatedTarget(library, hardware, self.clock)
+        drafter = SimulatedDrafter(library, hardware, self.clock, seed)
+        self.engine = continuous_engine(config, Parts(target, drafter, policy, costs, self.clock), limits)
+        self.scheduler = self.engine.scheduler
 
     @property
     def is_busy(self) -> bool:
@@ -195,7 +184,7 @@ class Simulation:
 
     def _hand_on(self, replica: Replica) -> None:
         """Requests that a replica promises nothing go on to the next before they begin, up to ``max_hops`` times."""
-        replica.scheduler.promise(replica.clock.now_s)
+        replica.scheduler.decide_guarantees(replica.clock.now_s)
         for request in (*replica.scheduler.waiting, *replica.scheduler.running):
             visit, is_declined = self._visits[request.index], request.has_slo and not request.is_guaranteed
             if is_declined and not request.num_cached and visit.hops < self.max_hops:

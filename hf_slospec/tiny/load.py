@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.models.cpu.threads import cores
+from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
@@ -30,7 +30,7 @@ def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, 
     Raises:
         InvalidInputError: what is asked for makes no sense, in the words of the command line.
     """
-    torch.set_num_threads(min(torch.get_num_threads(), cores()))
+    torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
     if (target is None) != (assistant is None):
         raise InvalidInputError("--target and --assistant go together")
     if dtype not in DTYPES:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_slospec.models.attention.choice import kernel_on
+from hf_slospec.models.attention.kernel_choice import kernel_on
 from hf_slospec.models.attention.kernels import HALF, FlashKernel
 
 HEAD_DIM = 64  # of the embedded target, inflated or not

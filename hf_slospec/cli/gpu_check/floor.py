@@ -59,7 +59,7 @@ def floor(
         packed = PackedModel(target, SLOSpecConfig().attention)
         kv_bytes = batch * keys_each * packed.kv_bytes_per_token
         size = Size(num_tokens, batch, keys_each)
-        forward_s = Forwards(packed, -(-num_tokens // batch))
+        forward_s = Forwards(packed)
         forward_s(size)
         seconds = statistics.median(forward_s(size) for _ in range(FORWARDS))
     weights = weight_bytes(target)

@@ -24,7 +24,7 @@ SHOWN = 40  # lines of a failing run's output that are kept
 
 def gpu_tests(limit_s: float, root: Path = ROOT) -> dict[str, Any]:
     """Run them for so long at most; what has run by then is counted."""
-    files = sorted((root / "tests").glob("test_gpu*.py"))
+    files = sorted((root / "tests" / "gpu").glob("test_*.py"))
     if not files:
         return {"status": "not present", "reason": "tests are not installed; run this from a clone of the repository"}
     if missing := [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]:

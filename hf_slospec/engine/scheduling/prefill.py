@@ -1,4 +1,4 @@
-"""How much of waiting prompts goes through a step beside those that decode."""
+"""Prefill: how many tokens of waiting prompts go through a step beside the decoding requests."""
 
 from __future__ import annotations
 
@@ -6,64 +6,64 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.config import PrefillName
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling import PrefillName
 from hf_slospec.engine.scheduling.admission import prefill_deadline_s
-from hf_slospec.engine.scheduling.pace import Pace
 
-IN_TIME = 0.95  # of the time to its deadline a prompt should be through in
-SLOWDOWN = 5.0  # times what a prompt takes alone is soon enough (SLOs-Serve's loose target)
-STALL = 3.0  # times a step without prefill: what a prompt may make of it where nobody is late
+IN_TIME = 0.95  # share of the time to its deadline within which a prompt should be processed
+SLOWDOWN = 5.0  # multiple of its time alone within which a prompt without deadline should be (SLOs-Serve's loose SLO)
+STALL = 3.0  # multiple of a step without prefill that a step with prefill may take while no request is late
 
 
-def num_prefill_tokens(
+def prefill_budget(
     rule: PrefillName,
-    pace: Pace,
+    costs: StepCosts,
     num_decoding: int,
-    promised: Sequence[Request],
-    most: int,
+    guaranteed: Sequence[Request],
+    max_tokens: int,
     allowed_s: float,
     now_s: float,
 ) -> int:
-    """Prefill tokens of the next step.
+    """Return the prefill tokens of the next step.
 
-    By the rule ``beside``: as many as make nobody late, and as many as promised prompts need to be through in time,
-    whoever becomes late. Prompts kept back are work kept back; nobody is served better while they pile up.
+    The rule ``beside`` takes as many as make no request late, and as many as guaranteed prompts need to be processed
+    in time, even where that makes others late: prompts that are kept back only delay the same work.
 
     Args:
-        promised: requests in prefill that targets were promised to, in the order they are fed.
-        most: tokens of a step; with ``chunked``, those that decode count.
-        allowed_s: seconds the step may take so that nobody who decodes falls behind.
+        guaranteed: guaranteed requests in prefill, in the order they are processed.
+        max_tokens: prefill tokens of a step; with the rule ``chunked``, decoded ones count.
+        allowed_s: seconds the step may take so that no decoding request falls behind.
     """
     if not num_decoding or rule == "first":
-        return most
+        return max_tokens
     if rule == "chunked":
-        return max(most - round(num_decoding * pace.nodes), 0)
-    sizes = np.arange(1, most + 1)
-    times_s = np.maximum.accumulate(pace.step_s(num_decoding, sizes))
-    limit_s = min(allowed_s, STALL * float(pace.step_s(num_decoding)))
+        return max(max_tokens - round(num_decoding * costs.recent.nodes), 0)
+    sizes = np.arange(1, max_tokens + 1)
+    times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
+    limit_s = min(allowed_s, STALL * float(costs.step_s(num_decoding)))
     spare = int(np.searchsorted(times_s, limit_s, side="right"))
-    is_enough = sizes / times_s >= tokens_per_s(promised, pace, now_s)
-    needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else most
-    return max(spare, needed) if promised else spare
+    is_enough = sizes / times_s >= required_rate(guaranteed, costs, now_s)
+    needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else max_tokens
+    return max(spare, needed) if guaranteed else spare
 
 
-def tokens_per_s(promised: Sequence[Request], pace: Pace, now_s: float) -> float:
-    """The rate at which prompts must be fed, in this order, so that each is through in time; 0 without any.
+def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float) -> float:
+    """Return the prefill tokens per second with which each prompt, in this order, is processed in time; 0 without any.
 
-    Those without a target for the first token should be through in :data:`SLOWDOWN` times what they take alone, and so
-    should those that lost their K/V and are fed once more, from now on.
+    Prompts without a TTFT SLO, and those of preempted requests from now on, should be processed within
+    :data:`SLOWDOWN` times what they take alone.
     """
-    rate, behind = 0.0, 0
-    for request in promised:
-        behind += request.num_uncached
-        rate = max(rate, behind / max(IN_TIME * (_due_s(request, pace, now_s) - now_s), 1e-6))
+    rate, num_tokens = 0.0, 0
+    for request in guaranteed:
+        num_tokens += request.num_uncached
+        rate = max(rate, num_tokens / max(IN_TIME * (_due_s(request, costs, now_s) - now_s), 1e-6))
     return rate
 
 
-def _due_s(request: Request, pace: Pace, now_s: float) -> float:
+def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
-        return now_s + SLOWDOWN * float(pace.step_s(0, request.num_uncached))
+        return now_s + SLOWDOWN * float(costs.step_s(0, request.num_uncached))
     if request.ttft_slo_s is None:
-        return request.arrived_s + SLOWDOWN * float(pace.step_s(0, request.prompt_len))
+        return request.arrived_s + SLOWDOWN * float(costs.step_s(0, request.prompt_len))
     return prefill_deadline_s(request)

@@ -1,4 +1,4 @@
-"""Whose turn it is in a batch: first all prompts, then all requests."""
+"""The scheduler of one ``generate`` call: first prefill all prompts, then decode all requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ CHUNK = 512  # prefill tokens of a request and step at most: masks grow with the
 
 
 class StaticScheduler:
-    """Requests that begin and go on together."""
+    """Schedules requests that begin together, every one of them in every step."""
 
     def __init__(self, requests: Sequence[Request]):
         self.running = list(requests)
 
     def schedule(self, now_s: float) -> Schedule:
+        """Return chunks of all unfinished prompts, or all requests once there are none."""
         chunks = [Chunk.of(request, CHUNK) for request in self.running if not request.is_decoding]
         return Schedule([], chunks) if chunks else Schedule(self.running)
 
     def observe(self, step: StepEvent) -> None:
-        """Nothing is learned."""
+        """Learn nothing: the schedule does not depend on time."""
 
     def remove(self, request: Request) -> None:
+        """Remove a request that has finished."""
         self.running.remove(request)

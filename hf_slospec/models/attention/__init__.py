@@ -1,6 +1,6 @@
-"""Tree attention behind transformers' attention interface, by one of several backends."""
+"""Tree attention for packed batches, plugged into transformers' attention interface."""
 
-from hf_slospec.models.attention.backends import Backend, backend_for
+from hf_slospec.models.attention.backends import backend_for
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
@@ -12,7 +12,6 @@ from hf_slospec.models.attention.sdpa import sdpa_attention
 __all__ = [
     "MAX_DENSE",
     "AttentionLayer",
-    "Backend",
     "FlashAttention",
     "NewTokens",
     "PackedBatch",

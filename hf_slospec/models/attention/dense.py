@@ -1,10 +1,10 @@
-"""Attention written out: what the other backends are tested against, and what they fall back on."""
+"""Reference attention in plain torch operations: the ``4d_mask`` backend, and the fallback of ``sdpa``."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_slospec.models.attention.packed_batch import PackedBatch
+from hf_slospec.models.attention.packed_batch import PackedBatch, PlannedBatch
 
 
 def dense_attention(
@@ -16,7 +16,7 @@ def dense_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,  # [num_heads]
 ) -> torch.Tensor:
-    """Attention written out, softmax in fp32.  -> [num_heads, num_queries, value_dim]"""
+    """Return attention computed step by step, softmax in fp32.  -> [num_heads, num_queries, value_dim]"""
     groups = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     scores = query @ key.transpose(1, 2) * scaling
@@ -24,7 +24,7 @@ def dense_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
-    if sinks is not None:  # a learned logit per head that takes probability and gives no value
+    if sinks is not None:  # a learned logit per head that takes probability but contributes no value
         scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return weights[..., : key.shape[1]] @ value
@@ -34,15 +34,15 @@ def masked_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    row: PackedBatch,
+    batch: PackedBatch | PlannedBatch,
     scaling: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The reference the other backends are tested against: the whole row against the whole pool under one mask."""
+    """Return attention of the whole batch over the whole pool under one mask: the reference of all other backends."""
     mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
-    for span, slots in zip(row.spans, row.visible, strict=True):
+    for span, slots in zip(batch.spans, batch.visible, strict=True):
         own = span.mask(window, query)
         mask[span.begin : span.end, slots] = 0.0 if own is None else own
     key, value = keys.transpose(0, 1), values.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Attention by flash-attention kernels: what all tokens of a sequence see by kernel, the rest of a tree dense."""
+"""Attention by flash-attention kernels: keys that all tokens of a sequence see by kernel, the rest dense."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import logging
 
 import torch
 
-from hf_slospec.models.attention.choice import kernel_on
+from hf_slospec.models.attention.kernel_choice import kernel_on
 from hf_slospec.models.attention.kernels import FlashKernel
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
-from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch
+from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
 from hf_slospec.models.attention.sdpa import sdpa_attention
 
 logger = logging.getLogger(__name__)
 
-MAX_DIM, DIM_STEP = 256, 8  # of a head, for FlashAttention-2 and what torch has of it
+MAX_DIM, DIM_STEP = 256, 8  # head sizes of FlashAttention-2 and torch's version of it: multiples of 8 up to 256
 
 
 def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
-    """The kernel that can attend for a layer, as far as its shape says, or why none can."""
+    """Return the kernel for a layer, judging by its K/V shape, or a message with the reason for having none."""
     key, value = layer.shape
-    # What a latent layer attends with has not the size of what it caches.
+    # A latent layer attends with K and V of other sizes than it caches.
     dims = (DIM_STEP, DIM_STEP) if layer.is_latent else (key.dim, value.dim)
     return _kernel_for(key.device, (key.dtype, value.dtype), dims, has_softcap=False)
 
@@ -43,10 +43,10 @@ def _kernel_for(
 
 
 class FlashAttention:
-    """The ``flash`` backend; what the kernel cannot do is left to ``sdpa``, with a debug log."""
+    """The ``flash`` backend; layers that no kernel supports use ``sdpa``, with a debug log."""
 
     def __init__(self, kernel_names: str):
-        self.__name__ = f"flash_attention[{kernel_names}]"  # profiles are kept by it
+        self.__name__ = f"flash_attention[{kernel_names}]"  # step-time profiles are stored under this name
         self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}
 
     def __call__(
@@ -54,7 +54,7 @@ class FlashAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        row: PackedBatch,
+        batch: PackedBatch | PlannedBatch,
         scaling: float,
         window: int | None,
         softcap: float | None,
@@ -62,20 +62,21 @@ class FlashAttention:
     ) -> torch.Tensor:
         kernel = self._kernel(query, keys, values, softcap)
         if isinstance(kernel, str):
-            return sdpa_attention(query, keys, values, row, scaling, window, softcap, sinks)
-        packing: Packing = row.plan(pack, query.device, window, query.shape[0], keys.shape[1])
+            return sdpa_attention(query, keys, values, batch, scaling, window, softcap, sinks)
+        packing: Packing = batch.plan(pack, query.device, window, query.shape[0], keys.shape[1])
         query = query.transpose(0, 1)
-        out = query.new_empty(query.shape)  # contiguous, as the layer reshapes it next
+        out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
         if packing.chains is not None:
-            own = _chains(kernel, query, keys, values, packing.chains, scaling, window, softcap, sinks)
-            out[packing.chains.rows] = own.to(out.dtype)
+            own = _attend_chains(kernel, query, keys, values, packing.chains, scaling, window, softcap, sinks)
+            out[packing.chains.token_indices] = own.to(out.dtype)
         if packing.split is not None:
             entries, parts = packing.split.entries, None
             if entries is not None:
-                parts = _ranges(kernel, query[entries.rows], keys, values, entries, scaling, softcap)
+                parts = _attend_ranges(kernel, query[entries.token_indices], keys, values, entries, scaling, softcap)
             for block in packing.split.blocks:
-                own = _block(query, keys, values, block, parts, scaling, softcap, sinks).flatten(0, 1)
-                out[block.real_rows] = (own if block.real is None else own[block.real]).to(out.dtype)
+                own = _attend_block(query, keys, values, block, parts, scaling, softcap, sinks).flatten(0, 1)
+                own = own if block.real_queries is None else own[block.real_queries]
+                out[block.real_token_indices] = own.to(out.dtype)
         return out
 
     def _kernel(
@@ -90,7 +91,7 @@ class FlashAttention:
         return self._kernels[key]
 
 
-def _chains(
+def _attend_chains(
     kernel: FlashKernel,
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,
@@ -101,12 +102,12 @@ def _chains(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of the tokens of long chains.  -> [len(entries.rows), num_heads, head_dim]"""
-    out, lse = kernel(query[entries.rows], keys, values, entries, scaling, True, window, softcap)
+    """Return attention of the tokens of long chains.  -> [num_queries, num_heads, head_dim]"""
+    out, lse = kernel(query[entries.token_indices], keys, values, entries, scaling, True, window, softcap)
     return out if sinks is None else weigh_sinks(out, lse.T, sinks)
 
 
-def _ranges(
+def _attend_ranges(
     kernel: FlashKernel,
     query: torch.Tensor,  # [num_queries, num_heads, head_dim]
     keys: torch.Tensor,
@@ -115,7 +116,9 @@ def _ranges(
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The query heads that share a KV head become more queries of it, so its keys are read once.
+    """Return attention over ranges of keys that all tokens of a sequence see, and its log-sum-exp.
+
+    Query heads that share a KV head are folded into its queries, so that its keys are read once.
 
     Returns:
         out [num_queries, groups, num_kv_heads, head_dim] and lse [num_kv_heads, num_queries, groups] f32.
@@ -126,30 +129,30 @@ def _ranges(
     return out.unflatten(0, (-1, groups)), lse.unflatten(1, (-1, groups))
 
 
-def _block(
+def _attend_block(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,
     values: torch.Tensor,
     block: Block,
-    parts: tuple[torch.Tensor, torch.Tensor] | None,  # what _ranges returned
+    parts: tuple[torch.Tensor, torch.Tensor] | None,  # results of _attend_ranges
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a block's tokens.  -> [batch, num_queries, num_heads, head_dim]"""
-    (batch, num_queries), num_kv_heads = block.rows.shape, keys.shape[1]
-    shape = batch, num_kv_heads, num_queries, query.shape[1] // num_kv_heads  # groups last
+    """Return attention of a block's tokens.  -> [num_sequences, num_queries, num_heads, head_dim]"""
+    (num_sequences, num_queries), num_kv_heads = block.token_indices.shape, keys.shape[1]
+    shape = num_sequences, num_kv_heads, num_queries, query.shape[1] // num_kv_heads  # groups last
 
-    # The query heads that share a KV head are more queries of it here too.
+    # Query heads that share a KV head are folded into its queries here too.
     def folded(tensor: torch.Tensor) -> torch.Tensor:
-        """[batch, num_kv_heads, num_queries, groups, *] -> [batch * num_kv_heads, num_queries * groups, *]"""
+        """Reshape [num_sequences, num_kv_heads, num_queries, groups, *] to merge dimensions 0 and 1, and 2 and 3."""
         return tensor.flatten(2, 3).flatten(0, 1)
 
-    outs = query.new_empty(batch * num_kv_heads, num_queries * shape[-1], 0, query.shape[-1])
+    outs = query.new_empty(num_sequences * num_kv_heads, num_queries * shape[-1], 0, query.shape[-1])
     lses = query.new_empty(outs.shape[:3], dtype=torch.float32)
     if parts is not None:
         out, lse = parts[0][block.pieces], parts[1][:, block.pieces]
-        if block.is_empty is not None:  # of no keys, kernels say +inf, -inf or 0, and may write anything
+        if block.is_empty is not None:  # without keys, a kernel's lse is +inf, -inf or 0, and its out is arbitrary
             out = out.masked_fill(block.is_empty[..., None, None, None], 0.0)
             lse = lse.masked_fill(block.is_empty[None, ..., None], -torch.inf)
         outs = folded(out.permute(1, 4, 2, 3, 0, 5))
@@ -158,10 +161,12 @@ def _block(
         sink = sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
         lses = torch.cat((lses, folded(sink)), -1)
         outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
-    if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: there is nothing to merge
+    if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: nothing to merge
         merged = outs[:, :, 0]
     else:
-        own = folded(query[block.rows].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
+        assert block.bias is not None, "a plan is used before with_bias()"
+        own = folded(query[block.token_indices].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
         key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
         merged = merged_attention(own, key, value, block.bias, outs, lses, scaling, softcap)
-    return merged.unflatten(1, shape[2:]).unflatten(0, shape[:2]).transpose(1, 2).flatten(2, 3)
+    attended: torch.Tensor = merged.unflatten(1, shape[2:]).unflatten(0, shape[:2])
+    return attended.transpose(1, 2).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""What a model is given in place of a cache while it forwards a packed row."""
+"""The cache object that a model is given while it forwards a packed batch."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from hf_slospec.models.kv_cache.pool import KVPool
 
 
 class PackedForward:
-    """One forward over a packed row: the cache its model is given, and what its attention layers attend with."""
+    """One forward of a packed batch: the model's cache, and the attention of its layers."""
 
     def __init__(
         self,
         pool: KVPool,
-        row: PackedBatch | PlannedBatch,
+        batch: PackedBatch | PlannedBatch,
         own_slots: torch.Tensor,
         backend: Backend,
         layers: Sequence[AttentionLayer],
     ):
-        """``own_slots`` [num_tokens] int64: where the row's K and V go."""
-        self.pool, self.row, self.backend, self.layers = pool, row, backend, layers
+        """``own_slots`` [num_tokens] int64: slots in which the batch's K and V are staged."""
+        self.pool, self.batch, self.backend, self.layers = pool, batch, backend, layers
         self._own_slots = Slots(own_slots)
-        self._layer_of: dict[tuple[int, int], int] = {}  # ids of a layer's fresh K and V -> it; others may share them
-        self._fresh: list[torch.Tensor] = []  # keeps those ids from being given to other tensors
-        self._latent: int | None = None  # the latent layer that cached last and has not attended yet
+        self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> the layer that made them; others may share
+        self._held: list[torch.Tensor] = []  # keeps those ids from being reused for other tensors
+        self._latent: int | None = None  # a latent layer that has cached and not attended yet
 
     @functools.cached_property
     def _gathered(self) -> PackedBatch:
-        """The row as layers see it that were given what is visible, one sequence after the other."""
-        ends = itertools.accumulate(span.num_visible for span in self.row.spans)
+        """The batch for layers whose K and V are the visible slots only, sequence after sequence."""
+        ends = itertools.accumulate(span.num_visible for span in self.batch.spans)
         return PackedBatch(
-            self.row.spans,
-            [slice(end - span.num_visible, end) for span, end in zip(self.row.spans, ends, strict=False)],
+            self.batch.spans,
+            [slice(end - span.num_visible, end) for span, end in zip(self.batch.spans, ends, strict=False)],
         )
 
     @functools.cached_property
     def _visible_slots(self) -> Slots:
-        return Slots(torch.cat([torch.arange(slots.start, slots.stop) for slots in self.row.visible]))
+        return Slots(torch.cat([torch.arange(slots.start, slots.stop) for slots in self.batch.visible]))
 
-    # What a forward asks of a transformers cache; sequence lengths matter to mask building only, which is bypassed.
+    # Read from a transformers cache by mask building only, which is bypassed.
     is_initialized = True
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -54,17 +54,17 @@ class PackedForward:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stage a layer's fresh K/V, each [1, num_kv_heads, num_tokens, dim]."""
+        """Stage a layer's K and V of the batch, each [1, num_kv_heads, num_tokens, dim]."""
         keys, values = self.pool.keys[layer_idx], self.pool.values[layer_idx]
         own = self._own_slots.on(keys.device)
         keys.index_copy_(0, own, key[0].transpose(0, 1))
         values.index_copy_(0, own, value[0].transpose(0, 1))
-        if self.layers[layer_idx].is_latent:  # the layer expands what it gets back: it needs all that is visible
+        if self.layers[layer_idx].is_latent:  # the layer expands what is returned, so it needs all visible slots
             self._latent = layer_idx
             visible = self._visible_slots.on(keys.device)
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
         self._layer_of[id(key), id(value)] = layer_idx
-        self._fresh += key, value
+        self._held += key, value
         return key, value
 
     def attend(
@@ -78,15 +78,19 @@ class PackedForward:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of a layer: K and V say which. Mask and window are known here.  -> [1, num_tokens, heads, dim]"""
-        layer, row = self._layer_of.get((id(key), id(value))), self.row
+        """Return attention of the layer that cached these K and V; ``mask`` and ``window`` are known from the batch.
+
+        Returns:
+            [1, num_tokens, num_heads, value_dim].
+        """
+        layer, batch = self._layer_of.get((id(key), id(value))), self.batch
         if layer is not None:
             keys, values = self.pool.keys[layer], self.pool.values[layer]
         elif self._latent is not None:
-            layer, self._latent, row = self._latent, None, self._gathered
+            layer, self._latent, batch = self._latent, None, self._gathered
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         else:
-            raise RuntimeError("an attention layer attends to keys that it did not cache")
+            raise RuntimeError("an attention layer attends to keys that were not cached")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = self.layers[layer].window
-        return self.backend(query[0], keys, values, row, scaling, window, softcap, sinks)[None]
+        return self.backend(query[0], keys, values, batch, scaling, window, softcap, sinks)[None]

@@ -1,7 +1,7 @@
-"""Where transformers' attention interface reaches ours.
+"""Registration of packed attention in transformers' attention interface.
 
-While a :class:`PackedForward` is active in the current thread, the model's attention layers attend to the packed row's
-sequences; at all other times, in all other threads, they behave as the implementation the model was loaded with.
+While a :class:`PackedForward` is active in the current thread, the model's attention layers attend within the packed
+batch. At all other times and in all other threads they run the implementation that the model was loaded with.
 """
 
 from __future__ import annotations
@@ -18,46 +18,48 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # of a layer: its output and attention weights
+
 _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
 
 
 @contextlib.contextmanager
 def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
-    """Within, the model's attention layers call ``forward.attend`` (in this thread only)."""
+    """Make the model's attention layers call ``forward.attend`` inside this context, in this thread only."""
     configs = _configs_of(model)
-    _point_to_packed(configs)
+    _switch_to_packed(configs)
     token = _active.set(forward)
     try:
         yield
     finally:
         _active.reset(token)
-        _point_back(configs)
+        _restore(configs)
 
 
-# Threads, and models that share a config, may run packed forwards at the same time: the last one out points back.
+# Threads, and models that share a config, may run packed forwards at the same time; the last to finish restores it.
 _lock = threading.Lock()
-_users: dict[int, tuple[str | None, int]] = {}  # id(config) -> its own implementation, number of active forwards
+_users: dict[int, tuple[str | None, int]] = {}  # id(config) -> original implementation, number of active forwards
 _configs: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def _configs_of(model: torch.nn.Module) -> list[Any]:
-    """The distinct configs that the model's modules read their attention implementation from."""
+    """Return the distinct configs from which the model's modules read their attention implementation."""
     if model not in _configs:
         found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         _configs[model] = [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
     return _configs[model]
 
 
-def _point_to_packed(configs: list[Any]) -> None:
+def _switch_to_packed(configs: list[Any]) -> None:
     with _lock:
         users = [_users.get(id(config), (config._attn_implementation_internal, 0)) for config in configs]
-        names = [_registered_name(original) for original, _ in users]  # may raise; nothing has been changed yet
+        names = [_registered_name(original) for original, _ in users]  # may raise, so it comes before any change
         for config, (original, count), name in zip(configs, users, names, strict=True):
             _users[id(config)] = original, count + 1
             config._attn_implementation_internal = name
 
 
-def _point_back(configs: list[Any]) -> None:
+def _restore(configs: list[Any]) -> None:
     with _lock:
         for config in configs:
             original, count = _users.pop(id(config))
@@ -68,7 +70,7 @@ def _point_back(configs: list[Any]) -> None:
 
 
 def _registered_name(original: str | None) -> str:
-    """The registered implementation that packs when a forward is active and is ``original`` otherwise."""
+    """Return the name of the implementation that is packed while a forward is active, and ``original`` otherwise."""
     original = original or "eager"
     name = f"hf_slospec:{original}"
     if name not in ALL_ATTENTION_FUNCTIONS:
@@ -78,7 +80,7 @@ def _registered_name(original: str | None) -> str:
     return name
 
 
-def _packed_or(original: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _packed_or(original: str) -> Attention:
     def attention(
         module: torch.nn.Module,
         query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
@@ -89,10 +91,10 @@ def _packed_or(original: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         forward = _active.get()
         if forward is None:
-            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            plain = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+            eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            plain: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
             return plain(module, query, key, value, attention_mask, **kwargs)
-        out = forward.attend(
+        out: torch.Tensor = forward.attend(
             query,
             key,
             value,

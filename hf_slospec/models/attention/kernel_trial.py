@@ -1,4 +1,4 @@
-"""A flash-attention kernel is tried out before it is trusted."""
+"""Numerical check of a flash-attention kernel before its first use."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 
 from hf_slospec.models.attention.kernels import FlashKernel, KernelUnavailable
 from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 
 
 def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raise KernelUnavailable unless it gives what attention written out gives, as our calls are laid out.
+    """Raise KernelUnavailable unless the kernel matches reference attention on calls laid out as packed batches are.
 
-    Versions differ in what they return as the log-sum-exp and in how they align a causal mask.
+    Versions of a kernel differ in the log-sum-exp they return and in the alignment of the causal mask.
     """
     softcaps = (None, 5.0) if kernel.has_softcap else (None,)
     cases = [(False, None), (True, None), (True, 3)]
     try:
         errors = [_error(kernel, device, dtype, head_dim, *case, softcap) for case in cases for softcap in softcaps]
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        raise KernelUnavailable(f"{kernel.name} failed on a trial with {error!r}") from error
-    if not max(errors) <= TRIAL_TOLERANCE:  # NaN is no match either
-        raise KernelUnavailable(f"{kernel.name} was off by {max(errors):.2g} on a trial")
+        raise KernelUnavailable(f"{kernel.name} failed in a trial with {error!r}") from error
+    if not max(errors) <= TRIAL_TOLERANCE:  # also refuses NaN
+        raise KernelUnavailable(f"{kernel.name} was off by {max(errors):.2g} in a trial")
 
 
-TRIAL_TOLERANCE = 0.05  # values and log-sum-exps are of order one, and the kernels round to 8 bits
-# Tokens and the slots they see; between and before them lie slots that belong to nobody.
+TRIAL_TOLERANCE = 0.05  # absolute: values and log-sum-exps are of order one, and the kernels round to 8 bits
+# Tokens and the slots they see; the slots before and between these ranges are unused.
 TRIAL_RANGES = [(range(0, 3), slice(2, 9)), (range(3, 5), slice(9, 9)), (range(5, 6), slice(12, 20))]
 TRIAL_CHAINS = [(range(0, 3), slice(2, 9)), (range(3, 8), slice(12, 17))]
 
@@ -42,12 +42,12 @@ def _error(
     softcap: float | None,
 ) -> float:
     ranges = TRIAL_CHAINS if is_causal else TRIAL_RANGES
-    num_heads = 4 if is_causal else 2  # query heads are folded where no mask depends on the query
-    entries = sent(Entries.of(ranges), device)
+    num_heads = 4 if is_causal else 2  # query heads are folded only where the mask does not depend on the query
+    entries = to_device(Entries.of(ranges), device)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(length, heads, head_dim, generator=draw).to(device, dtype)
-        for length, heads in ((len(entries.rows), num_heads), (24, 2), (24, 2))
+        for length, heads in ((len(entries.token_indices), num_heads), (24, 2), (24, 2))
     )
     scaling = head_dim**-0.5
     out, lse = kernel(query, key, value, entries, scaling, is_causal, window, softcap)
@@ -56,16 +56,16 @@ def _error(
     worst = 0.0
     for tokens, slots in ranges:
         if slots.start < slots.stop:
-            rows = slice(tokens.start, tokens.stop)
+            own = slice(tokens.start, tokens.stop)
             mask = torch.ones(len(tokens), slots.stop - slots.start, dtype=torch.bool, device=device)
             if is_causal:
                 mask = mask.tril(mask.shape[1] - len(tokens))
                 mask = mask if window is None else mask.triu(mask.shape[1] - len(tokens) - window + 1)
-            right, right_lse = attention_with_lse(
-                query[rows][None], key[slots][None], value[slots][None], mask[None], scaling, softcap
+            expected, expected_lse = attention_with_lse(
+                query[own][None], key[slots][None], value[slots][None], mask[None], scaling, softcap
             )
-            found = torch.cat(((out[rows].float() - right[0]).flatten(), (lse[:, rows].T - right_lse[0]).flatten()))
-            worst = max(worst, float(found.abs().nan_to_num(nan=torch.inf).max()))
+            errors = (out[own].float() - expected[0]).flatten(), (lse[:, own].T - expected_lse[0]).flatten()
+            worst = max(worst, float(torch.cat(errors).abs().nan_to_num(nan=torch.inf).max()))
     return worst
 
 
@@ -77,15 +77,15 @@ def attention_with_lse(
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention written out, in fp32.
+    """Return reference attention in fp32 and its log-sum-exp.
 
     Returns:
-        out [batch, num_queries, num_heads, value_dim] f32 and its log-sum-exp [batch, num_queries, num_heads] f32. Of a
-        query that may attend to nothing they are 0 and -inf.
+        out [batch, num_queries, num_heads, value_dim] f32 and lse [batch, num_queries, num_heads] f32; 0 and -inf for a
+        query that may attend to no key.
     """
     num_queries, num_heads = query.shape[1:3]
     num_kv_heads = key.shape[2]
-    # The query heads that share a KV head become more queries of it.
+    # Query heads that share a KV head are folded into its queries.
     grouped = query.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (
         grouped @ key.float().permute(0, 2, 3, 1) * scaling

@@ -1,25 +1,26 @@
-"""Flash-attention kernels that return the log-sum-exp, as one signature."""
+"""Flash-attention kernels that return the log-sum-exp, behind one signature."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from hf_slospec.models.attention.packing import Entries
 
-HALF = (torch.bfloat16, torch.float16)
-AMPERE = (8, 0)
+HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+AMPERE = (8, 0)  # compute capability
 
 
 class KernelUnavailable(Exception):  # noqa: N818  not an error: the next kernel is tried
-    """Why a kernel cannot be used here."""
+    """Reason why a kernel cannot be used on a device."""
 
 
 class FlashKernel(Protocol):
-    """Attention of packed queries to ranges of packed keys. Of an entry without keys, out and lse may be anything."""
+    """Attention of packed queries over ranges of packed keys; out and lse of an entry without keys are undefined."""
 
     name: str
     dtypes: tuple[torch.dtype, ...]
@@ -32,23 +33,23 @@ class FlashKernel(Protocol):
         value: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         entries: Entries,
         scaling: float,
-        is_causal: bool,  # the last query of an entry sees its last key, each before it one key less
-        window: int | None,  # only if causal: keys that a query sees at most
+        is_causal: bool,  # the last query of an entry sees its last key, each query before it one key fewer
+        window: int | None,  # most keys that a query sees; only if causal
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> out [num_queries, num_heads, head_dim], lse [num_heads, num_queries] f32, natural logarithm"""
+        """Return out [num_queries, num_heads, head_dim] and lse [num_heads, num_queries] f32, the natural logarithm."""
 
 
 class FlashAttnPackage:
-    """FlashAttention-2 of the ``flash-attn`` package."""
+    """FlashAttention-2 from the ``flash-attn`` package."""
 
     name, dtypes, has_softcap = "flash-attn", HALF, True
 
     def __init__(self, device: torch.device):
         _require_cuda(device)
-        self._function: Any = _imported("flash_attn", "flash_attn_varlen_func")
+        self._function: Any = _import_from("flash_attn", "flash_attn_varlen_func")
         if "softcap" not in inspect.signature(self._function).parameters:
-            raise KernelUnavailable("flash-attn is older than 2.6")
+            raise KernelUnavailable("flash-attn is older than 2.6; upgrade it")
 
     def __call__(
         self,
@@ -79,16 +80,17 @@ class FlashAttnPackage:
 
 
 class TorchVarlen:
-    """The flash-attention kernel that torch brings along."""
+    """Variable-length flash attention from torch itself."""
 
     name, dtypes, has_softcap = "torch varlen_attn", HALF, False
 
     def __init__(self, device: torch.device):
         _require_cuda(device)
-        self._function: Any = _imported("torch.nn.attention.varlen", "varlen_attn")
-        self._wants_lse = _imported("torch.nn.attention.varlen", "AuxRequest")(lse=True)
-        wanted = {"return_aux", "scale", "window_size", "enable_gqa"}
-        if missing := wanted - inspect.signature(self._function).parameters.keys():
+        self._function: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+        self._function = _import_from("torch.nn.attention.varlen", "varlen_attn")
+        self._aux = _import_from("torch.nn.attention.varlen", "AuxRequest")(lse=True)
+        required = {"return_aux", "scale", "window_size", "enable_gqa"}
+        if missing := required - inspect.signature(self._function).parameters.keys():
             raise KernelUnavailable(f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(missing))}")
 
     def __call__(
@@ -112,7 +114,7 @@ class TorchVarlen:
             entries.cu_keys,
             entries.max_queries,
             entries.max_keys,
-            return_aux=self._wants_lse,
+            return_aux=self._aux,
             scale=scaling,
             window_size=causal_window if is_causal else (-1, -1),
             enable_gqa=query.shape[1] != key.shape[1],
@@ -126,7 +128,7 @@ def _require_cuda(device: torch.device) -> None:
         raise KernelUnavailable(f"{torch.cuda.get_device_name(device)} is older than Ampere (compute capability 8.0)")
 
 
-def _imported(module: str, name: str) -> Any:
+def _import_from(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch or CUDA

@@ -1,4 +1,4 @@
-"""Attention over disjoint sets of keys, merged by log-sum-exp: all of it in fp32."""
+"""Merging of attention over disjoint sets of keys by log-sum-exp, in fp32."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ def merged_attention(
     key: torch.Tensor,  # [batch, num_keys, head_dim]
     value: torch.Tensor,  # [batch, num_keys, value_dim]
     bias: torch.Tensor,  # [batch, num_queries, num_keys] f32: 0, or -inf where a query may not attend
-    outs: torch.Tensor,  # [batch, num_queries, num_parts, value_dim]: attention to other keys
-    lses: torch.Tensor,  # [batch, num_queries, num_parts] f32: its log-sum-exp, -inf where there are no other keys
+    outs: torch.Tensor,  # [batch, num_queries, num_parts, value_dim]: attention over other keys
+    lses: torch.Tensor,  # [batch, num_queries, num_parts] f32: log-sum-exps of outs, -inf where a part has no keys
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention to these keys and to those of the other parts, all in one softmax.
+    """Return attention over these keys and those of the other parts, in one softmax.
 
-    A part stands in it like a single key, whose score is the part's log-sum-exp and whose value is its out; a sink is a
-    part whose out is 0. Every query attends to something.
+    A part enters the softmax as one key, with the part's log-sum-exp as score and its out as value; a sink is a part
+    with an out of 0. Every query must attend to at least one key.
 
     Returns:
         [batch, num_queries, value_dim] f32.
@@ -37,7 +37,7 @@ def merged_attention(
 def weigh_sinks(
     out: torch.Tensor,  # [num_queries, num_heads, value_dim]
     lse: torch.Tensor,  # [num_queries, num_heads] f32
-    sinks: torch.Tensor,  # [num_heads]: logits that take probability and give no value
+    sinks: torch.Tensor,  # [num_heads]: logits that take probability but contribute no value
 ) -> torch.Tensor:
-    """-> [num_queries, num_heads, value_dim] f32"""
+    """Return ``out`` scaled for sinks in the softmax.  -> [num_queries, num_heads, value_dim] f32"""
     return out.float() * (lse - sinks.float()).sigmoid()[..., None]

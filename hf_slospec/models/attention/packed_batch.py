@@ -1,4 +1,4 @@
-"""The sequences of a packed row, and which keys each of their tokens sees."""
+"""Packed batches: the sequences of one forward and the keys visible to each of their tokens."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.pool import CachedSequence, LayerShape
+
+NO_LENGTHS = "a layer's attention depends on sequence lengths (flash attention's does not), so it cannot be captured"
 
 
 class AttentionLayer(NamedTuple):
-    """What is known of a layer that caches K and V."""
+    """Cache layout and mask properties of an attention layer."""
 
     shape: LayerShape
-    window: int | None = None  # sliding: a token attends to itself and window - 1 positions before it
-    is_latent: bool = False  # what it caches is expanded into K and V after caching (multi-head latent attention)
+    window: int | None = None  # sliding window: a token attends to itself and the window - 1 positions before it
+    is_latent: bool = False  # multi-head latent attention: what is cached is expanded into K and V after caching
 
 
 @dataclass(eq=False)
 class NewTokens:
-    """Tokens of one sequence that a forward adds behind those already in the KV pool; on the host or on the device."""
+    """Tokens of one sequence that a forward appends to those in the K/V pool; tensors are on the host or the device."""
 
     sequence: CachedSequence
     input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_staged] int64; fresh: staged by earlier forwards of this step, then these tokens
+    positions: torch.Tensor  # [num_staged] int64; tokens staged in this step by earlier forwards, then these
     mask: torch.Tensor  # [num_tokens, num_staged] bool, True = may attend
-    embeds: torch.Tensor | None = None  # [num_tokens, hidden], in place of those of input_ids
-    is_chain: bool = False  # nothing else is fresh, and each token sees those before it
+    embeds: torch.Tensor | None = None  # [num_tokens, hidden], replaces the embeddings of input_ids
+    is_chain: bool = False  # nothing else is staged, and the mask is causal
 
 
 @dataclass(eq=False)
 class Span:
-    """The part of a packed row that belongs to one sequence."""
+    """The tokens of one sequence in a packed batch."""
 
     sequence: CachedSequence
-    begin: int  # its tokens are row[begin:end]
-    end: int
-    staged_mask: torch.Tensor  # [end - begin, num_staged] bool; fresh: staged earlier in this step, then own
+    begin: int  # index of its first token in the batch
+    end: int  # exclusive
+    staged_mask: torch.Tensor  # [num_tokens, num_staged] bool; columns: staged earlier in this step, then its own
     staged_positions: torch.Tensor  # [num_staged] int64
-    is_chain: bool = False  # its tokens are all that is fresh, each at the position after, and seeing, the one before
+    is_chain: bool = False  # its own tokens are all that is staged, at consecutive positions, and the mask is causal
     _masks: dict[tuple[int | None, int, torch.dtype, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
     @property
@@ -58,49 +60,51 @@ class Span:
 
     @property
     def visible(self) -> slice:
-        """The slots this forward may attend to: committed tokens, then all fresh ones, its own last."""
+        """Slots visible to this forward: committed tokens, then all staged tokens, its own last."""
         return slice(self.sequence.start, self.sequence.start + self.num_visible)
 
     def mask(self, window: int | None, like: torch.Tensor, repeats: int = 1) -> torch.Tensor | None:
-        """Additive mask over the visible slots, or None if everything is visible.
+        """Return the additive mask over the visible slots, or None if all of them may be attended to.
 
         A sliding window counts positions, not slots: a node's position is its root's plus its depth.
 
         Returns:
-            [repeats * num_tokens, num_visible], the mask ``repeats`` times, of ``like``'s dtype and device; built
-            once per forward.
+            [repeats * num_tokens, num_visible], the mask ``repeats`` times, of ``like``'s dtype and device; cached for
+            the forward.
         """
         key = window, repeats, like.dtype, like.device
         if key not in self._masks:
-            mask = self._build(window, like.dtype, like.device)
+            mask = self._additive_mask(window, like.dtype, like.device)
             self._masks[key] = mask if mask is None else mask.repeat(repeats, 1)
         return self._masks[key]
 
-    def _build(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    def _additive_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         num_tokens, length = self.num_tokens, self.sequence.length
-        staged_mask, staged_positions = sent((self.staged_mask, self.staged_positions), device)
+        staged_mask, staged_positions = to_device((self.staged_mask, self.staged_positions), device)
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
         allowed = torch.cat((prefix, staged_mask), dim=1)
         if window is not None:
             key_positions = torch.cat((torch.arange(length, device=device), staged_positions))
             query_positions = staged_positions[-num_tokens:]
             allowed = allowed & (query_positions[:, None] - key_positions[None, :] < window)
-        if num_tokens == 1 and device.type == "cpu" and bool(allowed.all()):  # elsewhere, looking would mean to wait
+        # On another device, reading the mask would make the host wait.
+        if num_tokens == 1 and device.type == "cpu" and bool(allowed.all()):
             return None
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
 @dataclass(eq=False)
 class PackedBatch:
-    """A packed row as one kind of layer sees it."""
+    """Tokens of several sequences in one forward, with the slots that one kind of layer sees."""
 
     spans: list[Span]
-    visible: list[slice]  # per span: where the slots that it sees are in the layer's K and V
-    is_padded: bool = False  # plans come in few sizes, too
+    visible: list[slice]  # per span: the slots it sees, in the layer's K and V
+    is_padded: bool = False  # plans are padded to bucket sizes too
     plans: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Sequence[NewTokens], is_padded: bool = False) -> PackedBatch:
+        """Return the batch of these sequences' tokens, in this order, for layers that see the whole pool."""
         spans, begin = [], 0
         for part in parts:
             assert part.sequence.length + len(part.positions) <= part.sequence.capacity
@@ -111,40 +115,44 @@ class PackedBatch:
 
     @property
     def own_slots(self) -> torch.Tensor:
-        """Where the row's K and V go.  [num_tokens] int64"""
+        """Slots in which the batch's K and V are staged.  [num_tokens] int64"""
         pairs = zip(self.spans, self.visible, strict=True)
         return torch.cat([torch.arange(slots.stop - span.num_tokens, slots.stop) for span, slots in pairs])
 
     def plan(self, make: Callable[..., Any], device: torch.device, *arguments: Hashable) -> Any:
-        """What ``make(row, *arguments)`` returns, on a device: made by the first layer that asks, the same for all."""
+        """Return ``make(batch, *arguments)`` on ``device``, made for the first layer that needs it and shared."""
         if (key := (make, device, *arguments)) not in self.plans:
-            self.plans[key] = sent(make(self, *arguments), device).opened()
+            self.plans[key] = to_device(make(self, *arguments), device).with_bias()
         return self.plans[key]
 
 
 class PlannedBatch:
-    """A row of which nothing is known but plans that were made before."""
+    """Packed batch of which only the plans are known, as while a forward is captured."""
 
     def __init__(self, plans: dict[Hashable, Any]):
-        self._plans = {key: plan.opened() for key, plan in plans.items()}
+        self._plans = {key: plan.with_bias() for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:
         return self._plans[key]
 
     @property
     def spans(self) -> list[Span]:
-        raise RuntimeError("a layer's calls depend on the lengths of texts; only flash attention's do not")
+        raise RuntimeError(NO_LENGTHS)
+
+    @property
+    def visible(self) -> list[slice]:
+        raise RuntimeError(NO_LENGTHS)
 
 
 class Slots:
-    """Slots in a row, on whichever devices ask for them."""
+    """Slot indices, copied to each device at first use."""
 
     def __init__(self, slots: torch.Tensor):
-        self._on = {slots.device: slots}
-        self._first = slots
+        self._source = slots
+        self._by_device = {slots.device: slots}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """-> [num_slots] int64"""
-        if device not in self._on:
-            self._on[device] = sent(self._first, device)
-        return self._on[device]
+        """Return the slots on a device.  -> [num_slots] int64"""
+        if device not in self._by_device:
+            self._by_device[device] = to_device(self._source, device)
+        return self._by_device[device]

@@ -1,8 +1,8 @@
-"""How a packed row is cut into calls of a flash-attention kernel and small dense blocks.
+"""Division of a packed batch into calls of a flash-attention kernel and small dense blocks.
 
 A variable-length kernel takes packed queries, packed keys and the cumulative lengths of both. Here the packed keys are
-a layer's whole pool: what lies between the ranges wanted is given to entries without queries, which cost nothing. So no
-key is copied and no block table is needed; entries only have to come in the order of their slots.
+a layer's whole pool: slots between the wanted ranges go to entries without queries, which cost nothing. No key is
+copied and no block table is needed; entries only have to be in the order of their slots.
 """
 
 from __future__ import annotations
@@ -18,24 +18,29 @@ import torch.nn.functional as F
 from hf_slospec.models.attention.packed_batch import PackedBatch, Span
 from hf_slospec.models.cuda.bucket_sizes import bucket_for
 
-MAX_DENSE = 64  # longer chains are causal entries: the work of a dense block grows with the square of its tokens
-# A kernel gives an entry and head to one block of threads: long ranges are cut until there are enough (not measured).
+MAX_DENSE = 64  # longer chains are causal entries, as the work of a dense block is quadratic in its tokens
+# A kernel runs one thread block per entry and head: long ranges are cut until there are enough (an estimate).
 PIECE_KEYS, ENOUGH_BLOCKS = 512, 256
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """One call of a kernel: ranges of keys, each seen by some queries."""
+    """Arguments of one kernel call: ranges of keys, and the queries that see each of them."""
 
-    rows: torch.Tensor  # [num_queries] int64: tokens of the row, entry after entry
+    token_indices: torch.Tensor  # [num_queries] int64, in the batch, entry after entry
     cu_queries: torch.Tensor  # [num_entries + 1] int32
-    cu_keys: torch.Tensor  # [num_entries + 1] int32, from the first range's first slot
+    cu_keys: torch.Tensor  # [num_entries + 1] int32, starts at the first range's first slot
     max_queries: int
     max_keys: int
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[range, slice]], repeats: int = 1) -> Entries:
-        """``ranges``: tokens of the row and the slots they see, by ascending slots; ``repeats``: queries of a token."""
+        """Return the entries of these ranges.
+
+        Args:
+            ranges: tokens of the batch and the slots they see, in ascending order of slots.
+            repeats: queries per token.
+        """
         num_queries, edges = [], [ranges[0][1].start]
         for tokens, slots in ranges:
             if slots.start > edges[-1]:
@@ -45,9 +50,8 @@ class Entries:
             edges.append(slots.stop)
         assert all(a <= b for a, b in itertools.pairwise(edges)), "ranges of slots overlap"
         ends = list(itertools.accumulate(num_queries, initial=0))
-        rows = [row for tokens, _ in ranges for row in tokens]
         return cls(
-            torch.tensor(rows),
+            torch.tensor([token for tokens, _ in ranges for token in tokens]),
             torch.tensor(ends, dtype=torch.int32),
             torch.tensor(edges, dtype=torch.int32),
             max(num_queries),
@@ -55,40 +59,41 @@ class Entries:
         )
 
     def padded(self, num_entries: int, max_queries: int, max_keys: int) -> Entries:
-        """With entries at the end that have neither queries nor keys, and room for longer ones."""
+        """Return a copy that ends with empty entries, up to ``num_entries`` in all, and has larger maxima."""
         missing = num_entries + 1 - len(self.cu_keys)
         assert missing >= 0 and max_queries >= self.max_queries and max_keys >= self.max_keys
         cu_queries, cu_keys = (torch.cat((cu, cu[-1:].expand(missing))) for cu in (self.cu_queries, self.cu_keys))
-        return Entries(self.rows, cu_queries, cu_keys, max_queries, max_keys)
+        return Entries(self.token_indices, cu_queries, cu_keys, max_queries, max_keys)
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """Tokens of several sequences, padded to a rectangle, and the keys that only some of each sequence's tokens see.
 
-    Padding repeats tokens and keys of the same sequence, so that no other sequence's values are ever multiplied.
+    Padding repeats tokens and keys of the same sequence, so that no sequence's values are multiplied for another one.
     """
 
-    rows: torch.Tensor  # [batch, num_queries] int64, tokens of the row
-    slots: torch.Tensor  # [batch, num_keys] int64; none for single tokens, which see all of one range
-    mask: torch.Tensor  # [batch, num_queries, num_keys] bool, True = may attend
-    pieces: torch.Tensor  # [num_pieces, batch, num_queries] int64: where the tokens stand in the entries
-    is_empty: torch.Tensor | None  # [num_pieces, batch, num_queries] bool: pieces without keys; None if there are none
-    real: torch.Tensor | None  # [num_real] int64: which of batch * num_queries are no padding; None if all are
-    real_rows: torch.Tensor  # [num_real] int64, tokens of the row
-    bias: torch.Tensor | None = None  # [batch * num_kv_heads, num_queries * groups, num_keys] f32: the opened mask
+    token_indices: torch.Tensor  # [num_sequences, num_queries] int64, in the batch
+    slots: torch.Tensor  # [num_sequences, num_keys] int64; num_keys is 0 for single tokens, which see all of one range
+    mask: torch.Tensor  # [num_sequences, num_queries, num_keys] bool, True = may attend
+    pieces: torch.Tensor  # [num_pieces, num_sequences, num_queries] int64: the tokens' queries in the entries
+    is_empty: torch.Tensor | None  # [num_pieces, num_sequences, num_queries] bool: pieces without keys; None: none
+    real_queries: torch.Tensor | None  # [num_real] int64, of num_sequences * num_queries: not padding; None: all
+    real_token_indices: torch.Tensor  # [num_real] int64, in the batch
+    bias: torch.Tensor | None = None  # [num_sequences * num_kv_heads, num_queries * groups, num_keys] f32: 0 or -inf
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Tokens whose keys are split: ranges that all tokens of a sequence see, and what blocks hold."""
+    """Tokens whose keys are split into ranges that all tokens of a sequence see, and the keys in blocks."""
 
-    entries: Entries | None  # of the ranges, query heads folded; None if they are all empty
+    entries: Entries | None  # of the ranges, query heads folded; None if all ranges are empty
     blocks: list[Block]
-    groups: int  # query heads of a KV head
+    groups: int  # query heads per KV head
     num_kv_heads: int
 
-    def opened(self) -> Split:
+    def with_bias(self) -> Split:
+        """Return a copy with each block's mask as an additive bias for its folded query heads."""
         return replace(self, blocks=[replace(block, bias=self._bias(block.mask)) for block in self.blocks])
 
     def _bias(self, mask: torch.Tensor) -> torch.Tensor:
@@ -99,22 +104,24 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
+    """Kernel calls and dense blocks of a batch, for layers of one kind."""
+
     chains: Entries | None
     split: Split | None
 
-    def opened(self) -> Packing:
-        """With what is worked out where the layers are, as it is larger than what it is made of."""
-        return self if self.split is None else replace(self, split=self.split.opened())
+    def with_bias(self) -> Packing:
+        """Return a copy with biases, which are made on the layers' device, as they are larger than their masks."""
+        return self if self.split is None else replace(self, split=self.split.with_bias())
 
 
-def pack(row: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
-    """Cut up a row, for layers with this window and these numbers of heads; to be sent to them, and opened."""
-    in_order = sorted(zip(row.spans, row.visible, strict=True), key=lambda pair: pair[1].start)
+def pack(batch: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
+    """Return the packing of a batch for layers with this window and these numbers of heads, made on the host."""
+    in_order = sorted(zip(batch.spans, batch.visible, strict=True), key=lambda pair: pair[1].start)
     chains = [(span, slots) for span, slots in in_order if span.is_chain and span.num_tokens > MAX_DENSE]
     others = [(span, slots) for span, slots in in_order if not (span.is_chain and span.num_tokens > MAX_DENSE)]
     return Packing(
         Entries.of([(range(span.begin, span.end), slots) for span, slots in chains]) if chains else None,
-        _split(others, window, num_heads // num_kv_heads, num_kv_heads, row.is_padded) if others else None,
+        _split(others, window, num_heads // num_kv_heads, num_kv_heads, batch.is_padded) if others else None,
     )
 
 
@@ -133,7 +140,7 @@ def _split(
         pieces = _cut(seen, num_pieces)
         ranges += [(range(span.begin, span.end), piece) for piece in pieces]
         part = _Part.of(span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces])
-        # One block per power of four of keys: a large tree does not pad all small ones to its size.
+        # One block per power of four of keys, so that a large tree does not pad all small ones to its size.
         size = ((len(part.slots) - 1).bit_length() // 2) if len(part.slots) else -1
         by_size.setdefault(0 if is_padded else size, []).append(part)
         num_queries += num_pieces * span.num_tokens
@@ -145,11 +152,11 @@ def _split(
 
 
 def _common(span: Span, slots: slice, window: int | None) -> slice:
-    """The slots that every token of the span sees for certain, one range."""
-    if span.num_staged == 1:  # a single token sees itself as well
+    """Return the range of slots that every token of the span is certain to see."""
+    if span.num_staged == 1:  # a single token also sees itself
         return slice(slots.start if window is None else max(slots.start, slots.stop - window), slots.stop)
     length = span.sequence.length
-    # Positions are on the device. None is further from the root than there are fresh tokens.
+    # Positions are on the device, so this takes a bound: no token is further from the root than num_staged.
     dropped = 0 if window is None else min(max(length + span.num_staged - window, 0), length)
     return slice(slots.start + dropped, slots.start + length)
 
@@ -162,29 +169,29 @@ def _cut(slots: slice, num_pieces: int) -> list[slice]:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A sequence's tokens in a block."""
+    """One sequence's tokens in a block."""
 
     span: Span
-    slots: np.ndarray  # [num_keys] int64: what only some of its tokens see
-    last_slot: int  # of what they see
+    slots: np.ndarray  # [num_keys] int64: seen by only some of its tokens
+    last_slot: int  # seen by its tokens; pads slots
     mask: torch.Tensor  # [num_tokens, num_keys] bool
-    first_query: int  # of its entries: piece after piece, token after token
+    first_query: int  # in the entries; its queries there are ordered by piece, then token
     is_empty: list[bool]  # by piece
 
     @classmethod
     def of(
         cls, span: Span, slots: slice, common: slice, window: int | None, first_query: int, is_empty: list[bool]
     ) -> _Part:
-        fresh = np.arange(common.stop, slots.stop)
-        if window is None or not len(fresh):
-            return cls(span, fresh, slots.stop - 1, span.staged_mask[:, : len(fresh)], first_query, is_empty)
+        staged = np.arange(common.stop, slots.stop)
+        if window is None or not len(staged):
+            return cls(span, staged, slots.stop - 1, span.staged_mask[:, : len(staged)], first_query, is_empty)
         first_common = common.start - slots.start
-        first = min(max(span.sequence.length - window + 1, 0), first_common)  # no token sees what is before it
+        first = min(max(span.sequence.length - window + 1, 0), first_common)  # no token sees a slot before it
         edge = torch.arange(first, first_common, device=span.staged_mask.device)
         key_positions = torch.cat((edge, span.staged_positions))
         is_near = span.staged_positions[-span.num_tokens :, None] - key_positions[None, :] < window
         is_seen = F.pad(span.staged_mask, (len(edge), 0), value=True)
-        own = np.concatenate((np.arange(slots.start + first, common.start), fresh))
+        own = np.concatenate((np.arange(slots.start + first, common.start), staged))
         return cls(span, own, slots.stop - 1, is_near & is_seen, first_query, is_empty)
 
 
@@ -194,33 +201,34 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
     if is_padded:
         num_queries, num_keys = bucket_for(num_queries), bucket_for(num_keys) if num_keys else 0
     num_tokens = np.array([part.span.num_tokens for part in parts])
-    own = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [batch, num_queries]
-    rows = own + np.array([part.span.begin for part in parts])[:, None]
+    own = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [num_sequences, num_queries]
+    token_indices = own + np.array([part.span.begin for part in parts])[:, None]
     slots = np.array([part.last_slot for part in parts])[:, None].repeat(num_keys, 1)
-    for row, part in zip(slots, parts, strict=True):
-        row[: len(part.slots)] = part.slots
+    for part_slots, part in zip(slots, parts, strict=True):
+        part_slots[: len(part.slots)] = part.slots
     num_pieces = len(parts[0].is_empty)
     first_query = np.array([part.first_query for part in parts])[:, None]
     pieces = [own + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)]
     is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(len(parts), num_pieces)
+    are_empty = np.broadcast_to(is_empty.T[..., None], (num_pieces, *own.shape))
     is_real = np.arange(num_queries) < num_tokens[:, None]
 
-    def made(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.copy())  # of its own, and contiguous
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())  # owns its memory, contiguous
 
     return Block(
-        made(rows),
-        made(slots),
+        tensor(token_indices),
+        tensor(slots),
         torch.stack([_padded(part.mask, num_queries, num_keys) for part in parts]),
-        made(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
-        made(np.broadcast_to(is_empty.T[..., None], (num_pieces, *own.shape))) if is_padded or is_empty.any() else None,
-        None if is_real.all() and not is_padded else made(np.flatnonzero(is_real)),
-        made(rows[is_real]),
+        tensor(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
+        tensor(are_empty) if is_padded or is_empty.any() else None,
+        None if is_real.all() and not is_padded else tensor(np.flatnonzero(is_real)),
+        tensor(token_indices[is_real]),
     )
 
 
 def _padded(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    """Queries are padded with the last one, which attends to something, keys with ones that nobody sees."""
+    """Return the mask with its last query repeated, which attends to some key, and with masked keys added."""
     num_own, keys = mask.shape
     if num_own < num_queries:
         mask = torch.cat((mask, mask[-1:].expand(num_queries - num_own, -1)))

@@ -6,32 +6,32 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.models.attention.dense import dense_attention
-from hf_slospec.models.attention.packed_batch import PackedBatch
+from hf_slospec.models.attention.packed_batch import PackedBatch, PlannedBatch
 
 
 def sdpa_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    row: PackedBatch,
+    batch: PackedBatch | PlannedBatch,
     scaling: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One ``scaled_dot_product_attention`` per sequence over its own slots, in place: nothing is padded or gathered."""
+    """Return attention of each sequence over its own slots, which are sliced from the pool, not padded or gathered."""
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads, groups = keys.shape[1], num_heads // keys.shape[1]
     out = query.new_empty(num_tokens, num_heads, values.shape[-1])
-    for span, slots in zip(row.spans, row.visible, strict=True):
+    for span, slots in zip(batch.spans, batch.visible, strict=True):
         own_query = query[:, span.begin : span.end]
         key, value = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
         if softcap is None and sinks is None:
-            # The query heads that share a KV head become more queries of it: faster than enable_gqa on CPU.
+            # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa on CPU.
             mask = span.mask(window, query, groups)
             grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
             own = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask, scale=scaling)
-            own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA heads may stand last
+            own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA the heads may be the inner dimension
         else:
             own = dense_attention(own_query, key, value, span.mask(window, query), scaling, softcap, sinks)
         out[span.begin : span.end] = own.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What a model is, as a packed forward sees it: how it is run, what its layers cache, or why it is refused."""
+"""Properties of a model that packed forwards depend on, and refusal of models that lack them."""
 
 from __future__ import annotations
 
@@ -15,40 +15,43 @@ from hf_slospec.models.compatibility.hooks import is_compiled
 from hf_slospec.models.kv_cache.pool import LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
 
-# A 4D mask is passed through untouched by every mask builder; nothing reads this one.
+# Mask builders return a 4D mask unchanged, and packed attention does not read it.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
 
 
 def vocab_size(model: Any) -> int:
+    """Return the size of the vocabulary in the model's config."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def input_device(model: Any) -> torch.device:
-    """The device of the embeddings; of offloaded ones, the device they are brought to."""
+    """Return the device of the input embeddings; if they are offloaded, the device on which they are executed."""
     embeddings = model.get_input_embeddings()
-    if embeddings.weight.device.type != "meta":
-        return embeddings.weight.device
+    own: torch.device = embeddings.weight.device
+    if own.type != "meta":
+        return own
     device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
     return torch.device("meta" if device is None else device)
 
 
 def run_model(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    """-> [num_logits, vocab]"""
+    """Return the logits of a packed forward, with ``forward`` as its cache and attention.  -> [num_logits, vocab]"""
     unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
     with active_forward(model, forward):
-        return model(
+        logits: torch.Tensor = model(
             **inputs,
             attention_mask=unread_mask,
             position_ids=position_ids,
             past_key_values=forward,
             use_cache=True,
             return_dict=True,
-        ).logits[0]
+        ).logits
+    return logits[0]
 
 
 @contextlib.contextmanager
 def refused_if_it_fails(model: Any) -> Iterator[None]:
-    """A model whose forward breaks when it is tried out is refused by name, with what it said."""
+    """Raise UnsupportedModelError if the model's forward fails inside this context; device errors pass through."""
     try:
         yield
     except DEVICE_ERRORS:
@@ -56,16 +59,17 @@ def refused_if_it_fails(model: Any) -> Iterator[None]:
     except (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
         if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
             raise
-        raise cannot_be_packed(model, f"its forward failed on a packed row with {error!r}") from error
+        raise cannot_be_packed(model, f"its forward failed on a packed batch with {error!r}") from error
 
 
 def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
+    """Return the error that refuses a model by its class name."""
     return UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
 
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout, whatever mode the modules are in: it would also draw from the global generator."""
+    """Set all modules to evaluation mode inside this context: dropout would also draw from the global generator."""
     training: list[Any] = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -77,16 +81,16 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def refuse_by_declaration(model: Any) -> None:
-    """Refuse what a model says of itself: no causal decoder, recurrent state, or attention of its own."""
+    """Raise UnsupportedModelError if the model's config or class rules out packed forwards."""
     name = type(model).__name__
     if is_compiled(model):
         raise UnsupportedModelError(
-            f"{name} was compiled with compile(), and compiled layers do not let tree attention in; give the model as "
-            "it was loaded"
+            f"{name} was compiled with compile(), and tree attention cannot be used in compiled layers; pass the model "
+            "as it was loaded"
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
-    # Some families are encoders unless told otherwise; others say is_decoder=False and are causal all the same.
+    # is_decoder=False makes an encoder of some families; others have it and are causal all the same.
     is_encoder = getattr(model.config, "is_decoder", None) is False
     if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
@@ -98,7 +102,7 @@ def refuse_by_declaration(model: Any) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{name} does not use transformers' attention interface (_supports_attention_backend is not set), so tree "
-            "attention cannot be put in; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
+            "attention cannot be used; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
         )
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
@@ -106,11 +110,11 @@ def refuse_by_declaration(model: Any) -> None:
 
 
 class _Probe:
-    """Stands in for a packed forward once: attends plainly and notes what each layer caches and attends to."""
+    """Cache and attention for one forward of one token, which record what each layer caches and attends to."""
 
     def __init__(self) -> None:
         self._shapes: dict[int, LayerShape] = {}
-        self._windows: dict[int, int | None] = {}  # of the layers that attend, as they pass them
+        self._windows: dict[int, int | None] = {}  # by layer that attends, as passed to the attention function
         self._latent: set[int] = set()
         self._has_own_mask = False
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -138,28 +142,30 @@ class _Probe:
         **_: Any,
     ) -> torch.Tensor:
         layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
-        if layer is None and self._cached and (layer := self._cached[-1][0]) not in self._windows:
-            self._latent.add(layer)  # these K and V were made from what the layer has just cached
+        if layer is None and self._cached:
+            layer = self._cached[-1][0]
+            if layer not in self._windows:
+                self._latent.add(layer)  # these K and V were made from what the layer has just cached
         if layer is not None:  # layers that share K and V have the same window
             self._windows.setdefault(layer, window)
         self._has_own_mask |= mask is not None and (mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE)
-        # One token attends to itself only, so attention is the value, repeated for the query heads of each group.
+        # A single token attends to itself only, so its attention is its value, repeated for the query heads of a group.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
     def layers(self, model: Any) -> list[AttentionLayer]:
-        """By index.  Raises UnsupportedModelError if the model cannot be packed, going by what its layers did."""
+        """Return the layers by index, or raise UnsupportedModelError if their recorded calls cannot be packed."""
         indices = sorted(self._shapes)
         if not indices or indices != list(range(len(indices))) or self._windows.keys() != self._shapes.keys():
             raise cannot_be_packed(
                 model, f"{len(indices)} layers cache keys and {len(self._windows)} of them attend through the interface"
             )
         if self._has_own_mask:
-            raise cannot_be_packed(model, "its layers put something of their own into the attention mask")
+            raise cannot_be_packed(model, "its layers add values of their own to the attention mask")
         windows = [self._window(model, layer) for layer in indices]
         return [AttentionLayer(self._shapes[layer], windows[layer], layer in self._latent) for layer in indices]
 
     def _window(self, model: Any, layer: int) -> int | None:
-        """The layer's sliding window: what it passes to its attention function, or what the config says."""
+        """Return the layer's sliding window: the one passed to its attention function, or else the config's."""
         config = model.config.get_text_config()
         kinds, declared = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         if kinds and kinds[layer] != "sliding_attention":
@@ -175,7 +181,11 @@ class _Probe:
 
 @torch.no_grad()
 def probe_layers(model: Any) -> list[AttentionLayer]:
-    """Forward one token to learn what each layer caches, and that every layer attends through the interface."""
+    """Return the model's layers as seen in a forward of one token.
+
+    Raises:
+        UnsupportedModelError: the forward failed, or not every layer attends through transformers' interface.
+    """
     probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
     with evaluating(model), refused_if_it_fails(model):
         run_model(model, probe, input_ids=zero, position_ids=zero)

@@ -1,1 +1,1 @@
-"""Measured costs of packed forwards, and the profiles that keep them."""
+"""Measured costs of packed forwards, and their profiles on disk."""

@@ -1,7 +1,8 @@
-"""What a model's packed forwards cost, by trying."""
+"""Measured costs of a model's packed forwards."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,16 +10,16 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
-from hf_slospec.engine.request import Request
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.new_tokens import chain
 from hf_slospec.models.packed import PackedModel
 
-KEYS = 128  # cached tokens that each measured request attends to, unless said otherwise
+KEYS = 128  # cached tokens that each measured sequence attends to by default
 
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """The size of a forward: tokens over requests, each of which attends to its own cached tokens."""
+    """Size of a forward: tokens over requests, each of which attends to its own cached tokens."""
 
     num_tokens: int
     num_requests: int = 1
@@ -29,10 +30,10 @@ class Size:
         return self.num_requests * self.keys_each
 
 
-# What is measured, most needed first. Large sizes are left out where half as many tokens cost WORTHWHILE times one.
+# Measured sizes, most needed first. Large ones are left out where half as many tokens cost WORTHWHILE times one.
 CURVE = tuple(Size(tokens) for tokens in (1, 16, 64, 4, 32, 8, 2, 128, 256, 512))
-SLOPES = (Size(16, 4), Size(16, 1, 1024))  # what requests add, and what keys add, to the 16 tokens of the curve
-HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96))  # to judge the fit by
+SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, against the 16 tokens of the curve
+HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96))  # to evaluate the fit
 WORTHWHILE = 4.0
 MAX_PER_REQUEST = 0.1  # of the time of 16 tokens
 REPEATS = 4
@@ -40,7 +41,7 @@ REPEATS = 4
 
 @dataclass
 class Measured:
-    """Fastest seconds by size: a busy machine only adds time."""
+    """Fastest seconds by size, as a busy machine only adds time."""
 
     seconds: dict[Size, float] = field(default_factory=dict)
 
@@ -48,10 +49,9 @@ class Measured:
         self.seconds[size] = min(seconds, self.seconds.get(size, seconds))
 
     def fit(self) -> ForwardCost:
-        """A monotone curve in tokens, with linear terms for further requests and for the keys they see.
+        """Fit a monotone curve in tokens, with linear terms for further requests and for the keys they see.
 
-        A pause during one of the few forwards the terms are read from must not make them absurd, so they are bounded by
-        what a single token costs.
+        The terms come from few forwards; they are bounded, so that a pause during one does not make them absurd.
         """
         at_16, many, long = (self.seconds.get(size) for size in (Size(16), *SLOPES))
         per_key_s = per_request_s = 0.0
@@ -64,7 +64,7 @@ class Measured:
         return ForwardCost(LatencyCurve.fit(list(points), list(points.values())), per_request_s, per_key_s)
 
     def errors(self, cost: ForwardCost) -> dict[Size, float]:
-        """Relative error of a fit at the held-out sizes; positive where it predicts too much."""
+        """Return the relative error of a fit at the held-out sizes; positive where it predicts too much."""
         held_out = {size: self.seconds[size] for size in HELD_OUT if size in self.seconds}
         predicted = {size: float(cost(size.num_tokens, size.num_requests, size.num_keys)) for size in held_out}
         return {size: predicted[size] / seconds - 1.0 for size, seconds in held_out.items()}
@@ -77,11 +77,14 @@ def measure(
     on_forward: Callable[[Size], None] = lambda _: None,
     repeats: int = REPEATS,
 ) -> Measured:
-    """Time forwards of many sizes in rounds for about ``limit_s`` seconds; a slow model is known at fewer sizes."""
+    """Time forwards of many sizes in rounds for about ``limit_s`` seconds, of fewer sizes where the model is slow.
+
+    The caller must hold the model's lock.
+    """
     measured = Measured()
     sizes = [*CURVE[:3], *SLOPES, *CURVE[3:], *(HELD_OUT if held_out else ())]
     forward_s = Forwards(packed)
-    forward_s(Size(1))  # pays one-off costs
+    forward_s(Size(1))  # includes one-off costs
     started_s = time.perf_counter()
     for repeat in range(repeats):
         for size in sizes:
@@ -98,44 +101,34 @@ def _is_worthwhile(size: Size, measured: Measured) -> bool:
 
 
 class Forwards:
-    """Seconds of a packed forward of a given size, in one pool that fits all of them."""
+    """Timer of packed forwards of given sizes; they reserve K/V for the time they take."""
 
-    def __init__(self, packed: PackedModel, max_nodes: int = CURVE[-1].num_tokens):
-        """``max_nodes``: tokens of one request at most."""
-        self.packed, self.max_nodes = packed, max_nodes
-        self._room: dict[tuple[int, int], tuple[Sequences, list[Request]]] = {}
-        self._captured: set[Size] = set()
+    def __init__(self, packed: PackedModel):
+        self.packed, self._cache = packed, packed.kv_cache
 
     def __call__(self, size: Size) -> float:
-        if size not in self._captured and self._made(size)[0].pool.graphs is not None:
-            self._captured.add(size)
-            self._forward(size)  # steps will replay it
-        return self._forward(size)
+        """Return the seconds of a forward of this size; of a replay, where forwards are captured."""
+        lengths = list(self._split(size))
+        with self._cache.temporary([size.keys_each + length for length in lengths]) as sequences:
+            for sequence in sequences:
+                sequence.length = size.keys_each
+            graphs = self.packed.graphs_of(self._cache.pool)
+            num_captured = 0 if graphs is None else len(graphs)
+            with contextlib.nullcontext() if graphs is None else graphs.capturing_at_once():
+                seconds = self._forward(sequences, lengths)
+                is_capture = graphs is not None and len(graphs) != num_captured
+                return self._forward(sequences, lengths) if is_capture else seconds
 
-    def _forward(self, size: Size) -> float:
-        sequences, requests = self._made(size)
-        device = self.packed.device
-        begun_s = time.perf_counter()
-        parts = [sequences.chain(r, [0] * n) for r, n in zip(requests, self._split(size), strict=True)]
-        sequences.forward(parts, torch.arange(size.num_tokens))
+    def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
+        device, begun_s = self.packed.device, time.perf_counter()
+        parts = [chain(self.packed, own, [0] * length) for own, length in zip(sequences, lengths, strict=True)]
+        self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths)))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - begun_s
 
-    def _made(self, size: Size) -> tuple[Sequences, list[Request]]:
-        key = size.num_requests, size.keys_each
-        if key not in self._room:
-            requests = [Request(i, [0] * size.keys_each, max_new_tokens=0) for i in range(size.num_requests)]
-            sequences = Sequences(self.packed, max_nodes=self.max_nodes)
-            sequences.reserve(requests)
-            if sequences.pool.graphs is not None:
-                sequences.pool.graphs.patience = 0
-            for request in requests:
-                sequences.of(request).length = size.keys_each
-            self._room[key] = sequences, requests
-        return self._room[key]
-
     @staticmethod
     def _split(size: Size) -> Iterator[int]:
+        """Split the tokens evenly over the requests."""
         for index in range(size.num_requests):
             yield size.num_tokens * (index + 1) // size.num_requests - size.num_tokens * index // size.num_requests

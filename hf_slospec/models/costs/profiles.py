@@ -1,4 +1,4 @@
-"""Profiles of models on this machine, kept in the user's cache directory."""
+"""Profiles of models on this machine, saved in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models.packed import PackedModel
 
-VERSION = 1  # of the file's meaning
+VERSION = 1  # of the file format
 
 
 class Profile(BaseModel):
-    """What packed forwards of one model cost here."""
+    """Measured costs of one model's packed forwards on one machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = VERSION
-    of: dict[str, Any]  # the model and the machine; the profile serves nothing else
+    of: dict[str, Any]  # the model and the machine that the profile is valid for, see `identity`
     num_tokens: tuple[int, ...]
     seconds: tuple[FiniteFloat, ...]
     per_request_s: FiniteFloat
@@ -37,9 +37,9 @@ class Profile(BaseModel):
     @model_validator(mode="after")
     def _is_a_curve(self) -> Profile:
         if len(self.num_tokens) != len(self.seconds) or not self.num_tokens:
-            raise ValueError("tokens and seconds do not belong together")
+            raise ValueError("num_tokens and seconds must be equally long and not empty")
         if list(self.num_tokens) != sorted(set(self.num_tokens)) or list(self.seconds) != sorted(self.seconds):
-            raise ValueError("tokens must rise, and seconds must not fall")
+            raise ValueError("num_tokens must rise, and seconds must not fall")
         return self
 
     @classmethod
@@ -57,7 +57,7 @@ class Profile(BaseModel):
 
 
 def identity(packed: PackedModel) -> dict[str, Any]:
-    """The model, how it runs, and what it runs on."""
+    """Return a description of the model, of its packed forwards, and of the machine."""
     model, device = packed.model, packed.device
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     modules = Counter(type(module).__qualname__ for module in model.modules())  # adapters, quantised linears
@@ -80,30 +80,30 @@ def identity(packed: PackedModel) -> dict[str, Any]:
 
 
 def load_profile(packed: PackedModel) -> ForwardCost | None:
-    """The cached cost of this model on this machine; a file that makes no sense is dropped with a warning."""
+    """Return the saved cost of this model on this machine; an invalid file is deleted with a warning."""
     try:
         path = _path(packed)
         profile = Profile.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (ValidationError, UnicodeDecodeError) as error:
-        warnings.warn(f"{path} holds no profile ({type(error).__name__}) and is measured again", stacklevel=2)
+        warnings.warn(f"{path} is not a profile ({type(error).__name__}); the model is measured again", stacklevel=2)
         path.unlink(missing_ok=True)
         return None
     except (OSError, ValueError):
-        return None  # there is no place for profiles; saving says why
+        return None  # the directory cannot be used; saving warns of it
     return profile.cost() if profile.version == VERSION and profile.of == identity(packed) else None
 
 
 def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
-    """Keep a cost; a cache directory that cannot be written to is left alone."""
+    """Save a cost; warn if the cache directory cannot be written to."""
     try:
         path = _path(packed)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(Profile.from_cost(cost, identity(packed)).model_dump_json(indent=1), encoding="utf-8")
         partial.replace(path)
     except (OSError, ValueError) as error:
-        warnings.warn(f"the profile could not be kept ({error}); it is measured again next time", stacklevel=2)
+        warnings.warn(f"the profile could not be saved ({error}); the model is measured again next time", stacklevel=2)
 
 
 def _path(packed: PackedModel) -> Path:

@@ -1,4 +1,4 @@
-"""The threads that torch computes with on a CPU."""
+"""OpenMP threads of torch on a CPU."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # of control groups, version 2 and 1
-SOFT = 1  # omp_pause_soft: only the threads go
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # files of control groups, version 2 and 1
+SOFT = 1  # omp_pause_soft: releases the threads only
 
 
 def release_openmp_threads() -> None:
-    """Let the calling thread's OpenMP team go; the thread gets another one when it next computes.
+    """Release the calling thread's OpenMP team; the thread gets a new one when it next computes.
 
-    Every thread that computes keeps a team of its own. As soon as the teams of a process have more threads than the
-    machine has cores, used or not, GNU's runtime hardly spins any more between parallel regions, and every forward
-    becomes slower: on two cores 1.2 times with large layers, 1.7 times with small ones.
+    Every thread that computes keeps a team of its own. Once the teams of a process have more threads than the machine
+    has cores, idle ones included, GNU's runtime hardly spins between parallel regions, and every forward becomes
+    slower: on two cores 1.2 times with large layers, 1.7 times with small ones.
     """
     if (pause := _pause()) is not None:
-        pause(SOFT)  # says whether it could; inside a parallel region it cannot
+        pause(SOFT)  # returns nonzero inside a parallel region, where it has no effect
 
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """OpenMP 5's ``omp_pause_resource_all``, where torch uses GNU's runtime, whose symbols it loads for everybody."""
+    """Return OpenMP 5's ``omp_pause_resource_all`` if torch uses GNU's runtime, whose symbols it loads globally."""
     runtime = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(runtime, "GOMP_parallel"):
         return None
@@ -40,8 +40,8 @@ def _pause() -> Callable[[int], int] | None:
     return pause
 
 
-def cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many cores this process may keep busy: torch knows its affinity, and nothing of a container's quota."""
+def available_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of cores this process may use: its affinity, which torch knows, and a container's quota."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for names in QUOTAS:
         if all((groups / name).is_file() for name in names):
@@ -52,11 +52,11 @@ def cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
 
 @functools.cache
 def warn_if_oversubscribed() -> None:
-    """Once: more threads than cores wait for each other at the end of every operation."""
-    if (num_threads := torch.get_num_threads()) > cores():
+    """Log one warning per process if torch uses more threads than cores, which slows every operation."""
+    if (num_threads := torch.get_num_threads()) > (num_cores := available_cores()):
         logger.warning(
             "torch computes with %d threads, and this process may use %d cores; torch.set_num_threads(%d) is faster",
             num_threads,
-            cores(),
-            cores(),
+            num_cores,
+            num_cores,
         )

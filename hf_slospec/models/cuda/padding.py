@@ -1,7 +1,7 @@
-"""Packed rows come in few sizes: what is missing is filled up with tokens of sequences that belong to nobody.
+"""Padding of packed batches to few sizes, with tokens of sequences that belong to no request.
 
-These ghosts have slots of their own behind a pool's others, and each of their tokens sees itself only. To everything
-below they are sequences like any other, so nothing has to know about padding.
+These padding sequences have slots of their own behind a pool's others, and each of their tokens sees itself only.
+Attention and layers treat them like any other sequence.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.models.attention.packed_batch import NewTokens
-from hf_slospec.models.cuda.bucket_sizes import SIZES, bucket_for
+from hf_slospec.models.cuda.bucket_sizes import BUCKETS, bucket_for
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
 
-MAX_PADDING_SLOTS = 96  # tokens; the sizes above need no more for rows of up to 64 sequences
+MAX_PADDING_SLOTS = 96  # tokens; the bucket sizes need no more for packed batches of up to 64 sequences
 
 
 def padded(
     parts: Sequence[NewTokens], logit_rows: torch.Tensor, pool: KVPool
 ) -> tuple[list[NewTokens], torch.Tensor] | None:
-    """The parts, and ghosts; the rows whose logits are wanted, and the first of them again as often as it takes.
+    """Return the parts with padding sequences behind them, and the logit rows padded with row 0.
 
-    None if the row is larger than the largest size, or needs more ghosts than there are.
+    None if the packed batch is larger than the largest size, or needs more padding slots than the pool has.
     """
     lengths = [len(part.input_ids) for part in parts]
     num_parts, num_tokens = bucket_for(len(parts)), sum(lengths)
     total = bucket_for(num_tokens + num_parts - len(parts))
-    if num_parts == len(parts) and total > num_tokens:  # the missing tokens need a ghost
+    if num_parts == len(parts) and total > num_tokens:  # the missing tokens need a padding sequence
         num_parts = bucket_for(num_parts + 1)
         total = bucket_for(num_tokens + num_parts - len(parts))
-    missing, num_padding_slots = total - num_tokens, num_parts - len(parts)
-    if total > SIZES[-1] or missing > pool.num_padding_slots:
+    missing, num_padding = total - num_tokens, num_parts - len(parts)
+    if total > BUCKETS[-1] or missing > pool.num_padding_slots:
         return None
-    ghosts, start = [], pool.num_slots
-    for index in range(num_padding_slots):
-        length = missing * (index + 1) // num_padding_slots - missing * index // num_padding_slots
-        ghosts.append(_padding_sequence(CachedSequence(start, length), parts[0].mask.device))
+    padding, start = [], pool.num_slots
+    for index in range(num_padding):
+        length = missing * (index + 1) // num_padding - missing * index // num_padding
+        padding.append(_padding_sequence(CachedSequence(start, length), parts[0].mask.device))
         start += length
     num_rows = total if 2 * len(logit_rows) > total else bucket_for(len(logit_rows))
-    return [*parts, *ghosts], F.pad(logit_rows, (0, num_rows - len(logit_rows)))
+    return [*parts, *padding], F.pad(logit_rows, (0, num_rows - len(logit_rows)))
 
 
 def _padding_sequence(sequence: CachedSequence, device: torch.device) -> NewTokens:

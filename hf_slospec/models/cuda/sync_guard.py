@@ -1,4 +1,4 @@
-"""Operators that have the host wait for the device, found while they run: on any device, in this thread only."""
+"""Detection of operators that make the host wait for the device, on any device, in the current thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Their results' values or sizes are needed on the host.
+# Operators with results whose values or sizes are needed on the host.
 READS = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -20,22 +20,25 @@ READS = {
     aten.unique_consecutive,
     aten.bincount,
 }
-BOOLEAN = (torch.bool, torch.uint8)
+BOOLEAN = (torch.bool, torch.uint8)  # an index of these dtypes has a result of unknown size
 
 
 class HostSyncError(RuntimeError):
-    """A forward cannot do without the host."""
+    """An operator made the host wait for the device."""
 
 
 class SyncGuard(TorchDispatchMode):
-    """Within, such an operator raises HostSyncError."""
+    """Context in which an operator that makes the host wait raises HostSyncError."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func, args):
-            raise HostSyncError(f"{func} has the host wait for the device")
+            raise HostSyncError(f"{func} makes the host wait for the device")
         out = func(*args, **(kwargs or {}))
         if _crosses(func, args, out):
-            raise HostSyncError(f"{func} between host and device has the host wait")
+            raise HostSyncError(f"{func} between host and device makes the host wait")
         return out
 
 

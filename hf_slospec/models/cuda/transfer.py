@@ -1,7 +1,7 @@
-"""Trees of tensors (dicts, lists, tuples, dataclasses): what they look like, and taking them to a device at once.
+"""Copies of trees of tensors (dicts, lists, tuples, dataclasses) to a device, and signatures of such trees.
 
-Every blocking copy from the host waits until the device has done all that was asked of it before, so the many small
-tensors that the host makes for a forward go over together, from pinned memory, without waiting.
+A blocking copy from the host waits for all earlier work of the device. The many small tensors that the host makes for a
+forward are therefore copied together, from pinned memory, without blocking.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ import torch
 ALIGNMENT = 16  # bytes
 
 
-def mapped(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same tree with ``function`` of every tensor in its place."""
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return the tree with every tensor replaced by ``function`` of it."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: mapped(value, function) for key, value in tree.items()}
+        return {key: map_tensors(value, function) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(mapped(value, function) for value in tree)
+        return type(tree)(map_tensors(value, function) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = (field.name for field in dataclasses.fields(tree))
-        return type(tree)(**{name: mapped(getattr(tree, name), function) for name in fields})
+        return type(tree)(**{name: map_tensors(getattr(tree, name), function) for name in fields})
     return tree
 
 
-def leaves(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree in traversal order."""
     found: list[torch.Tensor] = []
-    mapped(tree, found.append)
+    map_tensors(tree, found.append)
     return found
 
 
 def signature(tree: Any) -> Hashable:
-    """Equal for two trees only if they differ in nothing but the values in their tensors."""
+    """Return a key that two trees share only if they differ in nothing but the values in their tensors."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.device
     if isinstance(tree, dict):
@@ -45,51 +46,51 @@ def signature(tree: Any) -> Hashable:
         return type(tree), tuple(map(signature, tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return type(tree), tuple(signature(getattr(tree, field.name)) for field in dataclasses.fields(tree))
-    return type(tree), tree  # 1, 1.0 and True are equal
+    return type(tree), tree  # the type, because 1, 1.0 and True are equal
 
 
 class DeviceCopy:
-    """Room on a device for the tensors of a tree: those made on the host side by side, others each by itself."""
+    """Buffers on a device for the tensors of a tree: one for all tensors on the host, one per tensor elsewhere."""
 
     def __init__(self, tree: Any, device: torch.device):
         self._starts, end = [], 0
-        for leaf in _made_on_host(tree):
+        for tensor in _host_tensors(tree):
             self._starts.append(end)
-            end += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
-        self._host = torch.empty(end, dtype=torch.uint8, device=device)
-        self._has_pinned = device.type == "cuda"
-        slots = iter(self._slots(self._host, _made_on_host(tree)))
-        self.content = mapped(tree, lambda leaf: next(slots) if leaf.is_cpu else torch.empty_like(leaf))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self._flat = torch.empty(end, dtype=torch.uint8, device=device)
+        self._is_pinned = device.type == "cuda"
+        views = iter(self._views(self._flat, _host_tensors(tree)))
+        self.content = map_tensors(tree, lambda tensor: next(views) if tensor.is_cpu else torch.empty_like(tensor))
 
-    def _slots(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _views(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            flat[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
-            for start, leaf in zip(self._starts, like, strict=True)
+            flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(self._starts, like, strict=True)
         ]
 
     def fill(self, tree: Any) -> None:
-        """Put in the values of a tree of the same signature, waiting for nothing."""
-        made = _made_on_host(tree)
-        # Torch gives pinned memory to others only once copies from it are done.
-        flat = torch.empty(self._host.shape, dtype=torch.uint8, pin_memory=self._has_pinned)
-        for slot, leaf in zip(self._slots(flat, made), made, strict=True):
-            slot.copy_(leaf)
-        self._host.copy_(flat, non_blocking=True)
-        for slot, leaf in zip(leaves(self.content), leaves(tree), strict=True):
-            if not leaf.is_cpu:
-                slot.copy_(leaf)
+        """Copy in the values of a tree of the same signature, without blocking."""
+        on_host = _host_tensors(tree)
+        # Torch reuses pinned memory only after copies from it are done.
+        flat = torch.empty(self._flat.shape, dtype=torch.uint8, pin_memory=self._is_pinned)
+        for view, tensor in zip(self._views(flat, on_host), on_host, strict=True):
+            view.copy_(tensor)
+        self._flat.copy_(flat, non_blocking=True)
+        for buffer, tensor in zip(tensors_in(self.content), tensors_in(tree), strict=True):
+            if not tensor.is_cpu:
+                buffer.copy_(tensor)
 
 
-def _made_on_host(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(tree) if leaf.is_cpu]
+def _host_tensors(tree: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(tree) if tensor.is_cpu]
 
 
-def sent(tree: Any, device: torch.device) -> Any:
-    """The tree on a device; what the host made gets there in one copy."""
-    made = _made_on_host(tree)
-    if device.type == "cpu" or not made:
-        return mapped(tree, lambda leaf: leaf.to(device))
-    parcel = DeviceCopy(made, device)
-    parcel.fill(made)
-    there = iter(parcel.content)
-    return mapped(tree, lambda leaf: next(there) if leaf.is_cpu else leaf.to(device))
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Return the tree on a device, copying all tensors on the host at once."""
+    on_host = _host_tensors(tree)
+    if device.type == "cpu" or not on_host:
+        return map_tensors(tree, lambda tensor: tensor.to(device))
+    copy = DeviceCopy(on_host, device)
+    copy.fill(on_host)
+    copied = iter(copy.content)
+    return map_tensors(tree, lambda tensor: next(copied) if tensor.is_cpu else tensor.to(device))

@@ -1,4 +1,4 @@
-"""Drafting with an assistant model: beam search of all requests together."""
+"""Drafting with an assistant model, by a beam search of all requests at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.compatibility.probe import evaluating
 from hf_slospec.models.cuda.deferred import DeferredFlags
-from hf_slospec.models.cuda.transfer import sent
-from hf_slospec.models.kv_cache.sequences import Sequences
+from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 
@@ -23,7 +23,7 @@ from hf_slospec.models.packed import PackedModel
 def extend_beam(
     path_logprobs: torch.Tensor, logits: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The next layer of every request's beam, best first, ties by (parent, rank of the child).
+    """Return the next layer of every request's beam, best first, ties by (parent, rank of the child).
 
     Args:
         path_logprobs: [num_requests, beam] f32, of the current layer, best first.
@@ -45,7 +45,7 @@ def extend_beam(
 
 
 def _least_confident(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Log probability of the least probable token, given its parent, on the path to each node of the last layer.
+    """Return the log probability of the least probable token, given its parent, on each path to the last layer.
 
     -> [num_requests, beam] f32
     """
@@ -58,7 +58,7 @@ def _least_confident(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def _is_futile(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], plan: Plan) -> torch.Tensor:
-    """Whether no node deeper than these can be worth its level.  -> [] bool"""
+    """Return whether no node deeper than these can be worth its level.  -> [] bool"""
     _, _, path_logprobs = layers[-1]
     futile = path_logprobs.new_zeros((), dtype=torch.bool)
     if plan.min_gain:
@@ -72,18 +72,19 @@ def _is_futile(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 class AssistantDrafter:
     """Beam search on the draft model's own probabilities; its candidate trees hold every beam node.
 
-    The draft's KV holds committed tokens only: a call first feeds every token it has not seen yet, be it the whole
-    prompt, a stretch decoded without drafting, or the last step's tokens. Long stretches are fed over several steps, so
-    that a long prompt stalls nobody; until a request has caught up, its trees are roots.
+    The draft's K/V cache holds committed tokens only: a call first processes every token that lacks K/V, be it the
+    whole prompt, a stretch decoded without drafting, or the last step's tokens. Long stretches are processed over
+    several steps, so that a long prompt does not stall other requests; until a request has caught up, its trees are
+    roots.
     """
 
-    CATCH_UP = 1024  # tokens fed per step at most, over all requests, those that are few behind not counted
+    CATCH_UP = 1024  # tokens processed per step at most, over all requests that lack more than FEW
     FEW = 64
 
     def __init__(self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None):
-        """``max_nodes`` bounds depth times width of the plans to come, ``vocab_size`` the ids that may be proposed."""
+        """``max_nodes`` bounds depth times width of plans, ``vocab_size`` the proposed ids, ``max_slots`` all K/V."""
         self.packed, self.vocab_size = packed, vocab_size
-        self.sequences = Sequences(packed, max_nodes, max_slots, is_kept=max_slots is None)
+        self.sequences = RequestSequences(packed, max_nodes, max_slots)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with as_memory_error(), evaluating(self.packed.model):
@@ -91,15 +92,15 @@ class AssistantDrafter:
 
     def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         self.sequences.reserve(requests)
-        for request in requests:  # a step that was taken back may have fed the root already; it is wanted again
+        for request in requests:  # after a step that was undone the root may be cached; its logits are wanted again
             own = self.sequences.of(request)
             own.length = min(own.length, len(request.tokens) - 1)
-        ready = self._fed(requests)
+        ready = self._catch_up(requests)
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
-    def _fed(self, requests: Sequence[Request]) -> list[Request]:
-        """Those that can draft now; of the others, as much is fed as a step may."""
+    def _catch_up(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the requests that can draft now, after processing as many tokens of others as a step may."""
         ready, left = [], self.CATCH_UP
         for request in requests:
             behind = len(self.sequences.uncached(request))
@@ -109,14 +110,14 @@ class AssistantDrafter:
                 ready.append(request)
                 left -= behind
             elif left:
-                self.sequences.feed(request, left)
+                self.sequences.prefill(request, left)
                 left = 0
         return ready
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        logits = self._catch_up(requests)[:, None]  # [num_requests, 1, vocab]
+        logits = self._root_logits(requests)[:, None]  # [num_requests, 1, vocab]
         device = self.packed.device
-        root_positions = sent(torch.tensor([len(request.tokens) - 1 for request in requests]), device)
+        root_positions = to_device(torch.tensor([len(request.tokens) - 1 for request in requests]), device)
         layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
         # ancestors[i, v, u]: node v of request i's last layer may attend to node u of all its layers so far
         ancestors = self._own(layers[0][0])
@@ -138,13 +139,17 @@ class AssistantDrafter:
     def release(self, request: Request) -> None:
         self.sequences.release(request)
 
+    def close(self) -> None:
+        """Release all requests and the model's K/V cache."""
+        self.sequences.close()
+
     def _own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each node of a layer sees itself among its layer.  -> [num_requests, beam, beam] bool"""
+        """Return a layer's mask among itself: each node sees itself only.  -> [num_requests, beam, beam] bool"""
         eye = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
         return eye.expand(len(tokens), -1, -1)
 
-    def _catch_up(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Feed all committed tokens the draft has not seen.  -> logits after each root, [num_requests, vocab]"""
+    def _root_logits(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Cache all committed tokens that lack K/V.  -> logits after each root, [num_requests, vocab]"""
         tails = [self.sequences.uncached(request) for request in requests]
         parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1
@@ -160,20 +165,20 @@ class AssistantDrafter:
         positions: torch.Tensor,  # [num_requests, num_staged]
         ancestors: torch.Tensor,  # [num_requests, beam, num_staged] bool
     ) -> torch.Tensor:
-        """Logits of one beam layer.  -> [num_requests, beam, vocab]"""
+        """Return the logits of one beam layer.  -> [num_requests, beam, vocab]"""
         sequences = [self.sequences.of(request) for request in requests]
-        positions = self.packed.inside(positions)
+        positions = self.packed.clamp_positions(positions)
         parts = [NewTokens(*part) for part in zip(sequences, tokens, positions, ancestors, strict=True)]
         return self._logits(parts, torch.arange(tokens.numel())).view(*tokens.shape, -1)
 
-    def _logits(self, parts: Sequence[NewTokens], rows: torch.Tensor) -> torch.Tensor:
-        """Of the ids that both models have: either vocabulary may be padded further than the other."""
-        return self.sequences.forward(parts, rows)[:, : self.vocab_size]
+    def _logits(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
+        """Return logits of the ids that both models have, as either vocabulary may be padded further than the other."""
+        return self.sequences.forward(parts, logit_rows)[:, : self.vocab_size]
 
     def _trees(
         self, requests: Sequence[Request], layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     ) -> list[TokenTree]:
-        """Candidate trees on the host: node 0 the root, then layer after layer, in one copy from the device."""
+        """Return candidate trees (node 0 the root, then layer after layer), by one copy from the device."""
         tokens, parents, path_logprobs = (torch.cat(columns, dim=1) for columns in zip(*layers, strict=True))
         packed = torch.stack((tokens.double(), parents.double(), path_logprobs.double())).cpu().numpy()
         widths = [layer[0].shape[1] for layer in layers]

@@ -1,4 +1,4 @@
-"""A drafter that came from outside: what it proposes is checked before it is verified."""
+"""Checks of the candidate trees that a user's own drafter returns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_slospec.errors import InvalidInputError
 
 
 class CheckedDrafter:
-    """Hands on a user's candidate trees, or says what is wrong with them."""
+    """Drafter of the user, whose candidate trees are checked before they are verified."""
 
     def __init__(self, drafter: Drafter, vocab_size: int, keeps_rng: bool = True):
-        """With ``keeps_rng`` the global generator is put back after drafting: the target samples by it."""
+        """With ``keeps_rng`` the global generator, which the target samples from, is restored after drafting."""
         self.drafter, self.vocab_size, self.keeps_rng = drafter, vocab_size, keeps_rng
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:

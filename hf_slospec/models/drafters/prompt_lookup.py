@@ -1,4 +1,4 @@
-"""Drafting without a draft model: what followed the last tokens where they stood before."""
+"""Prompt lookup: drafting without a draft model, from earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 
-MAX_NGRAM = 3  # longest run of last tokens that is looked up; shorter ones are tried when it is found nowhere
-TRUST = 0.7  # conditional probability given to continuations that all matches agree on
+MAX_NGRAM = 3  # longest n-gram of last tokens that is looked up; shorter ones are tried if it does not occur
+TRUST = 0.7  # conditional probability of continuations that all matches agree on
 
 
 class PromptLookupDrafter:
     """Prompt lookup, with several matches as branches of a tree.
 
-    Every earlier place where the request's last tokens stand proposes what followed there. Continuations are merged
+    Every earlier occurrence of the request's last tokens proposes the tokens that followed it. Continuations are merged
     into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`.
     """
 
     def __init__(self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None):
-        """``max_depth``: tokens it proposes in a row at most, beside the bound of the plan."""
+        """``max_depth`` bounds the depth of trees, as the plan does."""
         self.max_ngram, self.max_depth = max_ngram, max_depth
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request.tokens, plan) for request in requests]
 
     def release(self, request: Request) -> None:
-        """Nothing is held for a request."""
+        """Do nothing, as no state of a request is kept."""
 
     def _tree(self, tokens: list[int], plan: Plan) -> TokenTree:
-        # One level at a time: every node holds the continuations that run through it.
+        # One level at a time; every node has the continuations that run through it.
         max_depth = plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
         layer = [(ROOT, 1.0, continuations(np.array(tokens), max_depth, self.max_ngram))]
         nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
@@ -44,7 +44,7 @@ class PromptLookupDrafter:
                 for token, count in Counter(run[depth - 1] for run in going_on).items():
                     through = [run for run in going_on if run[depth - 1] == token]
                     children.append((parent, path_prob * TRUST * count / len(runs), token, through))
-            children.sort(key=lambda child: -child[1])  # stable: of equal ones the latest match stays first
+            children.sort(key=lambda child: -child[1])  # stable: among equals the latest match stays first
             layer = []
             for parent, path_prob, token, through in children[: plan.width]:
                 layer.append((len(nodes), path_prob, through))
@@ -56,7 +56,10 @@ class PromptLookupDrafter:
 
 
 def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:
-    """Up to ``depth`` tokens behind every earlier stand of the longest last n-gram that has one, latest first."""
+    """Return up to ``depth`` tokens behind every earlier occurrence of the longest last n-gram that has one.
+
+    The latest occurrence comes first.
+    """
     for length in range(min(max_ngram, len(tokens) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
         found = np.flatnonzero((windows == tokens[-length:]).all(axis=1)) + length

@@ -1,4 +1,4 @@
-"""KV storage shared by the sequences of one model."""
+"""Slots of K and V that the sequences of one model share."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
-from hf_slospec.models.cuda.graphs import Graphs
-from hf_slospec.models.cuda.transfer import sent
+from hf_slospec.models.cuda.transfer import to_device
 
 
 class Stored(NamedTuple):
-    """What one layer keeps of a token as its K or its V; the two may differ (multi-head latent attention, autocast)."""
+    """Shape of one token's K or V in one layer; the two may differ (multi-head latent attention, autocast)."""
 
     num_heads: int
     dim: int
@@ -23,17 +23,17 @@ class Stored(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of one token."""
         return self.num_heads * self.dim * self.dtype.itemsize
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Stored:
-        """``tensor``: a layer's K or V, [batch, num_heads, num_tokens, dim]."""
+        """Return the shape of a layer's K or V, [batch, num_heads, num_tokens, dim]."""
         return cls(tensor.shape[1], tensor.shape[-1], tensor.dtype, tensor.device)
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer stores per token."""
+    """K and V that one attention layer stores per token."""
 
     key: Stored
     value: Stored
@@ -41,30 +41,30 @@ class LayerShape(NamedTuple):
 
 @dataclass(eq=False)
 class CachedSequence:
-    """A sequence's range of slots: committed tokens first, then room for what a step stages behind them.
+    """A sequence's range of slots: committed tokens first, then room for those that a step stages behind them.
 
-    Only ``length`` says what is committed, so a rejected token's K/V is forgotten without touching memory.
+    Only ``length`` tells which tokens are committed, so dropping a rejected token's K/V touches no memory. ``start``
+    and ``capacity`` change when the pool is repacked or enlarged.
     """
 
-    start: int
-    capacity: int
+    start: int = 0
+    capacity: int = 0
     length: int = 0  # committed tokens; their positions are 0 .. length - 1
 
 
 class KVPool:
     """Slots of K and V for all layers; a slot holds one token.
 
-    K or V of the same kind share one tensor over all layers, so that moving tokens costs one copy per kind, not per
-    layer.
+    K or V of the same shape share one tensor over all layers, so that moving tokens costs one copy per shape, not per
+    layer. Sequences are referenced weakly: the slots of a sequence that was garbage collected are free.
     """
 
     def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_padding_slots: int = 0):
-        """``num_padding_slots`` slots behind the others are nobody's: padding is written there."""
+        """Allocate ``num_slots`` slots for sequences, and ``num_padding_slots`` behind them that padding writes to."""
         self.num_slots, self.num_padding_slots = num_slots, num_padding_slots
-        self.graphs: Graphs | None = None  # of forwards that read and write here
         kinds = [shape.key for shape in layout] + [shape.value for shape in layout]
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
-        with torch.inference_mode(False):  # a caller's mode ends, and the pool may not
+        with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
             self._stacks = {
                 kind: torch.zeros(
                     kinds.count(kind),
@@ -76,10 +76,19 @@ class KVPool:
                 )
                 for kind in set(kinds)
             }
-        rows = {kind: iter(stack) for kind, stack in self._stacks.items()}
-        views = [next(rows[kind]) for kind in kinds]  # each [num_slots + num_padding_slots, num_heads, dim]
+        layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
+        views = [next(layers[kind]) for kind in kinds]  # each [num_slots + num_padding_slots, num_heads, dim]
         self.keys, self.values = views[: len(layout)], views[len(layout) :]
-        self._free = [(0, num_slots)] if num_slots else []  # disjoint [start, end) ranges, ascending
+        self.sequences = WeakSet[CachedSequence]()
+        devices = {stack.device for stack in self._stacks.values() if stack.device.type == "cuda"}
+        self._streams = {device: torch.cuda.current_stream(device) for device in devices}  # that used the pool last
+
+    @property
+    def _free(self) -> list[tuple[int, int]]:
+        """Free ranges of slots [start, end), in ascending order."""
+        held = sorted((sequence.start, sequence.start + sequence.capacity) for sequence in self.sequences)
+        starts, ends = [0, *(end for _, end in held)], [*(start for start, _ in held), self.num_slots]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
     @property
     def num_free(self) -> int:
@@ -94,59 +103,85 @@ class KVPool:
     def num_bytes(self) -> int:
         return sum(stack.nbytes for stack in self._stacks.values())
 
-    def allocate(self, capacity: int) -> CachedSequence:
-        """A range of ``capacity`` slots, first fit."""
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= capacity:
-                self._free[index : index + 1] = [(start + capacity, end)] if end - start > capacity else []
-                return CachedSequence(start, capacity)
-        raise MemoryError(
-            f"no range of {capacity} KV slots is free ({self.num_free} of {self.num_slots} are, in pieces)"
-        )
+    def follow_streams(self) -> None:
+        """Let the current CUDA streams wait for the streams that used the pool last, if they are others."""
+        for device, last in self._streams.items():
+            if (current := torch.cuda.current_stream(device)) != last:
+                current.wait_stream(last)
+                for stack in self._stacks.values():
+                    if stack.device == device:
+                        stack.record_stream(current)
+                self._streams[device] = current
+
+    def place(self, sequence: CachedSequence, capacity: int) -> None:
+        """Move a sequence, or put a new one, into the first free range of ``capacity`` slots.
+
+        Raises:
+            MemoryError: no free range is that long; nothing has changed.
+        """
+        start = next((start for start, end in self._free if end - start >= capacity), None)
+        if start is None:
+            raise MemoryError(
+                f"no range of {capacity} KV slots is free ({self.num_free} of {self.num_slots} are, in pieces)"
+            )
+        self._copy(self, {sequence: start})
+        sequence.start, sequence.capacity = start, capacity
+        self.sequences.add(sequence)
 
     def release(self, sequence: CachedSequence) -> None:
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted([*self._free, (sequence.start, sequence.start + sequence.capacity)]):
-            assert not merged or merged[-1][1] <= start, "a range of KV slots was released twice"
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        self._free = merged
+        """Free a sequence's slots; KeyError if it has none here."""
+        self.sequences.remove(sequence)
+        sequence.start = sequence.capacity = sequence.length = 0
 
     def repack(self, capacities: Mapping[CachedSequence, int]) -> None:
-        """Lay out all sequences of the pool side by side from its front, with capacities no smaller than theirs."""
-        in_order = sorted(capacities, key=lambda sequence: sequence.start)
-        try:  # first together to the front, then apart from the back: nothing is overwritten
-            starts = itertools.accumulate((sequence.capacity for sequence in in_order), initial=0)
-            for sequence, start in zip(in_order, starts, strict=False):
-                self._move_range(sequence, start)
-            starts = itertools.accumulate((capacities[sequence] for sequence in in_order), initial=0)
-            for sequence, start in reversed(list(zip(in_order, starts, strict=False))):
-                self._move_range(sequence, start)
-                sequence.capacity = capacities[sequence]
-        finally:  # also if there was no memory for a move: what has been moved is where it says
-            ends = [0, *(sequence.start + sequence.capacity for sequence in in_order)]
-            begins = [*(sequence.start for sequence in in_order), self.num_slots]
-            self._free = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+        """Lay out all sequences of the pool side by side from its front, with capacities no smaller than theirs.
 
-    def _move_range(self, sequence: CachedSequence, start: int) -> None:
+        Raises:
+            torch.OutOfMemoryError: there was no memory for a copy; every sequence still has its K/V.
+        """
+        in_order = sorted(capacities, key=lambda sequence: sequence.start)
+        # First together to the front, then apart from the back: nothing is overwritten.
+        starts = itertools.accumulate((sequence.capacity for sequence in in_order), initial=0)
+        for sequence, start in zip(in_order, starts, strict=False):
+            self._shift(sequence, start)
+        starts = itertools.accumulate((capacities[sequence] for sequence in in_order), initial=0)
+        for sequence, start in reversed(list(zip(in_order, starts, strict=False))):
+            self._shift(sequence, start)
+            sequence.capacity = capacities[sequence]
+
+    def _shift(self, sequence: CachedSequence, start: int) -> None:
         if sequence.start != start:
-            for stack in self._stacks.values():
-                held = stack[:, sequence.start : sequence.start + sequence.length]
-                stack[:, start : start + sequence.length] = held.clone()  # the two may overlap
+            own = slice(sequence.start, sequence.start + sequence.length)
+            cached = [stack[:, own].clone() for stack in self._stacks.values()]  # the two ranges may overlap
+            for stack, tokens in zip(self._stacks.values(), cached, strict=True):
+                stack[:, start : start + sequence.length] = tokens
             sequence.start = start
 
-    def copy_from(self, other: KVPool, theirs: CachedSequence, mine: CachedSequence) -> None:
-        """Take over the committed K/V of a sequence from a pool of the same layers."""
+    def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
+        """Fill an empty pool with sequences of another one, and with new ones, at these capacities."""
+        starts = itertools.accumulate(capacities.values(), initial=0)
+        places = dict(zip(capacities, starts, strict=False))
+        self._copy(other, places)
+        for sequence, start in places.items():
+            sequence.start, sequence.capacity = start, capacities[sequence]
+        self.sequences.update(places)
+
+    def _copy(self, other: KVPool, starts: Mapping[CachedSequence, int]) -> None:
+        """Copy the committed K/V of sequences of a pool of the same layers to free slots of this one."""
         for kind, stack in self._stacks.items():
-            own = other._stacks[kind][:, theirs.start : theirs.start + theirs.length]
-            stack[:, mine.start : mine.start + theirs.length] = own
+            for sequence, start in starts.items():
+                cached = other._stacks[kind][:, sequence.start : sequence.start + sequence.length]
+                stack[:, start : start + sequence.length] = cached
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Copy the K/V of whole slots, all layers at once; reads everything before it writes."""
-        if not source:
-            return
+        """Copy the K/V of whole slots, all layers at once; reads all of them before it writes."""
         for stack in self._stacks.values():
-            from_slots, to_slots = sent([torch.tensor(source), torch.tensor(destination)], stack.device)
+            from_slots, to_slots = to_device([torch.tensor(source), torch.tensor(destination)], stack.device)
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))
+
+    def check(self) -> None:
+        """Raise AssertionError if sequences share slots or exceed their capacities or the pool."""
+        held = sorted((sequence.start, sequence.capacity, sequence.length) for sequence in self.sequences)
+        starts = [start for start, _, _ in held] + [self.num_slots]
+        for (start, capacity, length), following in zip(held, starts[1:], strict=True):
+            assert 0 <= length <= capacity and start + capacity <= following, "KV slots belong to two sequences"

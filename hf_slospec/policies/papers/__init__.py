@@ -1,1 +1,1 @@
-"""Policies published in papers, with the algorithms and options that only they use."""
+"""Policies after papers, the algorithms that only they use, and their settings."""

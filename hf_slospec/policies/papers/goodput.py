@@ -1,4 +1,4 @@
-"""Goodput of chains: SmartSpec's and TurboSpec's model of what speculation yields per second (arXiv 2406.14066)."""
+"""Goodput of chains: SmartSpec's and TurboSpec's model of accepted tokens per second (arXiv 2406.14066)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 
 
 def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
-    """Expected tokens of verifying a chain: 1 + a + ... + a^length (SmartSpec, equation 8).
+    """Return the expected tokens of verifying a chain: 1 + a + ... + a^length (SmartSpec, equation 8).
 
     Args:
-        acceptance: probability in [0, 1] that a drafted token is accepted after those before it were.
-        length: drafted tokens; 0 decodes plainly.
+        acceptance: a, probability in [0, 1] that a drafted token is accepted after those before it were.
+        length: drafted tokens; 0: plain decoding.
     """
     lengths = np.asarray(length, dtype=np.float64)
     if acceptance >= 1.0:
@@ -26,14 +26,17 @@ def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
 
 
 def heads_tokens(acceptances: FloatArray | Sequence[float], widths: IntArray | Sequence[int]) -> FloatArray:
-    """Expected tokens of a full tree of heads, the j-th proposing ``widths[j]`` candidates (Medusa; equation 10).
+    """Return the expected tokens of a full tree of heads, head j proposing ``widths[j]`` candidates (equation 10).
 
     [FIX] the printed sum lacks the term of no accepted head, and its factor (1 - a) lacks the exponent k: a head
     fails when all of its k candidates do, each accepted with ``acceptances[j]``.
 
     Args:
-        acceptances: [heads].
+        acceptances: [heads] in [0, 1], as of Medusa's heads.
         widths: [..., heads]; a tree ends before the first 0.
+
+    Returns:
+        [...] f64.
     """
     accepted = 1.0 - (1.0 - np.asarray(acceptances)) ** np.asarray(widths)
     tokens: FloatArray = 1.0 + np.cumprod(accepted, axis=-1).sum(axis=-1)
@@ -41,19 +44,20 @@ def heads_tokens(acceptances: FloatArray | Sequence[float], widths: IntArray | S
 
 
 def heads_nodes(widths: IntArray | Sequence[int]) -> IntArray:
-    """Nodes of that tree, the root counted; ``widths`` as there."""
+    """Return the number of nodes of full trees of heads, root included, by ``widths`` as in :func:`heads_tokens`."""
     nodes: IntArray = 1 + np.cumprod(np.asarray(widths, dtype=np.int64), axis=-1).sum(axis=-1)
     return nodes
 
 
 @functools.cache
 def heads_shapes(max_depth: int, max_width: int) -> IntArray:
-    """Widths of every tree of heads that has at most ``max_width`` nodes in a layer.  -> [shapes, max_depth] int64
+    """Return the widths of all trees of heads with at most ``max_width`` nodes in a layer.
 
-    The first is no tree at all; shapes of fewer heads end in zeros.
+    Returns:
+        [shapes, max_depth] int64. The first shape is only a root; shapes with fewer heads end in zeros.
     """
     shapes: list[tuple[int, ...]] = [()]
-    for shape in shapes:  # grows while it is read
+    for shape in shapes:  # the list grows during the iteration
         if len(shape) < max_depth:
             shapes += [(*shape, width) for width in range(1, max_width // math.prod(shape) + 1)]
     table = np.zeros((len(shapes), max_depth), dtype=np.int64)
@@ -63,7 +67,7 @@ def heads_shapes(max_depth: int, max_width: int) -> IntArray:
 
 
 def confident_length(tree: TokenTree, min_confidence: float) -> int:
-    """Depth to which Algorithm 3 drafts: a token that is no more probable than this is the last one proposed.
+    """Return the depth to which Algorithm 3 drafts: that of the first token with at most this confidence.
 
     Confidence is the probability of a token after its parent, not that of its path.
     """
@@ -75,13 +79,16 @@ def confident_length(tree: TokenTree, min_confidence: float) -> int:
 def best_length(
     tokens: Callable[[IntArray], FloatArray], seconds: Callable[[IntArray], FloatArray], max_length: int, bias: float
 ) -> int:
-    """The chain length 0 .. ``max_length`` of the highest goodput, tokens over seconds (Algorithm 1 and 2).
+    """Return the chain length of the highest goodput, tokens over seconds (Algorithms 1 and 2).
 
-    [FIX] 0 is among them, so that speculation can be turned off; the printed Algorithm 1 multiplies by the number of
-    requests twice, which does not change the choice.
+    [FIX] length 0 is included, so that speculation can be turned off; the printed Algorithm 1 multiplies by the number
+    of requests twice, which does not change the choice.
 
     Args:
-        bias: factor on the goodput of length 0, for what speculation costs beside its forwards.
+        tokens: expected tokens of a step by chain length.
+        seconds: predicted seconds of a step by chain length.
+        max_length: longest length to consider; the shortest is 0.
+        bias: factor on the goodput of length 0, for costs of speculation beside its forwards.
     """
     lengths = np.arange(max_length + 1)
     goodput = tokens(lengths) / seconds(lengths)
@@ -90,25 +97,25 @@ def best_length(
 
 
 class MovingAcceptance:
-    """Of the drafted tokens that were tried lately, how many were accepted.
+    """Moving average of the acceptance rate of tried tokens.
 
-    A chain is tried up to the first token that is refused. [FIX] dividing by all drafted tokens would take those behind
-    a refusal for refused, and averaging the ratios of steps would weigh a chain refused at once like a long one; no a
-    of equation 8 fits either. So accepted and tried tokens are averaged apart.
+    The tokens of a chain are tried up to the first one that is rejected. [FIX] dividing by all drafted tokens would
+    count those behind a rejection as rejected, and averaging the ratios of steps would weigh a chain rejected at once
+    like a long one; no a of equation 8 fits either. So accepted and tried tokens are averaged separately.
     """
 
-    START, KEEP = 0.7, 0.85  # of the released code
+    START, KEEP = 0.7, 0.85  # initial rate and weight of the past, as in the released code
 
     def __init__(self) -> None:
         self._tried, self._accepted = 1.0, self.START
 
     @property
     def rate(self) -> float:
-        """Accepted over tried, in [0, 1]."""
+        """Acceptance rate, accepted over tried, in [0, 1]."""
         return self._accepted / self._tried
 
     def observe(self, tried: int, accepted: int) -> None:
-        """Take in a step: tokens that were tried, and those of them that were accepted."""
+        """Learn from one step: the number of tokens tried, and of those accepted."""
         if tried:
             self._tried = self.KEEP * self._tried + (1.0 - self.KEEP) * tried
             self._accepted = self.KEEP * self._accepted + (1.0 - self.KEEP) * accepted

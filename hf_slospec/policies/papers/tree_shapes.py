@@ -1,8 +1,7 @@
-"""Trees of a fixed shape: SpecInfer's, and Sequoia's, which is the best for an acceptance rate by rank of child."""
+"""Static tree shapes: SpecInfer's, and Sequoia's, which is optimal for acceptance rates by rank of child."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +15,14 @@ TreeTime = Callable[[IntArray, IntArray], FloatArray]  # nodes [m, 1], levels wi
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A shape: which children of which nodes are taken, whatever tokens they carry. Parents stand before children."""
+    """Tree shape: which children of which nodes are verified, independent of tokens. Parents precede children."""
 
     parents: tuple[int, ...]  # -1 at the root
-    ranks: tuple[int, ...]  # place among its parent's children, 0 = the draft's favourite; 0 at the root
+    ranks: tuple[int, ...]  # place among its siblings; 0: the draft's most probable child, and the root
 
     @classmethod
     def of_expansion(cls, expansion: Sequence[int]) -> StaticTree:
-        """Every node of depth d has ``expansion[d]`` children."""
+        """Return the shape in which every node of depth d has ``expansion[d]`` children."""
         parents, ranks, layer = [-1], [0], range(1)
         for count in expansion:
             parents += [node for node in layer for _ in range(count)]
@@ -33,12 +32,12 @@ class StaticTree:
 
     @property
     def num_nodes(self) -> int:
-        """The root included."""
+        """Number of nodes, root included."""
         return len(self.parents)
 
     @cached_property
     def depths(self) -> IntArray:
-        """[num_nodes] int64"""
+        """Depths of the nodes, [num_nodes] int64."""
         depths = np.zeros(self.num_nodes, dtype=np.int64)
         for node in range(1, self.num_nodes):
             depths[node] = depths[self.parents[node]] + 1
@@ -46,25 +45,18 @@ class StaticTree:
 
     @property
     def max_depth(self) -> int:
-        """Of its deepest node; the root has 0."""
+        """Depth of the deepest node; the root has depth 0."""
         return int(self.depths.max())
 
     @property
     def max_width(self) -> int:
-        """Nodes of its widest layer."""
+        """Number of nodes of the widest layer."""
         return int(np.bincount(self.depths).max())
 
-    def expected_tokens(self, acceptance: FloatArray) -> float:
-        """Tokens a step commits, if the child of rank r is accepted with ``acceptance[r]`` once its parent is."""
-        path_probs = [1.0]
-        for parent, rank in itertools.islice(zip(self.parents, self.ranks, strict=True), 1, None):
-            path_probs.append(path_probs[parent] * float(acceptance[rank]))
-        return float(sum(path_probs))
-
     def within(self, forest: Forest) -> BoolArray:
-        """The nodes of candidate trees that have a place in this shape, as far as those trees go.  -> [num_nodes] bool
+        """Return the nodes of candidate trees that have a place in this shape.  -> [num_nodes] bool
 
-        Siblings are ranked by path probability, equal ones by node.
+        Siblings are ranked by path probability, equal ones by node. Places without a candidate remain empty.
         """
         inner = np.flatnonzero(forest.depths > 0)
         inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
@@ -73,7 +65,7 @@ class StaticTree:
         keys = np.where(ranks < num_ranks, forest.parents[inner] * num_ranks + ranks, -1)
         order = np.argsort(keys)
         keys, inner = keys[order], inner[order]
-        at = np.full((self.num_nodes, len(forest.trees)), -1)  # each place of the shape in each tree; -1: not there
+        at = np.full((self.num_nodes, len(forest.trees)), -1)  # node of each place in each tree; -1: there is none
         at[0] = forest.starts
         for depth in range(1, self.max_depth + 1 if len(inner) else 0):
             places = np.flatnonzero(self.depths == depth)
@@ -86,19 +78,24 @@ class StaticTree:
         return is_taken
 
 
-# The tree of SpecInfer (arXiv 2305.09781), 18 nodes, three chains from depth 2 on.
+# SpecInfer's tree (arXiv 2305.09781): 18 nodes, three chains from depth 2 on.
 SPECINFER = StaticTree.of_expansion((1, 1, 3, 1, 1, 1, 1))
 
 
 class Sequoia:
-    """The best tree of every size and number of levels, by dynamic programming (Sequoia, arXiv 2402.12374).
+    """Optimal trees of every size and number of levels, by dynamic programming (Sequoia, arXiv 2402.12374).
 
-    ``expected[m, l]`` are the tokens that the best tree of exactly m nodes on at most l levels commits, both counted
-    with the root; -inf if there is none.
+    ``expected[m, l]`` is the number of expected tokens of the best tree with exactly m nodes on at most l levels, both
+    counted with the root; -inf if there is none.
     """
 
     def __init__(self, acceptance: FloatArray, max_nodes: int, max_levels: int):
-        """``acceptance[r]``: probability that the child of rank r is accepted once its parent is."""
+        """Solve for all sizes.
+
+        Args:
+            acceptance: [max_children] f64, probability that the child of rank r is accepted once its parent is.
+            max_nodes, max_levels: bounds of the trees, root included.
+        """
         self.acceptance = acceptance
         # [nodes, levels, children of the root]; no tree has 0 nodes or levels
         self._values = np.full((max_nodes + 1, max_levels + 1, len(acceptance) + 1), -np.inf)
@@ -112,9 +109,10 @@ class Sequoia:
             self.expected[:, levels] = self._values[:, levels].max(axis=1)
 
     def _splits(self, levels: int, count: int) -> FloatArray:
-        """Trees whose root has ``count`` children, by their size and by their nodes outside of the last child.
+        """Return the expected tokens of trees whose root has ``count`` children.
 
-        -> [m, y] expected tokens
+        Returns:
+            [m, y] f64, by number of nodes and by number of nodes outside of the last child's subtree.
         """
         below = self.expected[:, levels - 1]
         gain = np.where(below > 0.0, self.acceptance[count - 1] * np.maximum(below, 0.0), -np.inf)
@@ -122,16 +120,16 @@ class Sequoia:
         return splits
 
     def best_size(self, seconds: TreeTime, max_levels: int) -> tuple[int, int]:
-        """Nodes and levels, both with the root, of most expected tokens per second."""
+        """Return the nodes and levels, both with the root, of most expected tokens per second."""
         sizes, levels = np.arange(1, len(self.expected)), np.arange(1, max_levels + 1)
         rates = self.expected[1:, 1 : max_levels + 1] / seconds(sizes[:, None], levels)
         size, level = np.unravel_index(np.argmax(rates), rates.shape)
         return int(size) + 1, int(level) + 1
 
     def tree(self, num_nodes: int, num_levels: int) -> StaticTree:
-        """The best tree of this size, which must exist."""
+        """Return the best tree of this size, which must exist."""
         parents, ranks, sizes, levels = [-1], [0], [num_nodes], [num_levels]
-        for node, (size, level) in enumerate(zip(sizes, levels, strict=True)):  # they grow while they are read
+        for node, (size, level) in enumerate(zip(sizes, levels, strict=True)):  # they grow during the iteration
             for count in range(int(np.argmax(self._values[size, level])), 0, -1):
                 others = int(np.argmax(self._splits(level, count)[size]))
                 parents.append(node)

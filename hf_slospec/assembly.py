@@ -1,0 +1,42 @@
+"""Engines assembled from one config: for a ``generate`` call, for the batcher and for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.protocols import Clock, Drafter, Policy, Target
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.step import Engine
+
+
+class Parts(NamedTuple):
+    """Parts of an engine that depend on where it runs: on real, toy or simulated models."""
+
+    target: Target
+    drafter: Drafter
+    policy: Policy
+    costs: StepCosts
+    clock: Clock
+
+
+def static_engine(config: SLOSpecConfig, parts: Parts, requests: Sequence[Request]) -> Engine[StaticScheduler]:
+    """Return an engine that decodes these requests together."""
+    target, drafter, policy, costs, clock = parts
+    return Engine(target, drafter, policy, StaticScheduler(requests), costs, clock, config.check_invariants)
+
+
+def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:
+    """Return an engine to which requests are added while it runs."""
+    target, drafter, policy, costs, clock = parts
+    scheduler = ContinuousScheduler(limits, costs, config.admission, config.prefill)
+    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
+
+
+def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
+    """Return a config's limits, with K/V slots and nodes per request as they were decided for the models."""
+    return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)

@@ -1,0 +1,243 @@
+"""The calibrated cost model: seconds of a step, from a profile and from every step since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.tree import FloatArray, IntArray
+from hf_slospec.engine.events import StepEvent
+
+Count = IntArray | FloatArray | float
+OnReplaced = Callable[[Literal["verify", "draft"], ForwardCost], None]
+
+WEIGHT = 0.1  # of one step in the averages over recent steps
+MAX_CATCH_UP = 64  # tokens per request; drafters spread longer stretches over several steps
+FAR, PATIENCE = math.log(1.5), 64  # a correction that stayed this far from 1 for so many steps replaces the profile
+ROUNDING = 0.05  # of the seconds in `step_curve`, so that equal curves recur and results for them can be cached
+
+
+class RecentSteps:
+    """Exponential averages over the recent steps that decoded."""
+
+    def __init__(self) -> None:
+        self.tokens = 1.0  # committed per request and step (acceptance length)
+        self.nodes = 1.0  # verified per request and step, roots included
+        self.requests = 1.0  # decoding per step
+        self.keys = 0.0  # tokens of context per request
+        self.depth = 0.0  # planned draft levels
+        self.draft_s = 0.0
+        self.step_s = 0.0  # 0 before the first step
+
+    def observe(self, step: StepEvent) -> None:
+        """Take one step into the averages; steps that only prefill are left out."""
+        if not (number := step.num_decoding):
+            return
+        self.tokens += WEIGHT * (sum(request.committed for request in step.decoding) / number - self.tokens)
+        self.nodes += WEIGHT * (sum(request.nodes for request in step.decoding) / number - self.nodes)
+        self.requests += WEIGHT * (number - self.requests)
+        self.keys += WEIGHT * (step.num_keys / number - self.keys)
+        self.depth += WEIGHT * (step.depth - self.depth)
+        self.draft_s += WEIGHT * (step.phases.draft_s - self.draft_s)
+        self.step_s += (WEIGHT if self.step_s else 1.0) * (step.phases.total_s - self.step_s)
+
+    @property
+    def acceptance(self) -> float:
+        """Return the acceptance rate a of endless chains that commit as much: 1 / (1 - a) tokens per step."""
+        return 1.0 - 1.0 / max(self.tokens, 1.0)
+
+
+class SizeCorrection:
+    """Ratio of measured to profiled seconds of recent forwards, by the forward's size in powers of two.
+
+    A size that was not observed lately follows the average over all sizes. Observations fade, so that a change of the
+    machine's speed is known after some dozen forwards.
+    """
+
+    MEMORY = 40.0  # observations
+    TRUST = 4.0  # observations of one size that weigh as much as the average over all sizes
+    LIMIT = math.log(4.0)  # largest step of one observation, in log ratio: it may contain a pause of the machine
+
+    def __init__(self) -> None:
+        self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens): sums of log ratios, weights
+        self._octaves, self._log_factors = np.arange(16.0), np.zeros(16)
+
+    def __call__(self, num_tokens: Count) -> FloatArray:
+        """Return the factor for forwards of these sizes, interpolated between the powers of two."""
+        octaves = np.log2(np.maximum(num_tokens, 1))
+        return np.exp(np.interp(octaves, self._octaves, self._log_factors))
+
+    @property
+    def overall_log(self) -> float:
+        """The average log ratio over all sizes; 0 before any observation."""
+        return float(self._logs.sum() / self._counts.sum()) if self._counts.any() else 0.0
+
+    def observe(self, num_tokens: int, profiled_s: float, measured_s: float) -> None:
+        """Learn from one forward; ``profiled_s`` is the profile's prediction without any correction."""
+        at = min(round(math.log2(max(num_tokens, 1))), 15)
+        now = float(self._log_factors[at])
+        log_ratio = float(np.clip(math.log(measured_s / profiled_s), now - self.LIMIT, now + self.LIMIT))
+        fade = 1.0 - 1.0 / self.MEMORY
+        self._logs *= fade
+        self._counts *= fade
+        self._logs[at] += log_ratio
+        self._counts[at] += 1.0
+        self._log_factors = (self._logs + self.TRUST * self.overall_log) / (self._counts + self.TRUST)
+
+
+class DraftCorrection:
+    """Seconds of drafting as ``constant_s + factor * profiled_s``: least squares on relative errors, with fading.
+
+    The constant is what a drafting step costs whatever its depth (building trees, copies, host time). Both start from
+    a prior of 0 and 1.
+    """
+
+    MEMORY = 40.0  # observations
+    PRIOR = 2.0  # observations that the prior factor of 1 weighs at first
+    RIDGE = 0.5  # observations that the prior constant of 0 weighs
+    LIMIT = 4.0  # largest ratio of one observation to the current prediction: it may contain a pause of the machine
+
+    def __init__(self) -> None:
+        self.constant_s, self.factor = 0.0, 1.0
+        # Sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s; they begin with the prior.
+        self._sums = np.array([self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0])
+
+    def __call__(self, profiled_s: FloatArray) -> FloatArray:
+        """Return corrected seconds; drafting that the profile calls free stays free."""
+        return np.where(profiled_s > 0.0, self.constant_s + self.factor * profiled_s, 0.0)
+
+    def observe(self, profiled_s: float, measured_s: float) -> None:
+        """Learn from one step's drafting."""
+        predicted_s = float(self(np.asarray(profiled_s)))
+        measured_s = min(max(measured_s, predicted_s / self.LIMIT), predicted_s * self.LIMIT)
+        u, v = 1.0 / profiled_s, measured_s / profiled_s
+        self._sums = (1.0 - 1.0 / self.MEMORY) * self._sums + np.array([1.0, u, u * u, v, u * v])
+        count, sum_u, sum_uu, sum_v, sum_uv = self._sums.tolist()
+        ridge = self.RIDGE * sum_uu / count
+        normal = np.array([[count, sum_u], [sum_u, sum_uu + ridge]])
+        factor, constant_s = np.linalg.solve(normal, np.array([sum_v, sum_uv])).tolist()
+        if constant_s < 0.0 or factor < 0.0:
+            factor, constant_s = sum_v / count, 0.0
+        self.factor, self.constant_s = factor, constant_s
+
+
+class StepCosts:
+    """Seconds of a step's parts: draft levels, then one verify forward with everything else a step does.
+
+    The costs come from a profile. The engine feeds every step to :meth:`observe`, which corrects them; policies and
+    schedulers read them. A profile taken on a busy machine heals: once corrections have stayed far from 1, what was
+    measured takes the profile's place.
+    """
+
+    def __init__(
+        self, verify: ForwardCost, draft_level: ForwardCost, on_replaced: OnReplaced = lambda which, cost: None
+    ):
+        """Start from profiled costs; ``on_replaced`` is called with a cost that took the place of a profile's."""
+        self.verify, self.draft_level, self.on_replaced = verify, draft_level, on_replaced
+        self.recent = RecentSteps()
+        self._verify_correction, self._draft_correction = SizeCorrection(), DraftCorrection()
+        self._num_far = {"verify": 0, "draft": 0}  # observations in a row with a correction far from 1
+
+    def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> FloatArray:
+        """Return the seconds of everything in a step but drafting, by the tokens of its forward.
+
+        Args:
+            num_tokens: nodes verified, roots included, and prefill tokens.
+            num_requests: requests that decode.
+            num_keys: their cached tokens, all together.
+        """
+        return self.verify(num_tokens, num_requests, num_keys) * self._verify_correction(num_tokens)
+
+    def draft_s(
+        self,
+        num_requests: int,
+        depth: IntArray | int,
+        width: IntArray | int,
+        num_keys: int = 0,
+        num_catch_up: float | None = None,
+    ) -> FloatArray:
+        """Return the seconds of drafting; depths and widths may be arrays that broadcast.
+
+        The first level forwards the committed tokens that the draft has not processed yet, each further level a beam
+        of every request.
+
+        Args:
+            num_catch_up: tokens of the first level; None: as many as recent steps committed.
+        """
+        if num_catch_up is None:
+            num_catch_up = num_requests * self.recent.tokens
+        return self._draft_correction(self._profiled_draft_s(num_requests, depth, width, num_keys, num_catch_up))
+
+    def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
+        """Return the seconds of one further draft level."""
+        return self._draft_correction.factor * float(self.draft_level(num_requests * width, num_requests, num_keys))
+
+    def step_s(self, num_decoding: IntArray | int, num_prefill_tokens: IntArray | int = 0) -> FloatArray:
+        """Return the seconds of a step whose requests draft and verify as much as they did recently."""
+        num_tokens = num_decoding * self.recent.nodes + num_prefill_tokens
+        draft_s = np.where(np.asarray(num_decoding) > 0, self.recent.draft_s, 0.0)
+        num_requests, num_keys = np.maximum(num_decoding, 1), num_decoding * self.recent.keys
+        seconds: FloatArray = self.verify_s(np.asarray(num_tokens), num_requests, np.asarray(num_keys)) + draft_s
+        return seconds
+
+    def step_curve(self, max_tokens: int) -> LatencyCurve:
+        """Return the seconds of steps by tokens, drafting excluded, at the recent number of requests and keys."""
+        known = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
+        sizes = sorted({*known, *(2**power for power in range(max_tokens.bit_length())), max_tokens})
+        recent = self.recent
+        seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
+        return LatencyCurve(tuple(sizes), tuple(map(rounded, np.maximum.accumulate(seconds).tolist())))
+
+    def observe(self, step: StepEvent) -> None:
+        """Learn from a step of the engine."""
+        self.recent.observe(step)
+        nodes, num_requests = sum(request.nodes for request in step.decoding), max(step.num_decoding, 1)
+        num_tokens = nodes + step.prefill_tokens
+        profiled_s = float(self.verify(num_tokens, num_requests, step.num_keys))
+        measured_s = step.phases.total_s - step.phases.draft_s
+        if profiled_s > 0.0 and measured_s > 0.0:
+            self._verify_correction.observe(num_tokens, profiled_s, measured_s)
+            self._heal("verify", self._verify_correction.overall_log)
+        if step.num_drafted_for and step.num_catch_up <= MAX_CATCH_UP * step.num_drafted_for:
+            profiled_s = float(
+                self._profiled_draft_s(
+                    step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
+                )
+            )
+            if profiled_s > 0.0 and step.phases.draft_s > 0.0:
+                self._draft_correction.observe(profiled_s, step.phases.draft_s)
+                self._heal("draft", math.log(max(self._draft_correction.factor, 1e-3)))
+
+    def _profiled_draft_s(
+        self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int, num_catch_up: float
+    ) -> FloatArray:
+        first_s = self.draft_level(num_catch_up, num_requests, num_keys)
+        level_s = self.draft_level(num_requests * np.asarray(width), num_requests, num_keys)
+        return np.where(np.asarray(depth) > 0, first_s + level_s * (np.asarray(depth) - 1), 0.0)
+
+    def _heal(self, which: Literal["verify", "draft"], log_factor: float) -> None:
+        """Replace a profiled cost by what was measured once its correction has stayed far from 1."""
+        self._num_far[which] = self._num_far[which] + 1 if abs(log_factor) > FAR else 0
+        if self._num_far[which] < PATIENCE:
+            return
+        self._num_far[which] = 0
+        if which == "verify":
+            sizes = self.verify.curve.num_tokens
+            factors = self._verify_correction(np.array(sizes)).tolist()
+            self.verify = cost = self.verify.scaled(factors, math.exp(log_factor))
+            self._verify_correction = SizeCorrection()
+        else:
+            factor, constant_s = self._draft_correction.factor, self._draft_correction.constant_s
+            self.draft_level = cost = self.draft_level.scaled([factor] * len(self.draft_level.curve.num_tokens), factor)
+            self._draft_correction = DraftCorrection()
+            self._draft_correction.constant_s = constant_s
+        self.on_replaced(which, cost)
+
+
+def rounded(value: float) -> float:
+    """Return the nearest of values that lie 5 % apart; 0 and inf stay."""
+    return math.exp(round(math.log(value) / ROUNDING) * ROUNDING) if 0.0 < value < math.inf else value

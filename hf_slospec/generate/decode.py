@@ -1,0 +1,161 @@
+"""Decoding a prepared call: by speculation, or by stock ``generate`` where that is asked for or needed."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.protocols import Drafter
+from hf_slospec.engine.request import RequestMetrics
+from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.generate.prepare import Call, prepare, stock_generate
+from hf_slospec.generate.rows import Rows
+from hf_slospec.generate.slo import SLOTpot
+from hf_slospec.generate.speculator import MEASURE_S, Speculator
+from hf_slospec.generate.stock_loop import batch_level_names, run_stock_loop
+from hf_slospec.generate.validation import (
+    check_causal_lm,
+    check_config,
+    check_drafting,
+    check_make_policy,
+    configured,
+)
+from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
+
+
+@dataclass
+class SLOSpecOutput(GenerateDecoderOnlyOutput):
+    """HF's output with the metrics of every row and the record of every step."""
+
+    slo: list[RequestMetrics] | None = None  # one per row
+    steps: list[StepEvent] | None = None  # in order, prefill first
+
+
+class Decoder:
+    """Speculated decoding in place of stock ``generate``'s own, for one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant_model: PreTrainedModel | None = None,
+        *,
+        drafter: Drafter | None = None,
+        config: SLOSpecConfig | None = None,
+        make_policy: NewPolicy | None = None,
+        fallback: bool = False,
+    ):
+        self.model = check_causal_lm("model", model)
+        self.assistant_model = check_drafting(assistant_model, drafter)
+        self.config, self.fallback = check_config(config), fallback
+        self.make_policy = check_make_policy(make_policy)
+        self._target: CheckedModel | None = None
+        self._speculator: Speculator | None = None
+        self._override: tuple[PreTrainedModel, Speculator] | None = None  # of the last call's own assistant model
+        self._refusal = ""
+        try:
+            self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
+            self._speculator = Speculator(self._target, self.assistant_model, self.config, drafter, make_policy)
+        except UnsupportedModelError as error:
+            if not fallback:
+                raise
+            self._refusal = str(error)
+
+    def generate(self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
+        """Return what stock ``generate`` returns for these arguments, given by name."""
+        try:
+            return decode(self.prepare(slo_tpot, arguments))
+        except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
+            if not (self.fallback if fallback is None else fallback):
+                raise
+            warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
+        draftless = {"assistant_model": None, "prompt_lookup_num_tokens": None}  # stock drafts for single rows only
+        return stock_generate(self.model)(**arguments | draftless)
+
+    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any]) -> Call:
+        """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
+        speculator = self.speculator_for(arguments.get("assistant_model"))
+        return prepare(speculator, slo_tpot, arguments, self._own_drafter(arguments))
+
+    @property
+    def speculator(self) -> Speculator:
+        """The speculator of calls without an assistant model of their own."""
+        return self.speculator_for(None)
+
+    def speculator_for(self, assistant_model: Any) -> Speculator:
+        """Return the speculator of a call, which may bring its own assistant model.
+
+        Raises:
+            UnsupportedModelError: the target cannot be speculated.
+        """
+        own = check_drafting(assistant_model, None)
+        if self._target is not None and own is not None and own is not self.assistant_model:
+            if self._override is None or self._override[0] is not own:
+                self._override = own, Speculator(self._target, own, self.config, make_policy=self.make_policy)
+            return self._override[1]
+        if self._speculator is None:
+            raise UnsupportedModelError(self._refusal)
+        return self._speculator
+
+    def _own_drafter(self, arguments: dict[str, Any]) -> Drafter | None:
+        """Return the drafter of a call that asks for prompt lookup as stock does."""
+        num_tokens = configured("prompt_lookup_num_tokens", self.model, arguments)
+        if num_tokens is None:
+            return None
+        max_ngram = configured("max_matching_ngram_size", self.model, arguments) or MAX_NGRAM
+        return PromptLookupDrafter(max_ngram, num_tokens)
+
+
+@torch.no_grad()
+def decode(call: Call) -> Any:
+    """Decode a call's requests to their ends and return what stock ``generate`` returns."""
+    rows, stock, speculator, record = call.rows, call.stock, call.speculator, call.rows.record
+    is_dict = stock.config.return_dict_in_generate
+    if len(rows.requests) > 1 and (names := batch_level_names(stock.processors, stock.criteria)):
+        warnings.warn(
+            f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without "
+            "speculation; set per_row = True on what treats every row by itself",
+            FallbackWarning,
+            stacklevel=2,
+        )
+        output = run_stock_loop(speculator.target.model, rows, *stock[1:])
+        return _output(rows, **output) if is_dict else output
+    cache = rows.prompt.cache if is_dict or rows.prompt.is_cache_given else None
+    holds_finished = cache is not None or record.is_wanted
+    sampler = call.sampler()
+    target = speculator.new_target(sampler, holds_finished=holds_finished)
+    try:
+        with speculator.lock:
+            rows.prompt.load_into(rows.requests, target.sequences)
+        rows.begin()
+        speculator.run(rows.requests, target, rows.on_step, call.drafter)
+        rows.end()
+        sampler.end(rows.num_new)
+        with speculator.lock:
+            if holds_finished:
+                rows.feed_padding(target.sequences, sampler)
+            if cache is not None:
+                rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
+    finally:
+        with speculator.lock:
+            target.close()
+    if not is_dict:
+        return rows.sequences()
+    return _output(
+        rows,
+        sequences=rows.sequences(),
+        scores=record.scores(rows.num_new),
+        logits=record.logits(rows.num_new),
+        past_key_values=cache,
+    )
+
+
+def _output(rows: Rows, **stock: Any) -> SLOSpecOutput:
+    return SLOSpecOutput(**stock, slo=[request.metrics() for request in rows.requests], steps=rows.steps)

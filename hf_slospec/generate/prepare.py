@@ -1,0 +1,118 @@
+"""Preparing a call: stock ``generate`` prepares inputs, processors and criteria; requests are made of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+
+from hf_slospec.engine.protocols import Drafter
+from hf_slospec.generate.processors import ignore_sequence, processors_of_row
+from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.generate.rows import Rows
+from hf_slospec.generate.slo import SLOTpot, parse_slo, stages_by_row
+from hf_slospec.generate.speculator import Speculator, clock
+from hf_slospec.generate.validation import check_arguments, check_evaluating, check_options, check_prompts, configured
+from hf_slospec.models.sampling import StockSampler
+
+
+class StockCall(NamedTuple):
+    """What stock ``generate`` hands to its decoding method."""
+
+    input_ids: torch.Tensor  # [batch, padded_len] int64
+    processors: Any
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``generate``, ready to be decoded."""
+
+    rows: Rows
+    stock: StockCall
+    speculator: Speculator
+    drafter: Drafter | None  # drafts for this call only, in place of the speculator's own
+
+    def sampler(self, seed: int | None = None) -> StockSampler:
+        """Return the sampler of its rows; noise is the global generator's, or that of a seed."""
+        rows = self.rows
+        return StockSampler(
+            rows.requests,
+            [processors_of_row(self.stock.processors, row, len(rows.requests)) for row in range(len(rows.requests))],
+            self.stock.config.do_sample,
+            rows.input_ids.tolist(),
+            rows.input_ids.device,
+            ignore_sequence(self.stock.processors),
+            rows.record,
+            seed,
+        )
+
+
+@torch.no_grad()
+def prepare(
+    speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], drafter: Drafter | None = None
+) -> Call:
+    """Check a call and return it as stock ``generate`` would begin to decode it.
+
+    Args:
+        arguments: those of stock ``generate``, by name.
+        drafter: drafts for this call only.
+
+    Raises:
+        InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError, IncompatibleDraftError: the
+            call cannot be speculated; nothing has been changed.
+    """
+    arrived_s, model = clock(), speculator.target.model
+    slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
+    check_arguments(model, arguments)
+    check_evaluating(model)
+    speculator.renew()
+    stock: StockCall = stock_generate(model)(**_for_stock(model, arguments), custom_generate=_as_decoding_method)
+    check_options(stock.config, stock.model_kwargs)
+    prompt = PromptInputs.of(stock.input_ids, stock.model_kwargs, stock.config, model.get_input_embeddings())
+    stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
+    rows = Rows(stock.input_ids, prompt, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer"))
+    check_prompts(rows, speculator.target.packed)
+    return Call(rows, stock, speculator, drafter)
+
+
+def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return the model class's own ``generate``, bound to the model, whatever replaced it on the instance."""
+    own: Any = type(model)
+    method: Callable[..., Any] = own.generate.__get__(model)
+    return method
+
+
+def _as_decoding_method(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,  # transformers takes a named parameter of ours for one of its caller's
+) -> StockCall:
+    """Return the prepared inputs; stock ``generate`` calls this in place of its decoding method."""
+    return StockCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+
+def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those that stock would drop, refuse or misread."""
+    kept = {name: value for name, value in arguments.items() if name not in ("assistant_model", "streamer")}
+    kept["prompt_lookup_num_tokens"] = None  # stock would take it for another decoding method
+    for name in ("inputs", "input_ids"):
+        if isinstance(ids := kept.get(name), torch.Tensor) and ids.ndim == 1:
+            kept[name] = ids[None]
+            if isinstance(mask := kept.get("attention_mask"), torch.Tensor) and mask.ndim == 1:
+                kept["attention_mask"] = mask[None]
+    strings, tokenizer = configured("stop_strings", model, kept), kept.get("tokenizer")
+    if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
+        own = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+        kept["stopping_criteria"] = StoppingCriteriaList([*(kept.get("stopping_criteria") or []), own])
+        kept["stop_strings"] = None
+    return kept

@@ -1,0 +1,78 @@
+"""A model that was checked for packed forwards, with the lock of its users and what its forwards cost."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.models.compatibility.hooks import changing_hooks
+from hf_slospec.models.compatibility.probe import evaluating, input_device
+from hf_slospec.models.compatibility.trial import check_by_trial
+from hf_slospec.models.costs.measure import measure
+from hf_slospec.models.costs.profiles import load_profile, save_profile
+from hf_slospec.models.cpu.threads import release_openmp_threads, warn_if_oversubscribed
+from hf_slospec.models.packed import PackedModel
+
+
+class CheckedModel:
+    """A model that passed the trial, checked again when it was moved or cast.
+
+    Threads that run it take turns by ``lock``, which is held while its K/V cache is used.
+    """
+
+    def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float):
+        """Check the model; ``measure_s`` bounds the seconds of measuring where no profile is kept.
+
+        Raises:
+            UnsupportedModelError: it cannot verify a token tree.
+        """
+        self.model, self.config, self.measure_s = model, config, measure_s
+        self.lock = FairLock(release_openmp_threads)
+        self._renewing = threading.Lock()  # taken after `lock` where both are held
+        self._placement: tuple[Any, ...] | None = None
+        self._cost: ForwardCost | None = None
+        _ = self.packed
+
+    @property
+    def packed(self) -> PackedModel:
+        """The model's packed forwards, for where and in which dtype it is now."""
+        placement = _placement(self.model)
+        with self._renewing:
+            if placement != self._placement:
+                if input_device(self.model).type == "cpu":
+                    warn_if_oversubscribed()
+                packed = PackedModel(self.model, self.config.attention, self.config.prepack, self.config.cuda_graphs)
+                check_by_trial(packed)
+                self._packed, self._placement, self._cost = packed, placement, None
+            return self._packed
+
+    @property
+    def cost(self) -> ForwardCost:
+        """Seconds of its forwards: from a kept profile of this machine, otherwise measured now."""
+        packed = self.packed
+        with self.lock, self._renewing:
+            if self._cost is None:
+                self._cost = load_profile(packed)
+            if self._cost is None:
+                with evaluating(self.model):
+                    self._cost = measure(packed, self.measure_s).fit()
+                save_profile(packed, self._cost)
+            return self._cost
+
+    def replace_cost(self, cost: ForwardCost) -> None:
+        """Keep what steps measured in place of a profile that turned out wrong."""
+        with self._renewing:
+            self._cost = cost
+            save_profile(self._packed, cost)
+
+
+def _placement(model: Any) -> tuple[Any, ...]:
+    device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
+    kind = device.type
+    hooks = sum(len(changing_hooks(module)) for module in model.modules())
+    return device, dtype, hooks, torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -1,0 +1,99 @@
+"""K/V of all sequences of one model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+
+
+class KVCache:
+    """K/V of all sequences of one model, in one pool that grows with them.
+
+    All generate calls, the batcher, the trial and measurements of a model share it (:attr:`PackedModel.kv_cache`); it
+    lives as long as any of them refers to it. A user holds sequences by reference as well: those of a user that was
+    garbage collected are free. Calls must hold the model's lock. Between two steps of a user, others may move its
+    sequences, so slots are to be read from them anew in every step.
+    """
+
+    def __init__(self, new_pool: Callable[[int], KVPool], pool: KVPool):
+        """Start with ``pool``; ``new_pool`` makes larger ones, given a number of slots."""
+        self._new_pool, self._pool = new_pool, pool
+
+    @property
+    def pool(self) -> KVPool:
+        """The storage, to be used on the current CUDA streams."""
+        self._pool.follow_streams()
+        return self._pool
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pool.num_bytes
+
+    @property
+    def num_held(self) -> int:
+        """Slots that sequences hold."""
+        return self._pool.num_slots - self._pool.num_free
+
+    def reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None) -> None:
+        """Give sequences, new ones too, at least these capacities, moving their K/V and that of others where needed.
+
+        The pool is enlarged if repacking it is not enough: to twice its size, but not beyond ``max_slots`` unless that
+        is less than what the sequences need.
+
+        Raises:
+            MemoryError: there is not enough memory; all sequences keep their K/V and new ones have no slots.
+        """
+        larger = {sequence: slots for sequence, slots in capacities.items() if slots > sequence.capacity}
+        pool = self.pool
+        if sum(larger.values()) > pool.largest_free:
+            held = {sequence: sequence.capacity for sequence in pool.sequences}
+            if (needed := sum((held | larger).values())) > pool.num_slots:
+                if not held:
+                    pool = self._pool = self._new_pool(0)  # frees its memory before more is allocated
+                doubled = 2 * pool.num_slots
+                grown = self._new_pool(max(needed, doubled if max_slots is None else min(doubled, max_slots)))
+                grown.take_over(pool, held | larger)
+                self._pool = grown
+                return
+            pool.repack({sequence: larger.get(sequence, capacity) for sequence, capacity in held.items()})
+        for sequence, capacity in larger.items():
+            if sequence.capacity < capacity:
+                pool.place(sequence, capacity)
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Free a sequence's slots."""
+        self._pool.release(sequence)
+
+    @contextlib.contextmanager
+    def temporary(self, capacities: Sequence[int]) -> Iterator[list[CachedSequence]]:
+        """Sequences of these capacities, which are released at the end."""
+        sequences = [CachedSequence() for _ in capacities]
+        self.reserve(dict(zip(sequences, capacities, strict=True)))
+        try:
+            yield sequences
+        finally:
+            for sequence in sequences:
+                self.release(sequence)
+
+    def load(self, sequence: CachedSequence, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
+        """Copy in the K/V of a sequence's first ``length`` tokens.
+
+        Args:
+            layers: K and V of each layer, [num_heads, num_given, dim]: of all the tokens, or of the last ones where a
+                sliding window has dropped the others.
+        """
+        pool, end = self.pool, sequence.start + length
+        for *own, given in zip(pool.keys, pool.values, layers, strict=True):
+            for stored, tensor in zip(own, given, strict=True):
+                stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
+        sequence.length = length
+
+    def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return views of the K and V of a sequence's cached tokens, [num_heads, length, dim] for each layer."""
+        pool, own = self.pool, slice(sequence.start, sequence.start + sequence.length)
+        pairs = zip(pool.keys, pool.values, strict=True)
+        return [(key[own].transpose(0, 1), value[own].transpose(0, 1)) for key, value in pairs]

@@ -1,0 +1,31 @@
+"""Limits that all policies share: what requests can still use, and what a step may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.request import Request
+
+MAX_BUDGET = 1024  # tokens
+MAX_SLOWDOWN = 4.0  # without a token budget given, a step may cost this many times one token's step
+
+
+def max_useful_depth(requests: Sequence[Request], max_depth: int) -> int:
+    """Return the largest depth up to ``max_depth`` whose tree could be committed whole: depth + 1 tokens."""
+    return min(max_depth, max(request.num_left for request in requests) - 1)
+
+
+def without_useless_nodes(requests: Sequence[Request], candidates: Sequence[TokenTree]) -> list[TokenTree]:
+    """Return the candidate trees without nodes too deep to be committed before ``max_new_tokens`` is reached."""
+    return [tree.up_to(request.num_left - 1) for tree, request in zip(candidates, requests, strict=True)]
+
+
+def affordable_tokens(costs: StepCosts) -> int:
+    """Return the most tokens whose verify step costs at most :data:`MAX_SLOWDOWN` times a single token's step."""
+    num_tokens = np.arange(1, MAX_BUDGET + 1)
+    times_s = np.maximum.accumulate(costs.verify_s(num_tokens))  # measured corrections differ by size
+    return int(np.searchsorted(times_s, MAX_SLOWDOWN * times_s[0], side="right"))

@@ -1,0 +1,112 @@
+"""A submitted request before it is queued: its options, and its prompt as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from transformers import PreTrainedTokenizerBase
+
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
+
+Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
+WRONG_VALUE = ("greater_than", "less_than", "finite")  # pydantic's error types that are no type errors
+NOT_FOR_ONE = (  # arguments of generate that say nothing about a single request's tokens
+    "assistant_model",
+    "attention_mask",
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "past_key_values",
+    "prompt_lookup_num_tokens",
+    "return_dict_in_generate",
+)
+
+
+class SubmitOptions(BaseModel):
+    """Options of ``submit`` beside those of ``generate``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    slo_ttft: float | None = Field(None, gt=0)  # seconds
+    priority: int = 0
+    best_effort: bool = False
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    block: bool = False
+    timeout: float | None = Field(None, ge=0)  # seconds
+
+    @field_validator("slo_ttft", "timeout", mode="before")
+    @classmethod
+    def _is_no_bool(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("a bool is no number of seconds")
+        return value.item() if hasattr(value, "item") else value  # numpy scalars
+
+    @classmethod
+    def of(cls, **values: Any) -> SubmitOptions:
+        """Return validated options.
+
+        Raises:
+            InvalidTypeError, InvalidInputError: the message names the option, what is wrong with it and its value.
+        """
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            (name, *_), first = error.errors()[0]["loc"], error.errors()[0]
+            is_value = first["type"].startswith(WRONG_VALUE)
+            message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            raise (InvalidInputError if is_value else InvalidTypeError)(
+                f"{name}: {message}; got {values[str(name)]!r}"
+            ) from error
+
+
+def check_arguments_of_one(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of ``generate`` that do not apply to one submitted request.
+
+    Raises:
+        InvalidTypeError, UnsupportedOptionError: the message names the argument.
+    """
+    if (streamer := arguments.get("streamer")) is not None:
+        for name in ("put", "end"):
+            if not callable(getattr(streamer, name, None)):
+                raise InvalidTypeError(f"streamer must have a method {name!r}, got {type(streamer).__name__}")
+    if given := [name for name in NOT_FOR_ONE if arguments.get(name) not in (None, False)]:
+        raise UnsupportedOptionError(
+            f"{', '.join(given)} cannot be given to submit, which takes one text and returns its tokens; use generate"
+        )
+
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return the token ids of a text, of chat messages or of ids.
+
+    Raises:
+        InvalidInputError: it is empty, or needs a tokenizer or chat template that is missing.
+        InvalidTypeError: it is none of these.
+    """
+    if isinstance(prompt, str):
+        ids = _tokenizer_for("a text", tokenizer)(prompt)["input_ids"]
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, dict) for message in prompt):
+        known = _tokenizer_for("chat messages", tokenizer)
+        if getattr(known, "chat_template", None) is None:
+            raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
+        ids = known.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+            ids = ids[0]
+    if not isinstance(ids, (list, tuple, range)) or not all(type(i) is int and i >= 0 for i in ids):
+        raise InvalidTypeError(
+            "prompt must be a text, token ids of one request (such as tokenizer(text)['input_ids']), or a list of "
+            f"chat messages; got {type(prompt).__name__}"
+        )
+    if not len(ids):
+        raise InvalidInputError("prompt is empty; give it at least one token")
+    return list(ids)
+
+
+def _tokenizer_for(what: str, tokenizer: PreTrainedTokenizerBase | None) -> Any:
+    if tokenizer is None:
+        raise InvalidInputError(f"prompt is {what}, which needs a tokenizer; give SLOSpecGenerator one, or submit ids")
+    return tokenizer

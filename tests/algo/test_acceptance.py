@@ -1,0 +1,190 @@
+"""Predicted path probabilities against what is committed, on drafts whose true worth is known."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hf_slospec.algo.acceptance import MAX_SHIFT, Acceptance
+from hf_slospec.algo.calibration import shifted
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, TokenTree
+from tests.support.toys import grow
+
+DEPTH = 4
+
+
+class Text:
+    """Stands for a request; its true log-odds lie this far from those of all texts."""
+
+    is_sampled = True
+
+    def __init__(self, heat: float):
+        self.heat = heat
+
+
+def over_confident_tree(rng: np.random.Generator) -> TokenTree:
+    """On every level the best node so far has a favourite child and a lesser one."""
+    parents, conditionals, last = [], [], 0
+    for _ in range(DEPTH):
+        favourite = rng.beta(5.0, 1.5)
+        parents += [last, last]
+        conditionals += [favourite, (1.0 - favourite) * rng.random()]
+        last = len(parents) - 1
+    return grow(parents, conditionals, [1, 2] * DEPTH)
+
+
+def true_conditionals(tree: TokenTree, heat: float) -> FloatArray:
+    """What a draft that says c is worth: favourites less than they claim, second children about as much."""
+    said = np.ones(tree.num_nodes)
+    said[1:] = tree.path_probs[1:] / tree.path_probs[tree.parents[1:]]
+    first, second = slice(1, None, 2), slice(2, None, 2)
+    worth = said.copy()
+    worth[first] = shifted(0.75 * said[first] ** 1.5, np.array(heat))
+    worth[second] = (1.0 - worth[first]) * 0.6 * said[second] / np.maximum(1.0 - said[first], 1e-9)
+    return worth
+
+
+def walk(rng: np.random.Generator, tree: TokenTree, heat: float, is_verified: BoolArray) -> list[int]:
+    """The nodes that a target commits, drawn from the true conditionals."""
+    worth, node, path = true_conditionals(tree, heat), 0, list[int]()
+    while len(children := np.flatnonzero(tree.parents == node)):
+        probs = worth[children]
+        choice = int(rng.choice(len(children) + 1, p=[*probs, 1.0 - probs.sum()]))
+        if choice == len(children) or not is_verified[children[choice]]:
+            break
+        node = int(children[choice])
+        path.append(node)
+    return path
+
+
+def run(
+    acceptance: Acceptance, texts: Sequence[Text], num_steps: int, threshold: float = 0.0, seed: int = 0
+) -> tuple[FloatArray, FloatArray]:
+    """Steps in which what is predicted above ``threshold`` is verified.
+
+    Returns:
+        Predicted and committed tokens, [num_steps, num_texts] f64 each.
+    """
+    rng = np.random.default_rng(seed)
+    predicted, committed = np.zeros((2, num_steps, len(texts)))
+    for step in range(num_steps):
+        forest = Forest.of([over_confident_tree(rng) for _ in texts])
+        prediction = acceptance.predict(texts, forest)
+        verified = prediction.path_probs >= threshold
+        parts = np.split(verified, forest.starts[1:])
+        paths = [walk(rng, t, text.heat, v) for t, text, v in zip(forest.trees, texts, parts, strict=True)]
+        acceptance.observe(texts, prediction, verified, forest.indices(paths))
+        predicted[step] = prediction.expected_tokens(verified)
+        committed[step] = [1 + len(path) for path in paths]
+    return predicted, committed
+
+
+def one_child(conditional: float, num_requests: int = 1) -> Forest:
+    return Forest.of([grow([0], [conditional], [1])] * num_requests)
+
+
+def step(acceptance: Acceptance, requests: Sequence[Text], forest: Forest, accepted: Sequence[int]) -> None:
+    every = np.ones(len(forest.depths), dtype=np.bool_)
+    acceptance.observe(requests, acceptance.predict(requests, forest), every, np.array(accepted, dtype=np.int64))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.15])
+def test_predictions_add_up_to_what_is_committed(threshold: float) -> None:
+    texts = [Text(heat) for heat in (-1.2, -0.4, 0.4, 1.2)]
+    acceptance = Acceptance(max_depth=DEPTH)
+    predicted, committed = run(acceptance, texts, 1500, threshold)
+    predicted, committed = predicted[-1000:], committed[-1000:]
+    assert predicted.sum() == pytest.approx(committed.sum(), rel=0.05)
+    np.testing.assert_allclose(predicted.mean(0), committed.mean(0), rtol=0.12)  # hot ones and cold ones each
+    assert committed.mean(0).max() > 1.3 * committed.mean(0).min()  # so that this says something
+    assert acceptance.after.brier < 0.9 * acceptance.before.brier
+    assert acceptance.after.ece < 0.4 * acceptance.before.ece
+
+
+def test_without_calibration_the_same_draft_promises_far_too_much() -> None:
+    rng = np.random.default_rng(0)
+    tree_sums = [over_confident_tree(rng).path_probs.sum() for _ in range(500)]
+    committed = run(Acceptance(max_depth=DEPTH), [Text(0.0)], 500)[1]
+    assert np.mean(tree_sums) > 1.15 * committed.mean()
+
+
+def test_hot_and_cold_texts_are_told_apart() -> None:
+    texts = [Text(heat) for heat in (-1.2, 0.0, 1.2)]
+    acceptance = Acceptance(max_depth=DEPTH)
+    run(acceptance, texts, 400)
+    cold, usual, hot = (acceptance.own[text] for text in texts)
+    assert cold < usual < hot
+
+
+def test_shifts_follow_surprises_and_stay_bounded() -> None:
+    lucky, unlucky, new = Text(0.0), Text(0.0), Text(0.0)
+    acceptance, forest = Acceptance(), one_child(0.5, 2)
+    step(acceptance, [lucky, unlucky], forest, [1])  # node 1 is the first tree's child
+    assert acceptance.own[lucky] == -acceptance.own[unlucky] > 0.0
+    believed = acceptance.predict([lucky, unlucky, new], one_child(0.5, 3)).path_probs[[1, 3, 5]]
+    assert believed[0] > believed[2] > believed[1]
+    for _ in range(3000):  # a draft that says even odds of what always comes, and of what never does
+        acceptance.sampled.trials[:] = acceptance.sampled.hits[:] = 0.0
+        step(acceptance, [lucky, unlucky], forest, [1])
+    assert MAX_SHIFT >= acceptance.own[lucky] > 1.5 and -MAX_SHIFT <= acceptance.own[unlucky] < -1.5
+
+
+@pytest.mark.parametrize(("accepted", "sign"), [([1, 3], 1.0), ([], -1.0)])
+def test_texts_yet_unknown_follow_the_surprises_of_all(accepted: list[int], sign: float) -> None:
+    texts, acceptance, forest = [Text(0.0), Text(0.0)], Acceptance(), one_child(0.5, 2)
+    step(acceptance, texts, forest, accepted)
+    own, overall = sign * acceptance.own[texts[0]], sign * acceptance.overall
+    assert own > 3 * overall > 0.0  # little of it: one text says more of itself than of others
+    acceptance.sampled.trials[:] = acceptance.sampled.hits[:] = 0.0
+    assert sign * (acceptance.predict([Text(0.0)], one_child(0.5)).path_probs[1] - 0.5) > 0.0
+
+
+def test_what_was_not_verified_teaches_nothing() -> None:
+    text, acceptance, forest = Text(0.0), Acceptance(), one_child(0.9)
+    roots_only = forest.depths == 0
+    for _ in range(20):
+        prediction = acceptance.predict([text], forest)
+        acceptance.observe([text], prediction, roots_only, np.empty(0, dtype=np.int64))
+    assert prediction.expected_tokens(roots_only).tolist() == [1.0]
+    assert acceptance.predict([text], forest).path_probs[1] == pytest.approx(0.9)
+    assert not acceptance.after.count.any() and not acceptance.by_depth.any()
+
+
+def test_texts_that_are_gone_leave_nothing_behind() -> None:
+    acceptance = Acceptance(max_depth=DEPTH)
+    kept = Text(0.0)
+    for seed in range(5):
+        run(acceptance, [Text(0.0), kept, Text(1.0)], 2, seed=seed)
+    gc.collect()
+    assert list(acceptance.own) == [kept]
+
+
+def test_books_by_depth_and_rank() -> None:
+    tree = grow([0, 0, 0, 1, 1, 4], [0.5, 0.3, 0.1, 0.6, 0.2, 0.9], [1, 2, 3, 1, 2, 1])
+    text, acceptance = Text(0.0), Acceptance(max_depth=2, max_rank=2)
+    forest = Forest.of([tree])
+    believed = acceptance.predict([text], forest).calibrated
+    step(acceptance, [text], forest, [1, 4, 6])  # tried: the root's children, node 1's, node 4's
+    tried = [1, 2, 3, 4, 5, 6]
+    by_depth = [(0, []), (1, [1, 2, 3]), (2, [4, 5, 6])]  # depth 3 is booked with depth 2
+    by_rank = [(0, [1, 4, 6]), (1, [2, 3, 5])]
+    for books, places in ((acceptance.by_depth, by_depth), (acceptance.by_rank, by_rank)):
+        for place, nodes in places:
+            hits = len({1, 4, 6} & set(nodes))
+            assert books[:, place] == pytest.approx([sum(believed[nodes]), hits, len(nodes)])
+    assert acceptance.after.count.sum() == len(tried)
+
+
+def test_books_agree_with_each_other() -> None:
+    acceptance = Acceptance(max_depth=DEPTH)
+    _, committed = run(acceptance, [Text(-1.0), Text(1.0)], 50)
+    num_accepted = (committed - 1).sum()
+    for books in (acceptance.by_depth, acceptance.by_rank):
+        predicted, hits, tried = books.sum(1)
+        assert hits == num_accepted == acceptance.after.accepted.sum()
+        assert tried == acceptance.after.count.sum() == acceptance.before.count.sum()
+        assert predicted == pytest.approx(acceptance.after.predicted.sum())
+    assert acceptance.by_depth[2, 0] == 0.0  # roots are not tried

@@ -1,0 +1,174 @@
+"""The depth and width that pay, from running averages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.algo.depth import DepthControl, beam_ranks
+from hf_slospec.algo.tree import FloatArray, Forest, IntArray
+from tests.support.toys import SEEDS, UNEVEN, grow, random_tree
+
+LOOK, BEYOND = DepthControl.PROBE_DEPTH, DepthControl.BEYOND
+EVERY, FIRST = DepthControl.EXPLORE_EVERY, DepthControl.WARMUP_STEPS
+
+
+def cheap_levels(depths: IntArray, width: int, nodes: FloatArray) -> FloatArray:
+    """A draft level costs a quarter of a plain step, a node a hundredth; the beam's width is free."""
+    return 1.0 + 0.25 * depths + 0.01 * (nodes - 1.0)
+
+
+def beam(depth: int, width: int, favourite: float, other: float) -> Forest:
+    """A chain of favourites with further children of equal probability on every level, as deep and wide as asked."""
+    parents, conditionals, last = [], [], 0
+    for _ in range(depth):
+        parents += [last] * width
+        conditionals += [favourite, *[other] * (width - 1)]
+        last = len(parents) - width + 1
+    return Forest.of([grow(parents, conditionals, range(len(parents)))])
+
+
+def run(
+    control: DepthControl, drafts: Sequence[tuple[float, float]], shape: Callable[[int], tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The shapes picked when every step's draft has these conditionals and all of it is verified."""
+    picks = []
+    for step, draft in enumerate(drafts):
+        depth, width = control.best(*shape(step), cheap_levels)
+        if depth:
+            forest = beam(depth, width, *draft)
+            control.observe(forest, forest.path_probs, np.ones(len(forest.depths), dtype=np.bool_), depth, width)
+        picks.append((depth, width))
+    return picks
+
+
+def chains(control: DepthControl, conditionals: Sequence[float], max_depth: int = 6) -> list[int]:
+    """The depths picked for chains."""
+    return [depth for depth, _ in run(control, [(c, 0.0) for c in conditionals], lambda _: (max_depth, 1))]
+
+
+def looks(picks: Sequence[int]) -> list[int]:
+    return [step for step, depth in enumerate(picks) if depth]
+
+
+@given(seed=SEEDS, sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3))
+def test_beam_ranks_count_earlier_nodes_of_the_same_depth(seed: int, sizes: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    forest = Forest.of([random_tree(rng, size) for size in sizes])
+    at = list(zip(forest.tree_of.tolist(), forest.depths.tolist(), strict=True))
+    assert beam_ranks(forest).tolist() == [at[:v].count(at[v]) for v in range(len(at))]
+
+
+@given(
+    seed=SEEDS,
+    level_s=st.floats(0.01, 0.5),
+    node_s=st.floats(0.0, 0.2),
+    bounds=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+)
+@settings(deadline=None)
+def test_shape_is_the_brute_force_best_of_a_stationary_draft(
+    seed: int, level_s: float, node_s: float, bounds: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(seed)
+    forest = Forest.of([random_tree(rng, 8, UNEVEN) for _ in range(2)])
+    is_verified = (forest.depths == 0) | (rng.random(len(forest.depths)) < 0.8)
+    ranks = beam_ranks(forest)
+
+    def seconds(depths: IntArray, width: IntArray | int, nodes: FloatArray) -> FloatArray:
+        return 1.0 + level_s * depths * width**0.5 + node_s * nodes
+
+    control = DepthControl(8, 8)
+    for _ in range(12):
+        control.observe(forest, forest.path_probs, is_verified, 8, 8)
+    max_depth, max_width = bounds
+
+    def rate(depth: int, width: int) -> float:
+        inside = (forest.depths == 0) | ((forest.depths <= depth) & (ranks < width))
+        kept = inside & is_verified
+        tokens, nodes = forest.path_probs[kept].sum() / 2, np.count_nonzero(kept) / 2
+        return tokens / float(seconds(np.array(depth), width, np.array(nodes)))
+
+    depth, width, best, plain = control.best_shape(max_depth, max_width, seconds)
+    rates = {shape: rate(*shape) for shape in itertools.product(range(1, max_depth + 1), range(1, max_width + 1))}
+    assert plain == pytest.approx(rate(0, 1))
+    assert best == pytest.approx(max(rates.values())) == pytest.approx(rates[depth, width])
+
+
+def test_first_steps_look_at_everything_and_good_drafts_stay_deep() -> None:
+    assert chains(DepthControl(6, 1), [1.0] * 80) == [6] * 80
+
+
+def test_steps_go_a_little_deeper_than_the_best_depth() -> None:
+    control = DepthControl(8, 1)
+    picks = chains(control, [0.6] * 100, max_depth=8)
+    depth, _, best, plain = control.best_shape(8, 1, cheap_levels)
+    rates = [sum(0.6**d for d in range(n + 1)) / float(cheap_levels(n, 1, n + 1)) for n in range(9)]
+    assert 0 < depth == int(np.argmax(rates)) < 8 - BEYOND
+    assert picks[:FIRST] == [8] * FIRST
+    assert [pick for pick in picks[FIRST:] if pick != 8] == [depth + BEYOND] * picks[FIRST:].count(depth + BEYOND)
+    assert [step + 1 for step in range(FIRST, 100) if picks[step] == 8] == list(range(EVERY, 101, EVERY))
+    assert control.goodput == best > plain
+
+
+def test_width_is_taken_only_where_it_pays() -> None:
+    wide, narrow = DepthControl(4, 3), DepthControl(4, 3)
+    assert run(wide, [(0.35, 0.3)] * 40, lambda _: (4, 3))[-2][1] == 3
+    assert run(narrow, [(0.9, 0.001)] * 40, lambda _: (4, 3))[-2][1] == 1
+    assert run(wide, [(0.35, 0.3)] * 3, lambda _: (4, 2))[-1][1] == 2  # never wider than it may be
+
+
+def test_useless_drafts_switch_speculation_off_and_looks_get_rarer() -> None:
+    control = DepthControl(6, 1)
+    picks = chains(control, [0.0] * 1000)
+    assert not control.is_on
+    assert set(picks[FIRST:]) == {0, LOOK}
+    at = looks(picks)
+    assert at[:FIRST] == list(range(FIRST))
+    gaps = np.diff(at[FIRST:]).tolist()
+    doubled = list(itertools.takewhile(lambda gap: gap < DepthControl.MAX_INTERVAL, (2**i for i in range(4, 20))))
+    assert at[FIRST] - FIRST < DepthControl.MIN_INTERVAL
+    assert gaps == [*doubled, *[DepthControl.MAX_INTERVAL] * (len(gaps) - len(doubled))]
+    assert len(gaps) > len(doubled)
+
+
+def test_speculation_comes_back_when_it_pays_again() -> None:
+    useless, longest = 300, DepthControl.MAX_INTERVAL
+    control = DepthControl(6, 1)
+    picks = chains(control, [0.0] * useless + [1.0] * (2 * longest + 4 * EVERY))
+    assert set(picks[useless - EVERY : useless]) <= {0, LOOK}
+    assert set(picks[-EVERY:]) == {6}
+    assert control.is_on
+    again = looks(chains(control, [0.0] * 100))
+    assert not control.is_on
+    assert 2 * DepthControl.MIN_INTERVAL in np.diff(again)  # having been on, it looks often again
+
+
+def test_a_draft_at_the_break_even_point_does_not_flicker() -> None:
+    rng = np.random.default_rng(0)
+    control = DepthControl(1, 1)
+    even = 0.26 + 0.01 * rng.standard_normal(600)  # one level costs 0.26 of a step
+    states = []
+    for conditional in even:
+        chains(control, [float(conditional)], max_depth=1)
+        states.append(control.is_on)
+    assert np.count_nonzero(np.diff(states)) <= 4
+
+
+def test_levels_and_places_never_drafted_before_are_looked_at_at_once() -> None:
+    picks = run(DepthControl(6, 2), [(1.0, 0.0)] * 30, lambda step: (2, 1) if step < 10 else (6, 2))
+    assert picks[:10] == [(2, 1)] * 10
+    assert picks[10] == (6, 2)
+    assert {depth for depth, _ in picks[11:]} == {6}
+
+
+def test_no_levels_to_draft_is_no_reason_to_stay_off() -> None:
+    """The last token of a run leaves nothing to draft; the next run goes on as before."""
+    control = DepthControl(6, 1)
+    chains(control, [1.0] * 10)
+    assert chains(control, [1.0], max_depth=0) == [0]
+    assert chains(control, [1.0]) == [6]

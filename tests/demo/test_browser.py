@@ -1,0 +1,252 @@
+"""The demo as a visitor meets it, in Chromium. Pictures of it are left in build/screenshots."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_slospec.demo.serve import Options, launch, prepare
+from hf_slospec.demo.sessions import Crowd
+from tests.support.paths import ROOT
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("there is no Chromium here", allow_module_level=True)
+pytest.importorskip("gradio", reason="gradio is not installed")
+# Third parties' own deprecations, and event loops of servers that were closed, are not ours to fail on.
+pytestmark = [pytest.mark.filterwarnings("default")]
+
+WAIT_MS = 120_000
+SCREENSHOTS = Path(os.environ.get("SCREENSHOTS", ROOT / "build" / "screenshots"))
+DESKTOP, PHONE = dict(width=1440, height=1000), dict(width=390, height=844)
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+SIZE = os.environ.get("DEMO_SIZE", "tiny")
+PASSWORD = "only for tests"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Crowd, str]]:
+    crowd, page = prepare(Options(size=SIZE))
+    yield crowd, launch(page, Options())
+    page.close(verbose=False)
+    crowd.generator.stop(drain=False)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+class Visit:
+    """One browser session, and what went wrong in it."""
+
+    def __init__(self, browser: Any, url: str, **options: Any):
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.errors: list[str] = []
+        self.outside: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._note(request.url, url))
+        self.page.goto(url)
+
+    def _note(self, asked: str, home: str) -> None:
+        if not asked.startswith((home, "data:", "blob:")):
+            self.outside.append(asked)
+
+    def card(self, place: int) -> Any:
+        return self.page.locator(f"#user-{place} .card")
+
+    def text(self, selector: str) -> str:
+        return str(self.page.locator(f"{selector} .text").inner_text())
+
+    def writes(self, selector: str) -> None:
+        """Wait for a text there."""
+        self.grows(selector, "")
+
+    def grows(self, selector: str, before: str | None = None) -> None:
+        """Wait until the text there is another one, and not empty."""
+        before = self.text(selector) if before is None else before
+        self.page.wait_for_function(
+            "([selector, before]) => { const own = document.querySelector(selector + ' .text');"
+            " return own && own.innerText !== before && own.innerText.length > 3; }",
+            arg=[selector, before],
+        )
+
+    def says(self, selector: str, words: str) -> None:
+        sync_api.expect(self.page.locator(selector)).to_contain_text(words, timeout=WAIT_MS)
+
+    def shoot(self, name: str) -> None:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+@pytest.fixture
+def visit(browser: Any, served: tuple[Crowd, str]) -> Iterator[Callable[..., Visit]]:
+    visits: list[Visit] = []
+
+    def begin(**options: Any) -> Visit:
+        visits.append(Visit(browser, served[1], **{"viewport": DESKTOP} | options))
+        return visits[-1]
+
+    yield begin
+    for own in visits:
+        assert not own.outside, "something was asked of another host"
+        assert not own.errors
+        own.context.close()
+
+
+def test_three_streams_run_and_nothing_leaves_the_machine(visit: Callable[..., Visit]) -> None:
+    page = visit()
+    for place in range(3):
+        page.writes(f"#user-{place}")
+        page.grows(f"#user-{place}")
+    page.says("#headline", "tokens/s in all")
+    page.page.wait_for_selector(".text .d")  # tokens that the draft had guessed
+    page.shoot("desktop")
+
+
+def test_speeds_are_shown_and_follow_the_targets(visit: Callable[..., Visit]) -> None:
+    page = visit()
+    for place in range(3):
+        page.page.wait_for_selector(f"#user-{place} .verdict.kept, #user-{place} .verdict.late")
+    aims = [float(re.findall(r"[\d.]+", page.card(place).locator(".aim").inner_text())[0]) for place in range(3)]
+    assert aims == sorted(aims, reverse=True)
+    page.page.wait_for_function(
+        "() => { const [copilot, chat] = [0, 1].map(i => parseFloat("
+        "document.querySelector(`#user-${i} .speed b`).innerText)); return copilot > chat; }"
+    )
+
+
+def test_a_user_is_stopped_started_removed_and_added(visit: Callable[..., Visit]) -> None:
+    page = visit()
+    user = page.page.locator("#user-1")
+    page.grows("#user-1")
+    user.get_by_role("button", name="Stop").click()
+    page.says("#user-1", "stopped")
+    page.grows("#user-0")  # the others go on
+    page.shoot("stopped")
+    user.get_by_role("button", name="Start again").click()
+    page.grows("#user-1")
+    user.get_by_role("button", name="Remove").click()
+    user.wait_for(state="hidden")
+    page.page.locator("#add button, button#add").first.click()
+    user.wait_for(state="visible")
+    page.says("#user-1", "Coding copilot")
+    page.grows("#user-1")
+
+
+def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
+    one, other = visit(), visit()
+    other.writes("#user-2")
+    number = one.page.locator("#user-2 input[type=number]").first
+    number.fill("7")
+    number.blur()
+    one.says("#user-2", "target 142.9")
+    other.says("#user-2", "target 142.9")
+    sync_api.expect(other.page.locator("#user-2 input[type=number]").first).to_have_value("7", timeout=WAIT_MS)
+
+
+def test_the_policy_is_switched_under_running_streams(visit: Callable[..., Visit]) -> None:
+    page, other = visit(), visit()
+    page.writes("#user-0")
+    for name in ("none", "fixed", "adaserve", "auto"):
+        page.page.locator(f"#policy input[value={name}]").check()
+        page.says("#headline", f"since “{name}” was chosen")
+        sync_api.expect(other.page.locator(f"#policy input[value={name}]")).to_be_checked(timeout=WAIT_MS)
+        page.grows("#user-0")
+        page.shoot(f"policy-{name}")
+
+
+def test_two_visitors_write_at_once_and_see_each_other(visit: Callable[..., Visit]) -> None:
+    one, other = visit(), visit()
+    for page in (one, other):
+        page.writes("#user-0")
+        page.page.locator("#own-write").click()
+    for page in (one, other):
+        page.writes("#own-card")
+        page.page.wait_for_selector("#others .card")
+        assert page.page.locator("#others .text").count() == 0  # whose text is nobody else's business
+    one.shoot("two-visitors")
+    one.page.locator("#own-stop").click()
+    one.page.wait_for_selector("#own-card .state.stopped, #own-card .state.finished")
+    other.context.close()
+    one.page.wait_for_selector("#others .card", state="detached")
+
+
+def test_bad_input_is_told_and_harms_nothing(visit: Callable[..., Visit]) -> None:
+    page = visit()
+    prompt = page.page.locator("#own-wish textarea").first
+    prompt.fill("   ")
+    page.page.locator("#own-write").click()
+    page.page.get_by_text("the prompt is empty").first.wait_for()
+    page.shoot("bad-input")
+    prompt.fill("é☃" * 900)
+    page.page.locator("#own-write").click()
+    page.says("#own-card .error", "limit")
+    prompt.fill("def f(x):\n")
+    page.page.locator("#own-write").click()
+    page.writes("#own-card")
+
+
+def test_a_dead_engine_is_shown_and_can_be_started_again(
+    visit: Callable[..., Visit], served: tuple[Crowd, str]
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("the accelerator fell off")
+
+    page = visit()
+    page.writes("#user-0")
+    engine: Any = served[0].generator._service._engine()
+    engine.target.verify = fails
+    failed = page.page.locator(".user:has(.error)").first  # of those it served in that step
+    sync_api.expect(failed.locator(".error")).to_have_text("the accelerator fell off", timeout=WAIT_MS)
+    page.shoot("failed")
+    place = f"#{failed.get_attribute('id')}"
+    page.page.locator(place).get_by_role("button", name="Start again").click()
+    page.grows(place)
+
+
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_it_fits_a_phone(visit: Callable[..., Visit], colors: str) -> None:
+    page = visit(viewport=PHONE, color_scheme=colors, is_mobile=True, has_touch=True)
+    page.writes("#user-0")
+    width = page.page.evaluate("document.documentElement.scrollWidth")
+    assert width <= PHONE["width"]
+    tops = [page.page.locator(place).bounding_box()["y"] for place in ("#own-wish", "#own-card", "#user-0", "#add")]
+    assert tops == sorted(tops)  # one's own request before the others'
+    page.shoot(f"phone-{colors}")
+
+
+def test_with_a_password_nobody_else_comes_in(browser: Any, served: tuple[Crowd, str]) -> None:
+    from hf_slospec.demo.layout import Page
+
+    options = Options(password=PASSWORD)
+    crowd = served[0]
+    closed = Page(crowd, {"x": (None, crowd.look("x").simulated[0].wish)}, 100, "").build()  # type: ignore[dict-item, union-attr]
+    url = launch(closed, options)
+    try:
+        visit = Visit(browser, url, viewport=DESKTOP)
+        name, password = visit.page.locator("input").nth(0), visit.page.locator("input[type=password]")
+        for given, words in (("guess", "Incorrect"), (PASSWORD, "One model, many users")):
+            name.fill("somebody")
+            password.fill(given)
+            visit.page.get_by_role("button", name="Login").click()
+            visit.page.get_by_text(words).first.wait_for()
+        visit.writes("#user-0")
+        visit.context.close()
+    finally:
+        closed.close(verbose=False)

@@ -1,0 +1,338 @@
+"""Requests that come and go, on the toy model and a virtual clock: exact, within limits, and nobody starves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.admission import MAX_CANDIDATES
+from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, MAX_SITS, MIN_CHUNK, ContinuousScheduler, Limits
+from hf_slospec.engine.step import Engine
+from hf_slospec.policies import new_policy
+from hf_slospec.policies.auto import SpeculationHistory
+from tests.support.toy_models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs, sampled
+from tests.support.toys import SEEDS, markov_model
+
+ROOMY = Limits(max_batch=8, kv_tokens=10**6, max_nodes=4, prefill_chunk=8, starvation_s=1e9)
+
+
+class Served:
+    """An engine under continuous batching, whose steps take the time that is expected of them."""
+
+    def __init__(self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0):
+        self.clock, self.target_model = Clock(), markov_model(np.random.default_rng(seed), VOCAB)
+        self.toy, self.drafter = ToyTarget(greedy(self.target_model)), ToyDrafter(self.target_model)
+        costs = new_costs()
+        self.scheduler = ContinuousScheduler(limits, costs, admission)
+        policy = policy or WholeTrees(Plan(0, 1))
+        self.engine = Engine(self.toy, self.drafter, policy, self.scheduler, costs, self.clock, check_invariants=True)
+        self.events = list[StepEvent]()
+
+    def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
+        tpot_slo_s = fields.pop("tpot_slo_s", None)
+        request = Request(index, [0, 1] * prompt, new, (Stage(tpot_slo_s),), arrived_s=self.clock.now_s, **fields)
+        del request.tokens[prompt:]
+        request.prompt_len = prompt
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepEvent:
+        event = self.engine.step()
+        num_tokens = sum(request.nodes for request in event.decoding) + event.prefill_tokens
+        costs = self.scheduler.costs
+        self.clock.now_s += float(costs.verify_s(num_tokens, max(event.num_decoding, 1), event.num_keys))
+        self.events.append(event)
+        return event
+
+    def run(self, most: int = 10_000) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+            assert len(self.events) < most, "requests do not end"
+
+
+@given(
+    seed=SEEDS,
+    num_requests=st.integers(1, 8),
+    admission=st.sampled_from(["slo", "edf", "fcfs"]),
+    policy_name=st.sampled_from(["auto", "adaserve", "none"]),
+    max_batch=st.integers(1, 4),
+    kv_tokens=st.integers(60, 200),
+    prefill_chunk=st.integers(1, 12),
+    starvation_s=st.sampled_from([0.5, 20.0, 1e9]),
+    is_sampled=st.booleans(),
+)
+@settings(deadline=None, max_examples=120)
+def test_every_request_gets_what_plain_decoding_gives_within_limits(
+    seed: int,
+    num_requests: int,
+    admission: str,
+    policy_name: str,
+    max_batch: int,
+    kv_tokens: int,
+    prefill_chunk: int,
+    starvation_s: float,
+    is_sampled: bool,
+) -> None:
+    rng = np.random.default_rng(seed)
+    config = SLOSpecConfig(policy=policy_name, max_depth=3, max_width=2)
+    limits = Limits(max_batch, kv_tokens, 6, prefill_chunk, starvation_s)
+    served = Served(limits, admission, new_policy(config, new_costs(), SpeculationHistory(config)), seed)
+    if is_sampled:
+        served.toy.choose = sampled(served.target_model, seed)
+    requests = list[Request]()
+    while len(requests) < num_requests or served.scheduler.running or served.scheduler.waiting:
+        if len(requests) < num_requests and (rng.random() < 0.4 or not served.scheduler.running):
+            fields = dict(
+                tpot_slo_s=rng.choice([None, 0.5, 3.0]),
+                ttft_slo_s=rng.choice([None, 4.0, 50.0]),
+                priority=int(rng.integers(2)),
+                is_best_effort=bool(rng.random() < 0.3),
+            )
+            requests.append(served.add(len(requests), int(rng.integers(2, 30)), int(rng.integers(1, 16)), **fields))
+        running = served.scheduler.running
+        served.step()
+        assert len(running) <= max_batch
+        assert served.scheduler.kv_held <= kv_tokens
+        assert served.events[-1].prefill_tokens <= prefill_chunk
+        assert len(served.events) < 5000
+    assert not served.toy.cached, "K/V was left behind"
+    for request in requests:
+        alone = Request(request.index, request.tokens[: request.prompt_len], request.max_new_tokens)
+        while not alone.emit(served.toy.choose(alone)):
+            pass
+        assert request.tokens == alone.tokens
+        assert request.finish_reason == "length"
+        assert request.num_preempted <= MAX_PREEMPTED
+
+
+def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody() -> None:
+    served = Served(Limits(8, 10**6, 4, 512, 1e9))
+    short = [served.add(index, prompt=3, new=60) for index in range(3)]
+    while not all(request.is_decoding for request in short):
+        served.step()
+    plain_s = served.clock.now_s
+    served.step()
+    plain_s = served.clock.now_s - plain_s
+    long = served.add(9, prompt=400, new=2)
+    longest_s = 0.0
+    while not long.num_emitted:
+        before_s, emitted = served.clock.now_s, [request.num_emitted for request in short]
+        event = served.step()
+        longest_s = max(longest_s, served.clock.now_s - before_s)
+        assert all(r.is_finished or r.num_emitted > old for r, old in zip(short, emitted, strict=True))
+        assert not event.is_prefill or all(request.is_finished for request in short)
+    assert longest_s <= 3.0 * plain_s + 1e-9 or all(request.is_finished for request in short)
+
+
+def test_a_prompt_alone_is_fed_as_fast_as_the_limit_allows() -> None:
+    served = Served(Limits(8, 10**6, 4, 50, 1e9))
+    served.add(prompt=120, new=1)
+    served.run()
+    assert [event.prefill_tokens for event in served.events] == [50, 50, 20]
+
+
+def test_earliest_deadlines_first_or_in_order_of_arrival() -> None:
+    for admission, expected in (("edf", [1, 2, 0]), ("fcfs", [0, 1, 2])):
+        served = Served(Limits(1, 10**6, 4, 8, 1e9), admission)
+        for index, ttft_s in enumerate((90.0, 30.0, 60.0)):
+            served.add(index, ttft_slo_s=ttft_s)
+        served.run()
+        assert [event.requests[0].index for event in served.events if event.is_prefill] == expected
+
+
+def test_higher_priority_goes_first() -> None:
+    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    for index, priority in enumerate((0, 5, 1)):
+        served.add(index, priority=priority)
+    served.run()
+    assert [event.requests[0].index for event in served.events if event.is_prefill] == [1, 2, 0]
+
+
+def test_what_cannot_be_met_is_not_promised_and_still_served() -> None:
+    served = Served()
+    impossible = served.add(0, prompt=100, tpot_slo_s=1e-6, ttft_slo_s=1e-6)
+    easy = served.add(1, tpot_slo_s=1e3, ttft_slo_s=1e3)
+    served.run()
+    assert (impossible.metrics().guaranteed, impossible.metrics().attained) == (False, False)
+    assert (easy.metrics().guaranteed, easy.metrics().attained) == (True, True)
+
+
+def test_more_than_can_be_met_in_time_is_not_promised() -> None:
+    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    requests = [served.add(index, prompt=60, new=4, ttft_slo_s=14.0) for index in range(8)]  # about 6 s each
+    served.run()
+    promised = [request for request in requests if request.metrics().guaranteed]
+    assert 0 < len(promised) < len(requests)
+    assert all(request.metrics().attained for request in promised)
+
+
+def test_a_promise_takes_the_room_of_best_effort_which_resumes_without_repeating() -> None:
+    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    spare = served.add(0, new=12)
+    for _ in range(5):
+        served.step()
+    emitted = list(spare.tokens)
+    urgent = served.add(1, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
+    served.step()
+    assert served.scheduler.running == [urgent]
+    assert spare.num_preempted == 1
+    assert served.toy.cached.keys() == {urgent}
+    served.run()
+    assert spare.tokens[: len(emitted)] == emitted
+    assert spare.metrics().preempted == 1
+    assert urgent.last_token_s < spare.last_token_s
+
+
+def test_whoever_waited_too_long_goes_first_and_keeps_its_room() -> None:
+    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0))
+    starving = None
+    for index in range(100):  # promises without end
+        served.add(2 * index, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
+        if index == 3:
+            starving = served.add(999, new=3)
+        for _ in range(3):
+            served.step()
+        if starving is not None and starving.is_finished:
+            break
+    assert starving is not None and starving.is_finished
+    assert starving.metrics().ttft_s <= 20.0 + 10.0  # and what ran then
+    assert starving.num_preempted == 0
+
+
+def test_a_preempted_request_is_preempted_no_more_than_some_times() -> None:
+    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    spare = served.add(0, new=40)
+    for index in range(1, 20):
+        while not (spare.is_decoding or spare.is_finished):
+            served.step()
+        served.add(index, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
+        served.step()
+    served.run()
+    assert spare.num_preempted == MAX_PREEMPTED
+
+
+def test_best_effort_sits_out_where_it_would_make_a_promise_late_but_not_for_ever() -> None:
+    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    spare = [served.add(index, new=200) for index in range(1, 30)]
+    for _ in range(5):
+        served.step()
+    tight = served.add(0, new=100, tpot_slo_s=1.5, ttft_slo_s=100.0)  # a step of one takes 1.0, of thirty 3
+    sits = 0
+    while not tight.is_finished:
+        event = served.step()
+        if not event.is_prefill and tight.num_emitted > 1:
+            sits += len(event.requests) < 30
+    assert sits > 50
+    assert tight.metrics().attained
+    assert all(request.num_emitted > 100 // (MAX_SITS + 1) for request in spare)
+
+
+def test_after_running_out_of_memory_less_is_done_and_room_comes_back() -> None:
+    served = Served(Limits(8, 10**6, 4, 64, 1e9))
+    requests = [served.add(index, new=30, is_best_effort=True) for index in range(6)]
+    for _ in range(4):
+        served.step()
+    gone = served.scheduler.relieve(served.clock.now_s)
+    served.engine.forget(gone)
+    assert len(gone) == 3
+    served.step()
+    assert len(served.scheduler.running) == 3  # nobody takes the room at once
+    assert served.scheduler.shrink()
+    assert len(served.step().requests) == 2
+    served.run()
+    assert all(request.finish_reason == "length" for request in requests)
+    assert len([event for event in served.events if len(event.requests) == 6]) >= 1
+
+
+def test_shrinking_ends_at_one_request() -> None:
+    served = Served(Limits(8, 10**6, 4, 4, 1e9))
+    served.add(0, new=30)
+    for _ in range(3):
+        served.step()
+    shrinks = 0
+    while served.scheduler.shrink():
+        shrinks += 1
+        assert shrinks < 20
+    assert served.scheduler.relieve(served.clock.now_s) == []  # the last one is not sent away
+
+
+@pytest.mark.parametrize("prompt", [2, MIN_CHUNK, 100])
+def test_cancelled_requests_leave_nothing_behind(prompt: int) -> None:
+    served = Served(Limits(2, 10**6, 4, 8, 1e9))
+    requests = [served.add(index, prompt=prompt, new=20, tpot_slo_s=1e3) for index in range(4)]
+    for _ in range(3):
+        served.step()
+    for request in requests[1:]:
+        request.end(None)
+        served.engine.retire([request])
+    served.run()
+    assert not served.toy.cached
+    assert requests[0].finish_reason == "length"
+    assert {request.finish_reason for request in requests[1:]} == {"cancelled"}
+
+
+def test_promised_requests_without_a_deadline_are_not_overtaken_for_ever() -> None:
+    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0), "edf")
+    late = None
+    for index in range(60):
+        served.add(2 * index, new=3, ttft_slo_s=1e3)
+        if index == 2:
+            late = served.add(999, new=3, tpot_slo_s=1e3)
+        for _ in range(3):
+            served.step()
+    assert late is not None
+    assert late.is_finished
+
+
+def test_impossible_requests_take_no_places_from_others() -> None:
+    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    for index in range(MAX_CANDIDATES + 4):
+        served.add(index, new=20, tpot_slo_s=1e-6)  # without a deadline, so they never become too late
+    fine = served.add(999, new=5, tpot_slo_s=1e3)
+    served.step()
+    assert fine.is_guaranteed
+
+
+def test_a_burst_is_promised_whole_though_few_are_looked_at_together() -> None:
+    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    requests = [served.add(index, new=30, tpot_slo_s=1e3, ttft_slo_s=1e4) for index in range(3 * MAX_CANDIDATES)]
+    for _ in range(4):
+        served.step()
+    assert all(request.is_guaranteed for request in requests)
+
+
+def test_a_best_effort_prompt_is_fed_though_promised_ones_keep_coming() -> None:
+    served = Served(Limits(8, 10**6, 4, 16, 1e9), "edf")
+    decoding = served.add(0, new=10**4, tpot_slo_s=1.05)  # always slightly late, so there is nothing to spare
+    spare = served.add(1, prompt=100, new=2)
+    for index in range(400):
+        if index % 3 == 0:
+            served.add(index + 2, prompt=20, new=2, ttft_slo_s=1e3)
+        served.step()
+    assert spare.num_emitted
+    decoding.end(None)
+    served.engine.retire([decoding])
+
+
+@pytest.mark.parametrize("times_preempted", [0, MAX_PREEMPTED])
+def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted: int) -> None:
+    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    holder = served.add(0, new=500)
+    for index in range(times_preempted):
+        for _ in range(5):
+            served.step()
+        served.add(index + 1, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
+        for _ in range(5):
+            served.step()
+    for _ in range(5):
+        served.step()
+    assert (holder.num_preempted, holder.is_decoding) == (times_preempted, True)
+    late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
+    served.step()
+    assert late.is_guaranteed == (times_preempted < MAX_PREEMPTED)

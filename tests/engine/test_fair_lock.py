@@ -1,0 +1,47 @@
+"""The lock that is given in the order it was asked for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hf_slospec.engine.fair_lock import FairLock
+
+WAIT_S = 20.0  # far more than anything here takes
+
+
+class TestFairLock:
+    def test_it_is_handed_on_in_the_order_of_asking(self) -> None:
+        lock, order = FairLock(), list[int]()
+
+        def ask(name: int) -> None:
+            with lock:
+                order.append(name)
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in range(5)]
+        with lock, lock:  # its holder may enter again
+            for name, thread in enumerate(threads):
+                thread.start()
+                until = time.monotonic() + WAIT_S
+                while len(lock._waiting) <= name and time.monotonic() < until:
+                    time.sleep(0.001)
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert order == [0, 1, 2, 3, 4]
+
+    def test_a_thread_in_a_tight_loop_starves_nobody(self) -> None:
+        lock, is_over = FairLock(), threading.Event()
+
+        def loop() -> None:
+            while not is_over.is_set():
+                with lock:
+                    time.sleep(0.001)
+
+        greedy_thread = threading.Thread(target=loop)
+        greedy_thread.start()
+        for _ in range(20):
+            with lock:
+                pass
+        is_over.set()
+        greedy_thread.join(WAIT_S)
+        assert not greedy_thread.is_alive()

@@ -1,0 +1,107 @@
+"""Caches passed in and handed back: stock and ours over several turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_slospec import (
+    InvalidInputError,
+)
+from tests.support.against_stock import GREEDY, check, generator
+from tests.support.tiny_models import assert_same_cache, ragged_prompts, tiny_model
+
+FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2"]
+
+
+def text_and_cache(family: str, batch: int, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A first turn written into the cache by stock.  -> the text so far, with new words after it, and its mask"""
+    inputs = ragged_prompts(batch, seed=batch)
+    text = tiny_model(family).generate(
+        **inputs, do_sample=False, max_new_tokens=8, eos_token_id=None, past_key_values=cache
+    )
+    new = torch.randint(3, 101, (batch, 5), generator=torch.Generator().manual_seed(4))
+    return torch.cat((text, new), 1), torch.cat((inputs["attention_mask"], torch.ones(batch, 13).long()), 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("is_whole_text", [True, False])
+def test_second_turn_on_a_cache(family: str, batch: int, is_whole_text: bool) -> None:
+    ours, caches = generator(family), []
+    outputs = []
+    for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
+        caches.append(DynamicCache(config=ours.model.config))
+        text, mask = text_and_cache(family, batch, caches[-1])
+        ids = text if is_whole_text else text[:, caches[-1].get_seq_length() :]
+        outputs.append(
+            generate(
+                input_ids=ids, attention_mask=mask, past_key_values=caches[-1], do_sample=False, max_new_tokens=20,
+                eos_token_id=None, return_dict_in_generate=True,
+            )
+        )  # fmt: skip
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[1].past_key_values is caches[1]
+    assert_same_cache(caches[1], caches[0], mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_cache_serves_a_second_turn(family: str) -> None:
+    ours, cache = generator(family), DynamicCache(config=tiny_model(family).config)
+    inputs = ragged_prompts(1)
+    text = ours.generate(**inputs, do_sample=False, max_new_tokens=8, eos_token_id=None, past_key_values=cache)
+    assert cache.get_seq_length() == text.shape[1] - 1  # filled though no dict was asked for
+    expected = ours.model.generate(text, do_sample=False, max_new_tokens=10, eos_token_id=None)
+    again = ours.model.generate(text, do_sample=False, max_new_tokens=10, eos_token_id=None, past_key_values=cache)
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
+def test_static_cache_over_three_turns(family: str) -> None:
+    ours = generator(family)
+    texts = []
+    for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
+        cache, text = StaticCache(config=ours.model.config, max_cache_len=96), ragged_prompts(1)["input_ids"]
+        for turn in range(3):
+            new = torch.full((1, 4), 7 + turn)
+            text = generate(
+                torch.cat((text, new), 1), do_sample=False, max_new_tokens=8, eos_token_id=None, past_key_values=cache
+            )
+        texts.append(text)
+    assert torch.equal(*texts)
+
+
+def test_cache_of_another_batch_or_model() -> None:
+    ours, cache = generator(), DynamicCache(config=tiny_model("llama").config)
+    text, mask = text_and_cache("llama", 2, cache)
+    with pytest.raises(InvalidInputError, match="holds 2 rows, and this batch has 1"):
+        ours.generate(text[:1], attention_mask=mask[:1], past_key_values=cache, max_new_tokens=3)
+    text, mask = text_and_cache("gpt2", 1, cache := DynamicCache())
+    with pytest.raises(InvalidInputError, match="same model"):
+        ours.generate(text, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
+
+
+def test_static_cache_may_be_passed_or_asked_for() -> None:
+    ours = generator()
+    inputs = ragged_prompts(2)
+    expected = ours.model.generate(**inputs, do_sample=False, max_new_tokens=12)
+    cache = StaticCache(config=ours.model.config, max_cache_len=64)
+    assert torch.equal(ours.generate(**inputs, do_sample=False, max_new_tokens=12, past_key_values=cache), expected)
+    assert int(cache.get_seq_length()) == expected.shape[1] - 1
+    out = ours.generate(**inputs, do_sample=False, max_new_tokens=12, cache_implementation="static")
+    assert torch.equal(out, expected)
+
+
+def test_without_cache() -> None:
+    check(GREEDY, use_cache=False)
+
+
+def test_cache_that_holds_the_whole_prompt_already() -> None:
+    ours, cache = generator(), DynamicCache(config=tiny_model("llama").config)
+    text, mask = text_and_cache("llama", 1, cache)
+    length = cache.get_seq_length()
+    with pytest.raises(InvalidInputError, match="past_key_values holds"):
+        ours.generate(text[:, :length], attention_mask=mask[:, :length], past_key_values=cache, max_new_tokens=3)

@@ -1,0 +1,192 @@
+"""Enable and disable: what is changed on a model, and that all of it is restored."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import hf_slospec
+from hf_slospec import (
+    IncompatibleDraftError,
+    InvalidTypeError,
+    SLOSpecGenerator,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from tests.support.enabled_model import OPTIONS
+from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+
+
+def test_without_target_generate_is_stock(model: Any) -> None:
+    inputs = ragged_prompts(2)
+    out = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True)
+    assert not hasattr(out, "slo")
+    assert torch.equal(out.sequences, type(model).generate(model, **inputs, **OPTIONS))
+
+
+def test_always_speculates_without_target() -> None:
+    model = hf_slospec.enable(tiny_model("llama"), tiny_model("llama"), always=True)
+    try:
+        out = model.generate(**ragged_prompts(2), **OPTIONS, return_dict_in_generate=True)
+        assert [metrics.tpot_slo_s for metrics in out.slo] == [None, None]
+    finally:
+        hf_slospec.disable(model)
+
+
+def test_disable_restores_everything() -> None:
+    model = tiny_model("qwen2")
+    before = dict(model.__dict__), model.config.to_dict(), model.config._attn_implementation
+    hf_slospec.enable(model, tiny_model("qwen2"))
+    hf_slospec.enable(model, tiny_model("qwen2", seed=1))  # again: replaces the draft
+    model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
+    hf_slospec.disable(model)
+    hf_slospec.disable(model)
+    assert (dict(model.__dict__), model.config.to_dict(), model.config._attn_implementation) == before
+    with pytest.raises(ValueError, match="slo_tpot"):
+        model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
+
+
+def test_disable_restores_a_generate_of_the_instance() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generate = lambda *args, **kwargs: "custom"
+    hf_slospec.enable(model, tiny_model("llama"))
+    assert model.generate(**ragged_prompts(1)) == "custom"
+    assert model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1).shape[0] == 1
+    hf_slospec.disable(model)
+    assert model.generate() == "custom"
+
+
+def test_plain_forwards_are_untouched_while_enabled(model: Any) -> None:
+    inputs = ragged_prompts(3)
+    hf_slospec.disable(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        hf_slospec.enable(model, tiny_model("llama"))
+        model.generate(**inputs, **OPTIONS, slo_tpot=0.1)
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_enabled_model_can_be_copied_and_pickled() -> None:
+    # One of its own: where hidden states were asked for, transformers leaves hooks that cannot be pickled.
+    model: Any = hf_slospec.enable(tiny_model.__wrapped__("llama"), tiny_model("llama", noise=0.03))
+    inputs = ragged_prompts(2)
+    expected = type(model).generate(model, **inputs, **OPTIONS)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other.generate(**inputs, **OPTIONS), expected)
+        with pytest.raises(ValueError, match="slo_tpot"):
+            other.generate(**inputs, **OPTIONS, slo_tpot=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (dict(num_beams=2), "beam"),
+        (dict(num_beams=2, do_sample=True), "beam"),
+        (dict(penalty_alpha=0.6, top_k=4), "contrastive"),
+        (dict(custom_generate="org/repo"), "custom_generate"),
+    ],
+)
+def test_options_that_cannot_be_speculated(model: Any, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=name):
+        model.generate(**ragged_prompts(2), **{**OPTIONS, **options}, slo_tpot=0.1)
+
+
+def test_unknown_argument_is_still_a_typo(model: Any) -> None:
+    with pytest.raises(ValueError, match="max_new_tokenz"):
+        model.generate(**ragged_prompts(2), max_new_tokenz=4, slo_tpot=0.1)
+
+
+def test_draft_with_another_vocabulary() -> None:
+    target, _, _ = hf_slospec.load_tiny_pair()
+    with pytest.raises(IncompatibleDraftError, match="vocabulary"):
+        hf_slospec.enable(target, tiny_model("llama"))
+    assert "generate" not in target.__dict__
+
+
+def test_draft_on_another_device() -> None:
+    with pytest.raises(IncompatibleDraftError, match=r"assistant_model.to\('cpu'\)"):
+        hf_slospec.enable(tiny_model("llama"), copy.deepcopy(tiny_model("llama")).to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2)), "recurrent"),
+        (
+            lambda: BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=32, n_layer=2, n_head=4)),
+            "attention interface",
+        ),
+        (
+            lambda: FalconForCausalLM(
+                FalconConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+            ),
+            "attention interface",
+        ),
+        (
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+            ),
+            "encoder-decoder",
+        ),
+    ],
+)
+def test_models_that_cannot_hold_a_tree(build: Any, why: str) -> None:
+    model = build()
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} .*{why}"):
+        hf_slospec.enable(model, tiny_model("llama"))
+
+
+@pytest.mark.parametrize("bad", [7, "gpt2", torch.nn.Linear(2, 2)])
+def test_models_of_wrong_type(bad: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"^model must be"):
+        hf_slospec.enable(bad, tiny_model("llama"))
+    with pytest.raises(InvalidTypeError, match=r"^assistant_model must be"):
+        SLOSpecGenerator(tiny_model("llama"), bad)
+
+
+def test_another_draft_for_one_call(model: Any) -> None:
+    inputs = ragged_prompts(2)
+    expected = type(model).generate(model, **inputs, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(
+            model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model=tiny_model("llama")), expected
+        )
+    with pytest.raises(InvalidTypeError, match="assistant_model"):
+        model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model="gpt2")
+    generator = SLOSpecGenerator(model, tiny_model("llama"))
+    assert torch.equal(generator.generate(**inputs, **OPTIONS, assistant_model=tiny_model("qwen2")), expected)
+
+
+def test_model_may_be_cast_after_enabling() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    generator = SLOSpecGenerator(model, copy.deepcopy(tiny_model("llama")))
+    generator.generate(**ragged_prompts(1), **OPTIONS)
+    model.double()
+    assert_same_as_stock(model, generator.generate, ragged_prompts(1), **OPTIONS)
+
+
+def test_models_with_attention_of_their_own() -> None:
+    config = DogeConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="Doge"):
+        SLOSpecGenerator(DogeForCausalLM(config).eval())

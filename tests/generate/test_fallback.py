@@ -1,0 +1,88 @@
+"""Options and models that cannot be speculated for: refused by name, or given to stock ``generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_slospec import (
+    FallbackWarning,
+    InvalidInputError,
+    InvalidTypeError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    disable,
+    enable,
+)
+from tests.support.against_stock import generator
+from tests.support.streamers import Recorder
+from tests.support.tiny_models import ragged_prompts, tiny_model
+
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    (dict(num_beams=2), "beam"),
+    (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions"),
+    (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states"),
+    (dict(cache_implementation="quantized"), "cache_implementation"),
+    (dict(token_healing=True), "token_healing"),
+    (dict(synced_gpus=True), "synced_gpus"),
+    (dict(past_key_values=DynamicCache(), use_cache=False), "use_cache"),
+]
+
+
+@pytest.mark.parametrize(("options", "name"), UNSUPPORTED, ids=lambda value: str(value))
+def test_unsupported_options_are_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=name):
+        generator().generate(**ragged_prompts(2), do_sample=False, max_new_tokens=6, **options)
+
+
+def test_fallback_runs_stock_generate_and_says_so() -> None:
+    model = enable(tiny_model("llama"), tiny_model("llama", noise=0.03), fallback=True)
+    inputs, options = ragged_prompts(2), dict(do_sample=False, max_new_tokens=6, num_beams=2)
+    expected = type(model).generate(model, **inputs, **options)
+    try:
+        with pytest.warns(FallbackWarning, match="beam"):
+            assert torch.equal(model.generate(**inputs, **options, slo_tpot=0.1), expected)
+        with pytest.raises(UnsupportedOptionError, match="beam"):
+            model.generate(**inputs, **options, slo_tpot=0.1, fallback=False)
+    finally:
+        disable(model)
+    with pytest.warns(FallbackWarning, match="beam"):
+        assert torch.equal(generator().generate(**inputs, **options, fallback=True), expected)
+
+
+def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=32, n_layer=2, n_head=4)).eval()
+    inputs = ragged_prompts(2)
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=6)
+    with pytest.raises(UnsupportedModelError, match="Bloom"):
+        enable(model)
+    enable(model, fallback=True)
+    with pytest.warns(FallbackWarning, match="Bloom"):
+        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=6, slo_tpot=0.1), expected)
+
+
+def test_fallback_does_not_stream_the_prompt_twice() -> None:
+    inputs, streamer, stock = ragged_prompts(1), Recorder(), Recorder()
+    options = dict(do_sample=False, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True)
+    tiny_model("llama").generate(**inputs, **options, streamer=stock)
+    with pytest.warns(FallbackWarning):
+        generator(fallback=True).generate(**inputs, **options, streamer=streamer)
+    assert streamer.puts == stock.puts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        (dict(past_key_values=object()), InvalidTypeError, "past_key_values"),
+        (dict(inputs_embeds=torch.zeros(2, 32)), InvalidInputError, "inputs_embeds"),
+        (dict(inputs_embeds=torch.zeros(2, 3, 32)), UnsupportedOptionError, "inputs_embeds"),
+    ],
+)
+def test_impossible_prompts(arguments: dict[str, Any], error: Any, name: str) -> None:
+    with pytest.raises(error, match=name):
+        generator().generate(**ragged_prompts(2), do_sample=False, max_new_tokens=6, **arguments)

@@ -1,0 +1,121 @@
+"""What only a CUDA device can show; `python -m pytest -m gpu` runs these alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedOptionError,
+    divergence_report,
+    load_tiny_pair,
+    tiny_prompts,
+)
+from hf_slospec.models.attention.kernels import FlashKernel
+from hf_slospec.models.packed import PackedModel
+from tests.support.attention_rows import ROWS, TREES
+from tests.support.cuda_tests import (  # noqa: F401  collected here
+    CUDA,
+    TOLERANCE,
+    check_row,
+    moved,
+    serve,
+    test_a_capture_that_fails_leaves_cuda_usable,
+    test_an_answer_one_question_late,
+    test_auto_is_flash_where_it_can_be_had,
+    test_drafting_and_verifying_wait_for_nothing,
+    test_fp32_token_for_token_by_sdpa,
+    test_pieces_of_few_keys,
+    test_replays_are_what_forwards_compute,
+    test_too_much_memory_ends_it,
+)
+from tests.support.layer_parity import compare_layers
+from tests.support.model_classes import SUPPORT
+from tests.support.tiny_configs import tiny_config
+from tests.support.tiny_models import sharpened
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # the stacks of CUDA machines warn of much that is not ours
+]
+EXACT = re.findall(r"^\| (\w+) \| [^|]+ \| exact \|", SUPPORT.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def of_class(name: str) -> Callable[[], Any]:
+    model_class = getattr(transformers, name)
+    return lambda: model_class(tiny_config(model_class.config_class))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("window", [None, 1, 9, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_kind_of_row(kernel: FlashKernel, dtype: torch.dtype, window: int | None, name: str) -> None:
+    for softcap in (None, 2.0) if kernel.has_softcap else (None,):
+        for has_sinks in (False, True):
+            check_row(ROWS[name], (8, 2, 64), dtype, window, softcap, has_sinks)
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (8, 1, 256), (12, 4, 96), (4, 2, 8)])
+@pytest.mark.parametrize("window", [None, 1000])
+def test_long_prefixes(kernel: FlashKernel, heads: tuple[int, int, int], window: int | None) -> None:
+    """Cut into pieces, and two prompts of several hundred tokens beside them."""
+    root, branching, chain = TREES
+    spans = [(4099, 2, branching), (0, 1, chain), (1500, 1, root), (2000, 512, root), (0, 300, root)]
+    check_row(spans, heads, torch.bfloat16, window, None, False)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_attention_call_of_every_class(kernel: FlashKernel, name: str) -> None:
+    """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all the same."""
+    model = sharpened(of_class(name), 0).to(CUDA, torch.bfloat16)
+    try:
+        PackedModel(model, "flash")
+    except UnsupportedOptionError as error:
+        pytest.skip(str(error))
+    assert compare_layers(model, TOLERANCE[torch.bfloat16]) >= 2
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 4), (4, 4, 3), (16, 2, 5)], ids=str)
+def test_bf16_parts_from_stock_at_near_ties_only(kernel: FlashKernel, sizes: tuple[int, int, int]) -> None:
+    batch, width, depth = sizes
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = tokenizer(tiny_prompts()[:batch], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=depth, max_width=width, check_invariants=True)
+    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
+    report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
+    assert report.all_near_ties, report
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "4d_mask"])
+def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
+    """Not a timing: rows of a batch commit more than one token a step, whichever backend runs."""
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = tokenizer(tiny_prompts()[:8], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention=attention, policy="fixed", max_depth=4, max_width=3)
+    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
+    output = generator.generate(**moved(inputs), do_sample=False, max_new_tokens=48, return_dict_in_generate=True)
+    assert sum(row.steps for row in output.slo) < 0.6 * 8 * 47
+
+
+@pytest.mark.parametrize("streams", [1, 6])
+def test_graphs_part_from_stock_at_near_ties_only(kernel: FlashKernel, captures: list[None], streams: int) -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = tokenizer(tiny_prompts()[:streams], return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3, check_invariants=True)
+    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
+    report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
+    assert report.all_near_ties, report
+    assert captures
+
+
+def test_the_batcher_replays(kernel: FlashKernel, captures: list[None]) -> None:
+    serve(8, 40)
+    assert captures

@@ -1,0 +1,83 @@
+"""Models are tried out before they are trusted: what the trial finds, and what it does not mistake for a fault."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hf_slospec.models.kv_cache.sequences import Sequences
+from torch import nn
+
+from hf_slospec import SLOSpecGenerator, UnsupportedModelError
+from hf_slospec.models.kv_cache import sequences
+from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+
+chain_and_tree = Sequences.chain_and_tree
+tree_after_chain = sequences.tree_after_chain
+
+
+def siblings_see_each_other(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray]:
+    mask, offsets = tree_after_chain(chain_len, tree)
+    return np.tri(len(mask), dtype=np.bool_), offsets
+
+
+def positions_by_slot(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray]:
+    mask, offsets = tree_after_chain(chain_len, tree)
+    return mask, np.arange(len(offsets))
+
+
+@pytest.mark.parametrize("fault", [siblings_see_each_other, positions_by_slot])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_wrong_masks_and_positions_are_found(monkeypatch: pytest.MonkeyPatch, fault: Any, family: str) -> None:
+    monkeypatch.setattr(sequences, "tree_after_chain", fault)
+    with pytest.raises(UnsupportedModelError, match="trial tree"):
+        SLOSpecGenerator(tiny_model(family))
+
+
+def test_a_fault_in_one_request_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_token(self: Any, request: Any, chain: Any, tree: Any) -> Any:
+        fresh = chain_and_tree(self, request, chain, tree)
+        fresh.input_ids = fresh.input_ids + request.index
+        return fresh
+
+    monkeypatch.setattr(Sequences, "chain_and_tree", wrong_token)
+    with pytest.raises(UnsupportedModelError, match="trial tree"):
+        SLOSpecGenerator(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_is_no_fault(family: str, dtype: torch.dtype) -> None:
+    SLOSpecGenerator(copy.deepcopy(tiny_model(family)).to(dtype))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_autocast_keeps_k_and_v_of_different_dtypes(family: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        generator = SLOSpecGenerator(tiny_model(family), tiny_model(family, noise=0.03))
+        generator.generate(**ragged_prompts(2), do_sample=False, max_new_tokens=12)
+    assert_same_as_stock(generator.model, generator.generate, ragged_prompts(2), do_sample=False, max_new_tokens=12)
+
+
+def test_dropout_is_off_in_the_trial_and_every_mode_is_restored() -> None:
+    model = copy.deepcopy(tiny_model("gpt2"))
+    model.train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    assert any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    SLOSpecGenerator(model)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_running_out_of_memory_says_nothing_about_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+
+    def exhausted(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(model, "forward", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        SLOSpecGenerator(model)

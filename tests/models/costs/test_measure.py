@@ -1,0 +1,103 @@
+"""Costs fitted to measured forwards, and the forwards that are measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hf_slospec.models.costs import measure as measure_module
+from hf_slospec.models.costs.measure import CURVE, HELD_OUT, REPEATS, SLOPES, Measured, Size, measure
+from hf_slospec.models.packed import PackedModel
+from tests.support.tiny_models import tiny_model
+
+
+def true_s(size: Size) -> float:
+    """A curve, and something for each further request and each key."""
+    return 1.0 + 0.01 * size.num_tokens + 0.02 * (size.num_requests - 1) + 1e-4 * size.num_keys
+
+
+def measured(*sizes: Size) -> Measured:
+    found = Measured()
+    for size in sizes:
+        found.add(size, true_s(size))
+    return found
+
+
+def test_the_fastest_time_counts() -> None:
+    found = Measured()
+    for seconds in (3.0, 2.0, 5.0):
+        found.add(Size(4), seconds)
+    assert found.seconds == {Size(4): 2.0}
+
+
+def test_fit_finds_what_tokens_requests_and_keys_cost() -> None:
+    found = measured(*CURVE, *SLOPES, *HELD_OUT)
+    cost = found.fit()
+    assert cost.per_request_s == pytest.approx(0.02)
+    assert cost.per_key_s == pytest.approx(1e-4)
+    for size in (Size(1), Size(100, 5, 77), Size(300, 2, 4000)):
+        assert float(cost(size.num_tokens, size.num_requests, size.num_keys)) == pytest.approx(true_s(size))
+    assert found.errors(cost).keys() == set(HELD_OUT)
+    assert np.abs(list(found.errors(cost).values())).max() < 1e-9
+
+
+def test_errors_are_positive_where_too_much_is_predicted() -> None:
+    found = measured(*CURVE, *SLOPES)
+    found.add(HELD_OUT[0], true_s(HELD_OUT[0]) / 2)
+    assert found.errors(found.fit()) == {HELD_OUT[0]: pytest.approx(1.0)}
+
+
+def test_few_sizes_are_enough_for_a_curve() -> None:
+    cost = measured(*CURVE[:3]).fit()
+    assert (cost.per_request_s, cost.per_key_s) == (0.0, 0.0)
+    assert float(cost(16)) == pytest.approx(true_s(Size(16)))
+
+
+class FakeForwards:
+    """Takes no time; its clock says what each forward would have taken."""
+
+    now_s = 0.0
+
+    def __init__(self, packed: object):
+        FakeForwards.now_s = 0.0
+
+    def __call__(self, size: Size) -> float:
+        FakeForwards.now_s += true_s(size)
+        return true_s(size)
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "Forwards", FakeForwards)
+    monkeypatch.setattr(measure_module.time, "perf_counter", lambda: FakeForwards.now_s)
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_a_slow_model_is_known_at_fewer_sizes() -> None:
+    assert list(measure(None, 0.0).seconds) == list(CURVE[:3])
+    some = measure(None, 8.0).seconds
+    assert {*CURVE[:3], *SLOPES} <= set(some) < {*CURVE, *SLOPES}
+    assert FakeForwards.now_s < true_s(Size(1)) + 8.0 + true_s(CURVE[-1])
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_a_fast_model_is_known_at_all_sizes() -> None:
+    sizes = []
+    found = measure(None, 1000.0, held_out=True, on_forward=sizes.append)
+    assert found.seconds == {size: true_s(size) for size in (*CURVE, *SLOPES, *HELD_OUT)}
+    assert len(sizes) == REPEATS * len(found.seconds)
+    assert set(measure(None, 1000.0).seconds) == {*CURVE, *SLOPES}
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_sizes_that_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.true_s", lambda size: size.num_tokens / 16)
+    found = measure(None, 1000.0).seconds
+    assert max(size.num_tokens for size in found) == 64  # 64 tokens cost 64 times one: 128 are of no use
+
+
+def test_forwards_of_a_real_model() -> None:
+    forward_s = measure_module.Forwards(PackedModel(tiny_model("llama")))
+    assert list(forward_s._split(Size(7, 3))) == [2, 2, 3]
+    assert forward_s(Size(7, 3, 20)) > 0.0
+    assert forward_s(Size(2, 1, 30)) > 0.0

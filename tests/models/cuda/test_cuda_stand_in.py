@@ -1,0 +1,222 @@
+"""Some of the tests for a CUDA device, and the whole engine, on what stands in for one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cli.app import app
+from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.target import PackedTarget
+from tests.support import cuda_tests
+from tests.support.cuda_stand_in import CUDA, Device, stand_in_cuda
+from tests.support.cuda_tests import (  # noqa: F401  collected here once more
+    moved,
+    on_cuda,
+    test_a_capture_that_fails_leaves_cuda_usable,
+    test_an_answer_one_question_late,
+    test_auto_is_flash_where_it_can_be_had,
+    test_drafting_and_verifying_wait_for_nothing,
+    test_pieces_of_few_keys,
+    test_replays_are_what_forwards_compute,
+    test_too_much_memory_ends_it,
+)
+from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_k=30)
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[Device]:
+    with stand_in_cuda() as device:
+        yield device
+
+
+# ---- what it is strict about
+
+
+def test_tensors_of_host_and_device_do_not_mix() -> None:
+    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    assert there.is_cuda and there.device == CUDA and not there.is_cpu
+    for mix in (
+        lambda: here + there,
+        lambda: torch.cat([here, there]),
+        lambda: there.index_add_(0, here.long(), there),
+    ):
+        with pytest.raises(RuntimeError, match="host and device"):
+            mix()
+    assert (there + torch.tensor(1.0)).tolist() == [2.0, 2.0, 2.0]  # one value may be of the host
+    assert (here + there.cpu()).is_cpu and (here.to(CUDA) + there).is_cuda
+
+
+def test_what_has_the_host_wait(device: Device) -> None:
+    there = torch.tensor([1, 0, 2], device="cuda")
+    pinned = torch.empty(3, dtype=torch.int64, pin_memory=True)
+    torch.cuda.set_sync_debug_mode("error")
+    for wait in (there.tolist, there.nonzero, there.cpu, lambda: there[there > 0], lambda: bool(there.sum())):
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            wait()
+    pinned.copy_(there, non_blocking=True)
+    there.copy_(torch.tensor([1, 0, 2]), non_blocking=True)
+    torch.cuda.set_sync_debug_mode("default")
+    before = device.num_waits
+    assert there[there > 0].tolist() == [1, 2]
+    assert device.num_waits == before + 2  # for the mask, and for the values
+
+
+def test_what_has_not_arrived_is_not_to_be_read() -> None:
+    there, here = torch.tensor([1, 0, 2], device="cuda"), torch.zeros(3, dtype=torch.int64)
+    here.copy_(there, non_blocking=True)
+    there.zero_()
+    assert here.tolist() != [1, 0, 2]
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    assert here.tolist() == [1, 0, 2]
+
+
+def test_what_has_not_left_is_not_to_be_written() -> None:
+    there, here = torch.zeros(3, device="cuda"), torch.ones(3)
+    there.copy_(here, non_blocking=True)
+    here.zero_()
+    with pytest.raises(AssertionError, match="before the device had read it"):
+        torch.cuda.synchronize()
+
+
+def test_each_device_has_its_own_random_numbers() -> None:
+    torch.manual_seed(0)
+    drawn = torch.rand(3), torch.rand(3, device="cuda")
+    torch.cuda.manual_seed_all(0)
+    torch.rand(3)
+    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn[1].cpu())
+
+
+def test_graphs_do_again_what_was_captured() -> None:
+    there, out = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    out.copy_(there * 2 + 1)
+    with pytest.raises(RuntimeError, match="capturing"):
+        there.tolist()
+    graph.capture_end()
+    there.fill_(5.0)
+    graph.replay()
+    assert out.tolist() == [11.0, 11.0, 11.0]
+
+
+# ---- the engine on it
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", GREEDY), ("llama", SAMPLED), ("gemma3", GREEDY), ("gpt2", SAMPLED), ("mixtral", GREEDY)],
+)
+def test_fp32_token_for_token_by_sdpa(family: str, options: dict[str, Any]) -> None:
+    cuda_tests.test_fp32_token_for_token_by_sdpa(family, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GREEDY | dict(repetition_penalty=1.2, output_scores=True, output_logits=True),
+        SAMPLED | dict(num_return_sequences=2, min_new_tokens=5, top_p=0.9),
+    ],
+)
+def test_options_that_look_at_the_text(options: dict[str, Any]) -> None:
+    model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
+    generator = SLOSpecGenerator(model, draft)
+    assert_same_as_stock(model, generator.generate, moved(ragged_prompts(2)), **options, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("policy", ["adaserve", "auto", "sequoia", "turbospec"])
+def test_policies_and_prompt_lookup(policy: str) -> None:
+    model = on_cuda(tiny_model("llama"))
+    for draft in (None, on_cuda(tiny_model("llama", noise=0.03))):
+        generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(policy=policy, check_invariants=True))
+        inputs = moved(ragged_prompts(3))
+        stock = model.generate(**inputs, **GREEDY, max_new_tokens=12)
+        assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=12, slo_tpot=[0.1, None, 5.0]), stock)
+
+
+@pytest.fixture
+def waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often drafting and verifying had the host wait, and how often there was drafting and verifying."""
+    found = Counter[str]()
+
+    def count(cls: Any, name: str) -> None:
+        method = getattr(cls, name)
+
+        def run(*args: Any) -> Any:
+            before = device.num_waits
+            out = method(*args)
+            found.update({f"waits to {name}": device.num_waits - before, f"calls to {name}": 1})
+            return out
+
+        monkeypatch.setattr(cls, name, run)
+
+    count(AssistantDrafter, "draft")
+    count(PackedTarget, "verify")
+    return found
+
+
+def assert_one_wait_each(waits: Counter[str]) -> None:
+    assert waits["calls to draft"] > 3
+    assert waits["waits to draft"] <= waits["calls to draft"] and waits["waits to verify"] == waits["calls to verify"]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("dtype", "attention"), [(torch.float32, "sdpa"), (torch.bfloat16, "flash")])
+def test_the_host_waits_twice_a_step(
+    dtype: torch.dtype, attention: str, options: dict[str, Any], waits: Counter[str]
+) -> None:
+    """Once for the drafted trees and once for the chosen tokens, however many rows there are."""
+    model, draft = on_cuda(tiny_model("llama"), dtype), on_cuda(tiny_model("llama", noise=0.03), dtype)
+    config = SLOSpecConfig(policy="fixed", attention=attention, cuda_graphs=False)
+    generator = SLOSpecGenerator(model, draft, config=config)
+    generator.generate(**moved(ragged_prompts(4)), **options, max_new_tokens=12)
+    assert_one_wait_each(waits)
+
+
+def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
+    cuda_tests.serve(5, 8)
+    assert captures
+
+
+def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
+    """And waits once for all sampled requests."""
+    model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(4).values(), strict=True)]
+    with SLOSpecGenerator(model, draft, config=SLOSpecConfig(max_batch=3, check_invariants=True)) as generator:
+        handles = [generator.submit(prompt, max_new_tokens=12, seed=3, **SAMPLED) for prompt in prompts]
+        found = [handle.result(120).token_ids for handle in handles]
+    assert_one_wait_each(waits)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        torch.manual_seed(3)
+        stock = model.generate(torch.tensor([prompt], device=CUDA), **SAMPLED, max_new_tokens=12)
+        assert stock[0, len(prompt) :].tolist() == list(tokens)
+
+
+def test_gpu_check_runs_through(tmp_path: Path) -> None:
+    """All but its own tests, and times that say nothing."""
+    path = tmp_path / "result.json"
+    shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
+    sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--json", str(path)]
+    result = CliRunner().invoke(app, ["gpu-check", *shapes, *sizes])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())["results"]
+    assert found["environment"]["device"] == "cuda:0"
+    outcomes = {(record["dtype"], record["name"]): record["status"] for record in found["identity"]}
+    assert set(outcomes.values()) == {"passed", "refused"}
+    assert [name for name, outcome in outcomes.items() if outcome == "refused"] == [("float32", "hf_slospec, flash")]
+    (cell,) = found["speed"]
+    assert {row["name"] for row in cell["contestants"] if row["status"] != "measured"} == {"hf_slospec, flash"}
+    assert len(found["floor"]) == 1

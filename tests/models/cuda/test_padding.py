@@ -1,0 +1,65 @@
+"""Forwards padded to few sizes, and what pads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.cuda.bucket_sizes import BUCKETS
+from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+from tests.support.graph_bench import Bench
+from tests.support.graph_stand_in import Tapes
+from tests.support.tiny_models import tiny_model
+
+
+def fresh(length: int) -> NewTokens:
+    return NewTokens(CachedSequence(0, 999), torch.ones(length), torch.ones(length), torch.ones(length, length).bool())
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=64), st.data())
+@settings(max_examples=200)
+def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None:
+    pool, parts = KVPool([], 1000, MAX_PADDING_SLOTS), [fresh(length) for length in lengths]
+    num_logits = data.draw(st.integers(0, sum(lengths)))
+    larger = padded(parts, torch.arange(num_logits), pool)
+    if larger is None:
+        assert sum(lengths) > BUCKETS[-1] - MAX_PADDING_SLOTS
+        return
+    more, logit_rows = larger
+    assert more[: len(parts)] == parts and len(more) in BUCKETS
+    assert sum(len(part.input_ids) for part in more) in BUCKETS and len(logit_rows) in (0, 1, *BUCKETS)
+    assert logit_rows[:num_logits].tolist() == list(range(num_logits)) and not logit_rows[num_logits:].any()
+    slots = [slot for ghost in more[len(parts) :] for slot in own_slots(ghost)]
+    assert slots == list(range(1000, 1000 + len(slots))) and len(slots) <= MAX_PADDING_SLOTS
+    for ghost in more[len(parts) :]:
+        assert len(ghost.input_ids) and torch.equal(ghost.mask, torch.eye(len(ghost.input_ids)).bool())
+
+
+def own_slots(part: NewTokens) -> range:
+    start = part.sequence.start + part.sequence.length
+    return range(start, start + len(part.input_ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_ghosts_touch_nothing_and_are_not_seen(family: str, tapes: Tapes) -> None:
+    """Whatever their slots hold; before the capture, with it, and replayed as texts grow over their window."""
+    ours, plain = Bench(tiny_model(family)), Bench(tiny_model(family), cuda_graphs=False)
+    pool = ours.sequences.pool
+    for _ in range(8):
+        own = [slot for part in ours.parts() for slot in own_slots(part)]
+        others = torch.ones(pool.num_slots, dtype=torch.bool).index_fill(0, torch.tensor(own), False)
+        before = [stored[: pool.num_slots].clone() for stored in (*pool.keys, *pool.values)]
+        for stored in (*pool.keys, *pool.values):
+            stored[pool.num_slots :] = torch.nan
+        torch.testing.assert_close(ours.verify(), plain.verify())
+        for stored, old in zip((*pool.keys, *pool.values), before, strict=True):
+            assert torch.equal(stored[: pool.num_slots][others], old[others])
+            assert not torch.equal(stored[own], old[own]) and not stored[: pool.num_slots].isnan().any()
+        ours.grow(2)
+        plain.grow(2)
+        ours.sequences.check(ours.requests)
+    assert tapes.num_replayed > tapes.num_captured > 0

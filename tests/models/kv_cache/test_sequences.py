@@ -1,0 +1,103 @@
+"""Ranges of KV slots that grow, move and are given back, and never lose what they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hf_slospec.models.kv_cache.sequences import Sequences
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.engine.request import Request
+from hf_slospec.models.kv_cache import sequences as module
+from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+from hf_slospec.models.memory import as_memory_error
+from tests.support.toys import SEEDS
+
+MAX_NODES = 3
+SHAPE = LayerShape(*[Stored(1, 1, torch.float32, torch.device("cpu"))] * 2)
+
+
+class Packed:
+    """As much of a packed model as storage asks for."""
+
+    device = torch.device("cpu")
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        return KVPool([SHAPE], num_slots)
+
+
+def mark(sequences: Sequences, request: Request) -> None:
+    """Write each cached token's own value, and rubbish behind them, as steps do."""
+    own = sequences.of(request)
+    slots = sequences.pool.keys[0][own.start : own.start + own.capacity, 0, 0]
+    slots[: own.length] = torch.arange(own.length) + 1000.0 * request.index
+    slots[own.length :] = -1.0
+
+
+def check(sequences: Sequences, requests: list[Request]) -> None:
+    sequences.check(requests)
+    for request in requests:
+        (key, _), *_ = sequences.read(request)
+        assert key.flatten().tolist() == [1000.0 * request.index + i for i in range(sequences.of(request).length)]
+
+
+@given(seed=SEEDS, limited=st.booleans(), room=st.integers(1, 9))
+@settings(deadline=None, max_examples=150)
+def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool, room: int) -> None:
+    rng = np.random.default_rng(seed)
+    first_room, module.FIRST_ROOM = module.FIRST_ROOM, room
+    try:
+        most = 60
+        sequences = Sequences(Packed(), MAX_NODES, most if limited else None)  # type: ignore[arg-type]
+        requests: list[Request] = []
+
+        def longest(request: Request) -> int:
+            return request.prompt_len + request.max_new_tokens + MAX_NODES
+
+        for index in range(40):
+            new = Request(index, [0] * int(rng.integers(1, 12)), int(rng.integers(1, 14)))
+            if sum(map(longest, [*requests, new])) <= most:  # what the scheduler sees to
+                requests.append(new)
+            for request in list(requests):
+                if rng.random() < 0.2:
+                    requests.remove(request)
+                    sequences.release(request)
+                elif request.num_left and rng.random() < 0.7:
+                    request.tokens += [0] * int(rng.integers(1, request.num_left + 1))
+            sequences.reserve(requests)
+            for request in requests:
+                own = sequences.of(request)
+                assert len(request.tokens) + MAX_NODES <= own.capacity <= longest(request)
+                assert own.length <= len(request.tokens)
+            check(sequences, requests)
+            for request in requests:
+                sequences.of(request).length = len(request.tokens) - 1
+                mark(sequences, request)
+            assert not limited or sequences.pool.num_slots <= most
+        for request in requests:
+            sequences.release(request)
+        assert sequences.pool.num_free == sequences.pool.num_slots
+    finally:
+        module.FIRST_ROOM = first_room
+
+
+def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
+    sequences = Sequences(Packed(), MAX_NODES, 20)  # type: ignore[arg-type]
+    held, large = Request(0, [0] * 5, 2), Request(1, [0] * 15, 2)
+    sequences.reserve([held])
+    sequences.of(held).length = 4
+    mark(sequences, held)
+    with pytest.raises(MemoryError, match="KV slots"):
+        sequences.reserve([held, large])
+    check(sequences, [held])
+    sequences.release(large)  # unknown ones are fine
+    check(sequences, [held])
+
+
+def test_torch_running_out_of_memory_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError), as_memory_error():
+        torch.empty(2**60)
+    with pytest.raises(RuntimeError, match="size"), as_memory_error():
+        torch.ones(2) @ torch.ones(3)

@@ -1,0 +1,58 @@
+"""AdaServe's policy on the toy model: late requests first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.policies.papers.adaserve import AdaServePolicy
+from tests.support.toy_engine import commit
+from tests.support.toy_models import (
+    VOCAB,
+    Clock,
+    ToyDrafter,
+    ToyTarget,
+    engine_of,
+    greedy,
+    new_costs,
+)
+from tests.support.toys import markov_model
+
+
+def test_late_requests_get_their_nodes_first() -> None:
+    """Both draft the same tree and ties favour the first; the second one is behind its target."""
+    target = markov_model(np.random.default_rng(6), VOCAB)
+    toy, clock = ToyTarget(greedy(target)), Clock()
+    relaxed, late = Request(0, [0, 1], 30), Request(1, [0, 1], 30, (Stage(1.0),))
+    policy = AdaServePolicy(SLOSpecConfig(policy="adaserve", token_budget=4, max_slo_share=9.0), new_costs())
+    engine = engine_of([relaxed, late], toy, ToyDrafter(target), policy, clock)
+    engine.step()
+    engine.step()
+    assert [tree.num_nodes for _, tree, _ in toy.steps[-1]] == [2, 2]
+    clock.now_s = 1000.0
+    engine.step()
+    assert [tree.num_nodes for _, tree, _ in toy.steps[-1]] == [1, 3]
+
+
+@pytest.mark.parametrize(("required", "expected"), [(0.95, [2, 1]), (1.05, [1, 2])])
+def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(
+    required: float, expected: list[int]
+) -> None:
+    """Ties and the one node to give favour the first request, unless the second needs more than its root."""
+    model = markov_model(np.random.default_rng(6), VOCAB)
+    plan, requests = Plan(1, 2), [Request(0, [0, 1], 30), Request(1, [0, 1], 30, (Stage(1.0),))]
+    for request in requests:
+        commit(request, [2], 100.0)
+        commit(request, [3, 2, 0, 1], 101.0)
+    costs, num_keys = new_costs(), sum(len(request.tokens) for request in requests)
+    step_s = float(costs.draft_s(2, plan.depth, plan.width, num_keys) + costs.verify_s(3, 2, num_keys))
+    policy = AdaServePolicy(SLOSpecConfig(token_budget=3), costs)
+    plan = replace(plan, state=policy.plan(requests, 100.0 + (4.0 + required) - step_s).state)
+    selection = policy.select(requests, ToyDrafter(model).draft(requests, plan), plan)
+    assert [tree.num_nodes for tree in selection.trees] == expected
+    assert selection.step_s == pytest.approx(step_s)

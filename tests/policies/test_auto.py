@@ -1,0 +1,126 @@
+"""The default policy: depth that pays, nodes for late requests, what it learns from a few."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.policies import new_policy
+from hf_slospec.policies.auto import MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
+from tests.support.policy_costs import NO_TIME, costs, requests_of
+from tests.support.toy_engine import policy_of, run
+from tests.support.toy_models import (
+    VOCAB,
+    Clock,
+    ToyDrafter,
+    ToyTarget,
+    engine_of,
+    greedy,
+    one_hot,
+)
+from tests.support.toys import NextProbs, chain, markov_model
+
+
+@pytest.mark.parametrize("elapsed_s", [0.0, 6.0])
+def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) -> None:
+    target = markov_model(np.random.default_rng(6), VOCAB)
+    relaxed, late = Request(0, [0, 1], 90), Request(1, [0, 1], 90, (Stage(1.0),))
+    clock, policy = Clock(), policy_of(SLOSpecConfig(token_budget=6, urgency=1.0))
+    engine = engine_of([relaxed, late], ToyTarget(greedy(target)), ToyDrafter(target), policy, clock)
+    engine.step()
+    clock.now_s = elapsed_s
+    first, second = (part.nodes for part in engine.step().requests)
+    assert (second > first) if elapsed_s else (second <= first)
+
+
+def sizes(
+    targets: Sequence[float | None], experience: SpeculationHistory, draft: NextProbs, max_new_tokens: int = 40
+) -> list[list[int]]:
+    """Nodes of every request in each step under auto."""
+    config = SLOSpecConfig(token_budget=8, max_depth=4)
+    requests = [Request(i, [0, 1], max_new_tokens, (Stage(tpot_slo_s),)) for i, tpot_slo_s in enumerate(targets)]
+    engine = engine_of(requests, ToyTarget(greedy(draft)), ToyDrafter(draft), policy_of(config, experience), Clock())
+    return [[part.nodes for part in event.requests] for event in run(engine)]
+
+
+def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    model = markov_model(np.random.default_rng(6), VOCAB)
+    experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
+    sizes([None, None], experience, model)
+    assert experience.depths.num_observed > MIN_DRAFTED_STEPS
+    relaxed = sizes([None, None], copy.deepcopy(experience), model)
+    assert not caplog.records
+    assert sizes([None, 1e-9], copy.deepcopy(experience), model) == relaxed
+    assert [record.message.split(" and ")[0] for record in caplog.records] == [
+        "request 1 can no longer meet its TPOT SLO of 1e-09 s"
+    ]
+
+
+def test_no_request_is_given_up_before_anything_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    model = markov_model(np.random.default_rng(6), VOCAB)
+    sizes([1e-9, None], SpeculationHistory(SLOSpecConfig(max_depth=4)), model, max_new_tokens=5)
+    assert not caplog.records
+
+
+def test_auto_stops_drafting_what_is_never_taken() -> None:
+    target = markov_model(np.random.default_rng(2), VOCAB)
+    drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
+    requests = [Request(index, [index, 1], 400) for index in range(2)]
+    events = run(engine_of(requests, ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig()), Clock()))
+    assert sum(event.depth == 0 for event in events[100:]) > 0.97 * len(events[100:])
+    assert len(events) == 400
+
+
+def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
+    target = markov_model(np.random.default_rng(2), VOCAB)
+    drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
+    request = Request(0, [0, 1], 200)
+    run(engine_of([request], ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig(max_depth=6)), Clock()))
+    assert request.metrics().acceptance_length > 6.0
+    assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
+
+
+def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
+    """Drafting for all would have the draft read everybody's prompts, for nothing."""
+    config = SLOSpecConfig(max_depth=4, max_width=1)
+    policy = new_policy(config, costs(0.05), SpeculationHistory(config))
+    requests = requests_of(20)
+    looks = list[int]()
+    for _ in range(200):
+        plan = policy.plan(requests, 0.0)
+        drafting = requests if plan.drafting is None else plan.drafting
+        useless = [0.01] * plan.depth  # and refused
+        trees = [chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0) for r in requests]
+        policy.select(requests, trees, plan)
+        policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
+        if plan.depth:
+            looks.append(len(drafting))
+    assert set(looks) == {20, PROBED_REQUESTS} and looks == sorted(looks, reverse=True)
+    assert looks.count(PROBED_REQUESTS) > 1
+
+
+def test_auto_learns_from_a_few_as_from_all() -> None:
+    """What a look at some says of a drafting request does not depend on how many are not drafted for."""
+    config = SLOSpecConfig(max_depth=4, max_width=1)
+    found = []
+    for number in (PROBED_REQUESTS, 40):
+        experience = SpeculationHistory(config)
+        experience.depths.is_on = False
+        experience.depths.num_observed = 99
+        policy = new_policy(config, costs(1e-6, 1e-6), experience)
+        requests = requests_of(number)
+        while not (plan := policy.plan(requests, 0.0)).depth:
+            policy.select(requests, [TokenTree.root_only(0)] * number, plan)
+            policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
+        assert plan.drafting is not None and len(plan.drafting) == PROBED_REQUESTS
+        trees = [chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0) for request in requests]
+        policy.select(requests, trees, plan)
+        policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME, plan)
+        found.append(experience.depths.mass[:3, 0].tolist())
+    assert found[0] == pytest.approx(found[1]) and found[0][2] > 0.5

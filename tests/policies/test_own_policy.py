@@ -1,0 +1,156 @@
+"""A user's own policy decides, the output stays stock's, and what it gets wrong is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_slospec import (
+    InvalidInputError,
+    InvalidTypeError,
+    PhaseTimes,
+    Plan,
+    Request,
+    Selection,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    StepCosts,
+    TokenTree,
+    disable,
+    enable,
+)
+from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+
+CONFIG = SLOSpecConfig(max_depth=4, max_width=2)
+
+
+class Odd:
+    """Drafts for every other request, as much as there is room for."""
+
+    made: list[Odd] = []  # noqa: RUF012
+
+    def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+        assert costs.verify_s(8) > 0
+        self.config, self.steps = config, 0
+        Odd.made.append(self)
+
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        depth = min(self.config.max_depth, *(max(request.num_left - 1, 0) for request in requests))
+        return Plan(depth, self.config.max_width, drafting=requests[::2])
+
+    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
+
+    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
+        self.steps += 1
+
+
+def test_own_policy() -> None:
+    Odd.made.clear()
+    model, draft, inputs = tiny_model("llama"), tiny_model("llama", noise=0.03), ragged_prompts(3)
+    gen = SLOSpecGenerator(model, draft, config=CONFIG, make_policy=Odd)
+    for do_sample in (False, True):
+        out = assert_same_as_stock(model, gen.generate, inputs, do_sample=do_sample, max_new_tokens=24)
+        assert [metrics.drafted > 0 for metrics in out.slo] == [True, False, True]
+    assert len(Odd.made) == 2 and all(policy.steps for policy in Odd.made)
+    enable(model, draft, config=CONFIG, make_policy=Odd)
+    try:
+        assert_same_as_stock(model, lambda **k: model.generate(**k, slo_tpot=0.1), inputs, max_new_tokens=9)
+    finally:
+        disable(model)
+    assert len(Odd.made) == 3
+
+
+class Stateful(Odd):
+    """Hands the number of requests from plan to select and observe."""
+
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        return replace(super().plan(requests, begun_s), state=len(requests))
+
+    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        assert plan.state == len(requests)
+        return super().select(requests, candidates, plan)
+
+    def observe(  # type: ignore[override]
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
+        assert plan.state == len(requests)
+        super().observe(requests, accepted, phases)
+
+
+def test_a_plan_carries_its_state_to_select_and_observe() -> None:
+    Odd.made.clear()
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Stateful)
+    gen.generate(**ragged_prompts(3), max_new_tokens=9)
+    assert Odd.made[0].steps > 0
+
+
+def test_what_the_config_names_does_not_count() -> None:
+    config = SLOSpecConfig(policy="none", max_depth=4, max_width=2)
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=config, make_policy=Odd)
+    out = gen.generate(**ragged_prompts(1), max_new_tokens=9, return_dict_in_generate=True)
+    assert out.slo[0].accepted > 0
+
+
+def test_in_the_batcher_until_another_is_set() -> None:
+    Odd.made.clear()
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.03), config=CONFIG, make_policy=Odd)
+    with gen:
+        first = gen.submit([5, 6, 7], max_new_tokens=9).result(60)
+        steps = Odd.made[0].steps
+        gen.set_policy(SLOSpecConfig(policy="none"))
+        second = gen.submit([5, 6, 7], max_new_tokens=9).result(60)
+    assert first.token_ids == second.token_ids
+    assert Odd.made[0].steps == steps > 0 and len(Odd.made) == 1
+
+
+ROOT = TokenTree.root_only
+BROKEN_PLANS: dict[str, Any] = {
+    "NoneType, where Plan": lambda requests: None,
+    "depth 5 and width 2": lambda requests: Plan(5, 2),
+    "width 0": lambda requests: Plan(1, 0),
+    "depth 1.5": lambda requests: Plan(1.5, 1),
+    "depth nan": lambda requests: Plan(float("nan"), 1),
+    "a request twice": lambda requests: Plan(1, 1, drafting=[*requests, *requests]),
+    "do not decode": lambda requests: Plan(1, 1, drafting=[replace_index(requests[0])]),
+}
+BROKEN_SELECTIONS: dict[str, Any] = {
+    "list, where Selection": lambda requests, trees: trees,
+    "0 trees": lambda requests, trees: Selection([], []),
+    "0 expectations": lambda requests, trees: Selection(trees, []),
+    "not finite": lambda requests, trees: Selection(trees, [float("nan")]),
+    "seconds that are not finite": lambda requests, trees: Selection(trees, [1.0], None),
+    "made of numpy arrays": lambda requests, trees: Selection(
+        [TokenTree([requests[0].tokens[-1]], [-1], [0], [1.0])], [1.0]
+    ),
+    "integers but for": lambda requests, trees: Selection([replace(trees[0], tokens=trees[0].tokens / 1.0)], [1.0]),
+    "root is not": lambda requests, trees: Selection([ROOT(requests[0].tokens[-1] + 1)], [1.0]),
+    "outside 0": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [101], 0.5)], [1.0]),
+    "room for 8": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [5] * 9, 0.5)], [1.0]),
+}
+
+
+def replace_index(request: Request) -> Request:
+    return replace(request, index=99)
+
+
+@pytest.mark.parametrize("why", [*BROKEN_PLANS, *BROKEN_SELECTIONS])
+def test_what_is_wrong_with_its_decisions_is_said(why: str) -> None:
+    class Broken(Odd):
+        def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+            return BROKEN_PLANS[why](requests) if why in BROKEN_PLANS else Plan(1, 1)
+
+        def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+            return BROKEN_SELECTIONS[why](requests, candidates)
+
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Broken)
+    with pytest.raises(InvalidInputError, match=f"policy.* {why}"):
+        gen.generate(**ragged_prompts(1), max_new_tokens=9)
+
+
+def test_it_must_be_callable() -> None:
+    with pytest.raises(InvalidTypeError, match="make_policy"):
+        SLOSpecGenerator(tiny_model("llama"), make_policy="auto")

@@ -1,0 +1,103 @@
+"""All policies by name: limits, budgets, and the properties that the documentation lists."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.policies import max_nodes_per_request, new_policy
+from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.policies.papers.options import AdaServeOptions, ThesisOptions
+from hf_slospec.policies.settings import PolicyName
+from tests.support.paths import ROOT
+from tests.support.policy_costs import costs, late, requests_of
+from tests.support.toys import SEEDS, UNEVEN, path_to, random_tree
+
+
+def test_every_name_is_a_policy_and_no_other() -> None:
+    for name in get_args(PolicyName):
+        config = SLOSpecConfig(policy=name)
+        assert new_policy(config, costs(0.02), SpeculationHistory(config)) is not None
+        assert (max_nodes_per_request(config) == 0) == (name == "none")
+    with pytest.raises(ValidationError) as error:
+        SLOSpecConfig(policy="adaserv")  # type: ignore[arg-type]
+    assert all(f"'{name}'" in str(error.value) for name in get_args(PolicyName))
+
+
+@pytest.mark.parametrize("policy_name", get_args(PolicyName))
+def test_plans_stay_within_what_storage_was_made_for(policy_name: PolicyName) -> None:
+    config = SLOSpecConfig(policy=policy_name, max_depth=9, max_width=2)
+    policy = new_policy(config, costs(1e-4, 0.0), SpeculationHistory(config))
+    for number in (1, 20):
+        plan = policy.plan(requests_of(number), 0.0)
+        assert plan.depth * plan.width <= max_nodes_per_request(config)
+        assert plan.depth <= 9
+
+
+@given(
+    seed=SEEDS,
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    budget=st.integers(1, 30),
+    policy_name=st.sampled_from(["adaserve", "thesis", "thesis-slo", "thesis-slo-capped"]),
+)
+@settings(deadline=None)
+def test_budgets_are_kept_and_expected_tokens_are_sums_of_path_probabilities(
+    seed: int, sizes: list[int], budget: int, policy_name: PolicyName
+) -> None:
+    """Property 4."""
+    rng = np.random.default_rng(seed)
+    config = SLOSpecConfig(policy=policy_name, token_budget=budget)
+    policy = new_policy(config, costs(0.02), SpeculationHistory(config))
+    requests = [late(index, rng.choice([None, 0.1, 5.0])) for index in range(len(sizes))]
+    candidates = [random_tree(rng, size, UNEVEN) for size in sizes]
+    selection = policy.select(requests, candidates, policy.plan(requests, 1.0))
+    assert sum(tree.num_nodes for tree in selection.trees) <= max(budget, len(requests))
+    for tree, candidate, expected in zip(selection.trees, candidates, selection.expected, strict=True):
+        tree.check()
+        paths = {tuple(path_to(candidate, v)): candidate.path_probs[v] for v in range(candidate.num_nodes)}
+        assert {tuple(path_to(tree, v)) for v in range(tree.num_nodes)} <= paths.keys()
+        assert expected == pytest.approx(tree.path_probs.sum())
+
+
+def test_settings_of_single_policies_are_given_as_fields_or_as_options() -> None:
+    config = SLOSpecConfig(policy="thesis", **{"max_tree_nodes": 32})
+    assert config == SLOSpecConfig(policy="thesis", policy_options=ThesisOptions(max_tree_nodes=32))
+    assert config == SLOSpecConfig(policy="thesis", policy_options={"max_tree_nodes": 32})  # type: ignore[arg-type]
+    assert config == SLOSpecConfig(**config.model_dump()) == SLOSpecConfig.model_validate_json(config.model_dump_json())
+    assert config.options_of(ThesisOptions).max_tree_nodes == 32
+    assert config.options_of(AdaServeOptions) == AdaServeOptions()  # a policy whose name the config does not hold
+    other = config.model_copy(update={"policy": "adaserve", "max_slo_share": 2.0})
+    assert other == SLOSpecConfig(policy="adaserve", **{"max_slo_share": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"max_tree_nodes": 32}, "max_tree_nodes is a setting of policy 'thesis', not of 'auto'"),
+        ({"policy": "none", "max_slo_share": 1.0}, "of policy 'adaserve' or 'thesis-slo-capped', not of 'none'"),
+        ({"policy": "thesis", "policy_options": {"slack": 0.1}}, "slack is a setting of policy 'thesis-slo' or"),
+        ({"policy": "thesis", "max_tree_nodes": 0}, "policy_options.max_tree_nodes\n  Input should be greater"),
+        ({"policy": "thesis", "max_tree_node": 1}, "max_tree_node\n  Extra inputs are not permitted"),
+        ({"policy": "thesis", "policy_options": {"max_depth": 1}}, "max_depth\n  Extra inputs are not permitted"),
+        ({"policy": "thesis", "policy_options": 1, "max_tree_nodes": 1}, "should be a valid dictionary"),
+    ],
+)
+def test_settings_of_other_policies_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        SLOSpecConfig(**given)
+
+
+def test_properties_in_the_documentation_are_tested() -> None:
+    tests = ROOT / "tests"
+    named = re.findall(r"`(test_\w+)\.py`|`(test_\w+)`", (ROOT / "docs" / "policies.md").read_text())
+    sources = "".join(path.read_text() for path in tests.rglob("test_*.py"))
+    assert len(named) > 12
+    for file, test in named:
+        assert any(tests.rglob(f"{file}.py")) if file else f"def {test}(" in sources, file or test

@@ -1,0 +1,158 @@
+"""Every example runs and shows what it says it shows; drop_in.py has a test of its own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from examples import (
+    batch_with_targets,
+    custom_drafter,
+    custom_policy,
+    hub_models,
+    many_users,
+    quickstart,
+    streaming,
+)
+from examples.drop_in import CHAT_TEMPLATE
+from hf_slospec import load_tiny_pair, tiny_prompts
+from hf_slospec.generate.speculator import MEASURE_S
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "examples"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def _short_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MEASURE_S, "target", 1.0)  # step times decide the shapes of trees, never the text
+    monkeypatch.setitem(MEASURE_S, "draft", 0.2)
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    """The cells of a printed table by the first of each row."""
+    lines = [line for line in table.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    return {own[0]: own[1:] for own in cells}
+
+
+def number(cell: str) -> float:
+    found = re.match(r"[\d.]+", cell)
+    assert found is not None, f"no number in {cell!r}"
+    return float(found[0])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_it_says_how_to_run_it_and_is_listed(script: Path) -> None:
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    if script.name != "quickstart.py":  # that one is `make run`
+        assert f"python examples/{script.name}" in (ast.get_docstring(tree) or "")
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+    assert f"[`{script.name}`]({script.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_lines_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert first is not None
+    exec(first[1], {})
+    texts, figures = capsys.readouterr().out.splitlines()
+    assert "def main():" in texts
+    assert re.fullmatch(r"[\d.e-]+ (True|False)", figures)
+
+
+def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart.main(new_tokens=16)
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^>>> [\d.]+ ms per token", said, re.MULTILINE)) == len(quickstart.PROMPTS)
+    assert "identical tokens: yes" in said
+
+
+def test_batch_with_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    batch_with_targets.main(new_tokens=16)
+    said = capsys.readouterr().out
+    rows = rows_of(said)
+    targets = [rows[name][0] for name in ("tight", "middling", "relaxed")]
+    assert targets == sorted(targets, key=float) and float(targets[0]) < float(targets[2])
+    assert rows["no target"][0] == rows["no target"][3] == ""
+    assert rows["in two stages"][0] == rows["relaxed"][0]  # of the stage it ended in
+    for own in rows.values():
+        assert number(own[1]) > 0.0 and number(own[6]) <= number(own[5])
+    assert "identical tokens: yes" in said
+
+
+def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+    streaming.main(new_tokens=16)
+    said = capsys.readouterr().out
+    assert said.count("the same text: yes") == 2
+    _, first, _, third = re.split(r"^---.*\n", said, flags=re.MULTILINE)
+    pieces, _, figures = third.rpartition("|\n")
+    assert pieces.replace("|", "").strip() == first.strip()
+    num_tokens, num_steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", figures)[0])
+    assert num_tokens == 16 and pieces.count("|") + 1 <= num_steps <= 16
+
+
+def test_many_users(capsys: pytest.CaptureFixture[str]) -> None:
+    many_users.main(new_tokens=24)
+    said = capsys.readouterr().out
+    rows = rows_of(said)
+    assert list(rows) == list(many_users.USERS)
+    assert rows["impossible"][2:4] == ["no", "no"]
+    assert rows["batch job"][2:4] == rows["no promise"][2:4] == ["no", ""]
+    assert rows["one line"][5] == "stop" and all(own[5] == "length" for name, own in rows.items() if name != "one line")
+    assert all(own[4] == "24" for own in rows.values() if own[5] == "length")
+
+
+def test_custom_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(tiny_prompts()[0] * 2, encoding="utf-8")
+    custom_drafter.main(str(tmp_path), new_tokens=24)
+    said = capsys.readouterr().out
+    assert re.match(r"\d+ n-grams from 1 files", said)
+    rows = rows_of(said)
+    for name in ("prompt lookup", "n-grams", "draft model"):
+        assert rows[name][3] == "yes" and number(rows[name][0]) >= 1.0
+        accepted, drafted = map(int, rows[name][1].split(" of "))
+        assert 0 < accepted <= drafted
+
+
+def test_a_table_of_ngrams_expects_what_it_has_read() -> None:
+    drafter = custom_drafter.NgramDrafter([[5, 6, 7, 8, 9], [5, 6, 7, 8, 4]])
+    request, plan = custom_drafter.Request(0, [3, 5, 6], 20), custom_drafter.Plan(depth=3, width=2)
+    (tree,) = drafter.draft([request], plan)
+    tree.check()
+    assert tree.tokens.tolist() == [6, 7, 8, 9, 4] and tree.parents.tolist() == [-1, 0, 1, 2, 2]
+    request.tokens += [1, 5, 6]  # its own text counts more than the files
+    (tree,) = drafter.draft([request], plan)
+    assert tree.tokens.tolist()[:3] == [6, 1, 5]
+    drafter.release(request)
+    assert not drafter.own
+
+
+def test_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    custom_policy.main(number=20, rates=(0.5, 4.0))
+    said = capsys.readouterr().out
+    rows = [line.split("  ") for line in said.splitlines() if "/s " in line and "%" in line]
+    assert len(rows) == 8
+    lengths = [float(next(cell for cell in reversed(row[:-1]) if cell.strip()).split()[-1]) for row in rows]
+    own, auto, chains, plain = lengths[:4]
+    assert plain == 1.0 <= own < chains < auto
+    assert lengths[4] > own  # more requests are late under more load
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_hub_models(capsys: pytest.CaptureFixture[str], tmp_path: Path, is_chat: bool) -> None:
+    target, draft, tokenizer = load_tiny_pair()
+    tokenizer.chat_template = CHAT_TEMPLATE if is_chat else None
+    for model, name in ((target, "target"), (draft, "draft")):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    prompts = [argument for prompt in ("def main():", "import os, ") for argument in ("--prompt", prompt)]
+    folders = ["--target", str(tmp_path / "target"), "--assistant", str(tmp_path / "draft")]
+    hub_models.main([*folders, *prompts, "--new-tokens", "16", "--device-map", "cpu"])
+    said = capsys.readouterr().out
+    rows = rows_of(said)
+    assert [own[4] for own in rows.values()] == ["yes", "yes"] and list(rows) == ["def main():", "import os,"]
+    assert re.search(r"[\d.]+x plain generate", said)

@@ -1,0 +1,97 @@
+"""Imports point downward only (docs/design.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import hf_slospec
+
+PACKAGE = Path(hf_slospec.__file__).parent
+# From the bottom: a module imports its own layer and those before it. ``__init__`` holds the public names.
+LAYERS = (
+    *("errors", "algo", "engine", "policies", "config", "assembly", "models", "tiny", "generate", "serving"),
+    *("__init__", "sim", "demo", "cli", "__main__"),
+)
+NO_TORCH = {"errors", "algo", "config", "engine", "policies", "assembly", "sim"}  # and no layer that imports it
+KNOWS_GENERATE = {"generate"}  # may import transformers.generation
+
+
+def layer_of(module: str) -> str:
+    """Return the layer of a module of the package, ``__init__`` for the package itself."""
+    return (*module.split("."), "__init__")[1]
+
+
+def violations(imports: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield the imports that no module may have.
+
+    ``imports``: the names that each module imports, by the module's name, all of them with their packages.
+    """
+    for module, names in imports.items():
+        layer = layer_of(module)
+        for name in sorted(names):
+            root, used = name.split(".")[0], layer_of(name)
+            is_own = root == "hf_slospec"
+            if is_own and LAYERS.index(used) > LAYERS.index(layer):
+                yield f"{module} imports {name}, which is above it"
+            if layer in NO_TORCH and (used not in NO_TORCH if is_own else root in ("torch", "transformers")):
+                yield f"{module} imports {name}, and has to do without torch"
+            if name.startswith("transformers.generation") and layer not in KNOWS_GENERATE:
+                yield f"{module} imports {name}, which is for {KNOWS_GENERATE} only"
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}: relative import"
+            names.add(node.module)
+            if node.module == "hf_slospec":  # layers may be imported from the package, too
+                names |= {f"hf_slospec.{alias.name}" for alias in node.names if alias.name in LAYERS}
+    return names
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(("hf_slospec", *(parts if len(parts) == 1 else [part for part in parts if part != "__init__"])))
+
+
+def test_imports_point_downward() -> None:
+    imports = {module_of(path): imports_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
+    assert {layer_of(module) for module in imports} <= set(LAYERS)
+    assert list(violations(imports)) == []
+
+
+@pytest.mark.parametrize("lower", range(len(LAYERS) - 1))
+def test_every_arrow_up_is_found(lower: int) -> None:
+    for upper in range(lower + 1, len(LAYERS)):
+        module, name = f"hf_slospec.{LAYERS[lower]}.one", f"hf_slospec.{LAYERS[upper]}.two"
+        assert f"{module} imports {name}, which is above it" in violations({module: {name}})
+        if not {LAYERS[lower], LAYERS[upper]} & NO_TORCH:
+            assert not list(violations({name: {module}}))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("hf_slospec.algo.tree", "torch"),
+        ("hf_slospec.sim.oracle", "transformers.models"),
+        ("hf_slospec.sim.oracle", "hf_slospec.models.packed"),
+        ("hf_slospec.sim.oracle", "hf_slospec"),
+        ("hf_slospec.models.packed", "hf_slospec.sim"),
+        ("hf_slospec.models.packed", "hf_slospec"),
+        ("hf_slospec.serving.batcher", "transformers.generation.utils"),
+    ],
+)
+def test_other_imports_that_no_module_may_have_are_found(module: str, name: str) -> None:
+    assert list(violations({module: {name}}))
+
+
+def test_public_names_exist_and_are_sorted() -> None:
+    assert hf_slospec.__all__ == sorted(hf_slospec.__all__)
+    assert all(hasattr(hf_slospec, name) for name in hf_slospec.__all__)

@@ -1,0 +1,62 @@
+"""Long prompts, preemption and shortage of memory: nothing changes in what requests get."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from hf_slospec import (
+    SLOSpecGenerator,
+    tiny_prompts,
+)
+from hf_slospec.models.target import PackedTarget
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+
+
+def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, Any, Any]) -> None:
+    target, draft, tokenizer = pair
+    config = CONFIG.model_copy(update={"prefill_chunk": 64})
+    long = "\n".join(tiny_prompts()[:8])
+    expected = alone(pair, long, max_new_tokens=12)
+    streams = [alone(pair, prompt, max_new_tokens=60) for prompt in PROMPTS[:3]]
+    with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
+        handles = [generator.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:3]]
+        late = generator.submit(long, max_new_tokens=12)
+        assert late.result(WAIT_S).token_ids == expected
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == streams
+
+
+def test_preempted_requests_resume_exactly(pair: tuple[Any, Any, Any]) -> None:
+    target, draft, tokenizer = pair
+    expected = [alone(pair, prompt, max_new_tokens=40) for prompt in PROMPTS[:4]]
+    config = CONFIG.model_copy(update={"max_batch": 2})
+    with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
+        spare = [generator.submit(prompt, max_new_tokens=40) for prompt in PROMPTS[:2]]
+        for handle in spare:
+            next(handle.tokens())
+        urgent = [generator.submit(p, max_new_tokens=40, slo_tpot=10.0, slo_ttft=100.0) for p in PROMPTS[2:4]]
+        assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
+        assert sum(handle.metrics.preempted for handle in spare) > 0
+        assert generator.stats().preempted > 0
+
+
+def test_running_out_of_memory_between_draft_and_verify_is_made_good(
+    pair: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, tokenizer = pair
+    expected = [alone(pair, prompt, max_new_tokens=30) for prompt in PROMPTS[:4]]
+    verify, calls, raised = PackedTarget._verify, itertools.count(), list[int]()
+
+    def fails_at_times(*arguments: Any) -> Any:
+        if (call := next(calls)) in (3, 7):
+            raised.append(call)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return verify(*arguments)
+
+    with SLOSpecGenerator(target, draft, tokenizer, CONFIG) as generator:
+        monkeypatch.setattr(PackedTarget, "_verify", fails_at_times)
+        handles = [generator.submit(prompt, max_new_tokens=30, slo_tpot=10.0) for prompt in PROMPTS[:4]]
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+    assert raised

@@ -1,0 +1,98 @@
+"""Admission by exhaustive search, on a toy server."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from hypothesis import strategies as st
+
+from hf_slospec.algo.admission import Candidate, Counts, PrefillRate, admitted
+
+FULL_RATE = 32.0  # tokens per second of the toy server without decoding requests
+SHARES = (8.0, 4.0)  # of it that a decoding request of each tier takes
+AMPLE = 10**6  # memory for everybody
+
+
+def toy_rate(counts: Counts) -> float:
+    rate = FULL_RATE - sum(share * count for share, count in zip(SHARES, counts, strict=False))
+    return rate if rate >= 0.0 else -math.inf
+
+
+def at(deadline_s: float, prompt_tokens: int, kv_tokens: int = 1, tier: int = 0, **rest: int) -> Candidate:
+    return Candidate(deadline_s, prompt_tokens, kv_tokens, tier, **rest)
+
+
+def forced(deadline_s: float, prompt_tokens: int, kv_tokens: int = 1, tier: int = 0) -> Candidate:
+    return Candidate(deadline_s, prompt_tokens, kv_tokens, tier, is_forced=True)
+
+
+def in_turn(chosen: Iterable[int], candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidates[i] for i in sorted(chosen, key=lambda i: (candidates[i].deadline_s, i))]
+
+
+def is_feasible(
+    chosen: Iterable[int], candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int
+) -> bool:
+    """By the definition, interval by interval between accepted deadlines."""
+    accepted = in_turn(chosen, candidates)
+    if sum(c.kv_tokens for c in accepted if not c.is_forced) > kv_free:
+        return False
+    counts, budget, now_s = list(running), 0.0, 0.0
+    for candidate in accepted:
+        if rate(tuple(counts)) < 0.0:
+            return False
+        budget += rate(tuple(counts)) * max(candidate.deadline_s - now_s, 0.0) - candidate.prompt_tokens
+        if budget < 0.0:
+            return False
+        now_s = max(candidate.deadline_s, now_s)
+        counts[candidate.tier] += 1
+    return rate(tuple(counts)) >= 0.0
+
+
+def value(chosen: Iterable[int], candidates: Sequence[Candidate]) -> tuple[int, ...]:
+    """Accepted candidates by priority, the highest first."""
+    accepted = [candidates[i].priority for i in chosen]
+    return tuple(accepted.count(priority) for priority in sorted({c.priority for c in candidates}, reverse=True))
+
+
+def feasible_sets(
+    candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int
+) -> list[tuple[int, ...]]:
+    """All that contain the forced candidates."""
+    must = [i for i, c in enumerate(candidates) if c.is_forced]
+    others = [i for i, c in enumerate(candidates) if not c.is_forced]
+    subsets = itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(len(others) + 1))
+    sets = [(*must, *subset) for subset in subsets]
+    return [chosen for chosen in sets if is_feasible(chosen, candidates, rate, running, kv_free)]
+
+
+def check(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int) -> list[int]:
+    """Of :func:`admitted`, against exhaustive search."""
+    chosen = admitted(candidates, rate, running, kv_free)
+    assert chosen == sorted(set(chosen)) == admitted(candidates, rate, running, kv_free)
+    possible = feasible_sets(candidates, rate, running, kv_free)
+    if possible:
+        assert is_feasible(chosen, candidates, rate, running, kv_free)
+        assert {i for i, c in enumerate(candidates) if c.is_forced} <= set(chosen)
+        assert value(chosen, candidates) == max(value(s, candidates) for s in possible)
+    else:
+        assert chosen == [i for i, c in enumerate(candidates) if c.is_forced]
+    return chosen
+
+
+def candidates_of(num_tiers: int, max_priority: int = 0, forced_share: int = 0) -> st.SearchStrategy[list[Candidate]]:
+    """Whole numbers of quarter seconds: with whole rates that divide by four, every budget is exact."""
+    candidate = st.builds(
+        lambda quarters, prompt, kv, tier, priority, roll: Candidate(
+            quarters / 4, prompt, kv, tier, priority, roll < forced_share
+        ),
+        st.integers(-1, 16),
+        st.integers(0, 40),
+        st.integers(0, 8),
+        st.integers(0, num_tiers - 1),
+        st.integers(0, max_priority),
+        st.integers(0, 9),
+    )
+    return st.lists(candidate, max_size=7)

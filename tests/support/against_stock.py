@@ -1,0 +1,26 @@
+"""Generators that draft in every step, and stock ``generate`` with the same options beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+)
+from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+
+DRAFTS_ALWAYS = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
+NEW: dict[str, Any] = dict(max_new_tokens=24, output_scores=True, output_logits=True)
+GREEDY: dict[str, Any] = NEW | dict(do_sample=False)
+SAMPLED: dict[str, Any] = NEW | dict(do_sample=True)
+
+
+def generator(family: str = "llama", **options: Any) -> SLOSpecGenerator:
+    return SLOSpecGenerator(tiny_model(family), tiny_model(family, noise=0.03), config=DRAFTS_ALWAYS, **options)
+
+
+def check(options: dict[str, Any], batches: tuple[int, ...] = (1, 3), family: str = "llama", **extra: Any) -> None:
+    ours = generator(family)
+    for batch in batches:
+        assert_same_as_stock(ours.model, ours.generate, ragged_prompts(batch, seed=batch), **options, **extra)

@@ -1,0 +1,112 @@
+"""Packed rows of every kind, and what attention must give of them: every token alone, in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hf_slospec.models.kv_cache.sequences import tree_after_chain
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.models.attention import PackedBatch, Span
+from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+
+TREES = [
+    TokenTree.root_only(3),
+    TokenTree(np.arange(6), np.array([-1, 0, 0, 1, 1, 3]), np.array([0, 1, 1, 2, 2, 3]), np.ones(6)),
+    TokenTree(np.arange(4), np.array([-1, 0, 1, 2]), np.array([0, 1, 2, 3]), np.ones(4)),
+]
+
+
+@dataclass(frozen=True)
+class Token:
+    """What one token of a row sees."""
+
+    position: int
+    slots: list[int]
+    positions: list[int]  # of what is in the slots
+
+
+@dataclass(eq=False)
+class Case:
+    """A row, its K and V, and what each of its tokens sees."""
+
+    row: PackedBatch
+    keys: torch.Tensor  # [num_slots, num_kv_heads, key_dim]
+    values: torch.Tensor  # [num_slots, num_kv_heads, value_dim]
+    tokens: list[Token]
+
+    def expected(
+        self,
+        query: torch.Tensor,  # [num_heads, num_tokens, key_dim]
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """-> [num_tokens, num_heads, value_dim] f32"""
+        groups = len(query) // self.keys.shape[1]
+        keys, values = (kv.float().repeat_interleave(groups, 1) for kv in (self.keys, self.values))
+        outs = []
+        for index, token in enumerate(self.tokens):
+            pairs = zip(token.slots, token.positions, strict=True)
+            seen = [slot for slot, position in pairs if window is None or token.position - position < window]
+            scores = torch.einsum("khd,hd->hk", keys[seen], query[:, index].float()) * scaling
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            extra = scores.new_empty(len(query), 0) if sinks is None else sinks.float()[:, None]
+            weights = torch.cat((scores, extra), 1).softmax(1)[:, : len(seen)]
+            outs.append(torch.einsum("hk,khd->hd", weights, values[seen]))
+        return torch.stack(outs)
+
+
+def case(
+    spans: list[tuple[int, int, TokenTree]],  # tokens committed, tokens of a chain, the tree at its end
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    in_order: bool = True,
+) -> Case:
+    """Spans in a pool with free slots between them, filled at random; ``in_order``: as in the row."""
+    shape = LayerShape(*(Stored(num_kv_heads, dim, dtype, torch.device(device)) for dim in (key_dim, value_dim)))
+    capacities = [prefix_len + chain_len + tree.num_nodes + 3 for prefix_len, chain_len, tree in spans]
+    pool = KVPool([shape], sum(capacities))
+    pool.keys[0].normal_()
+    pool.values[0].normal_()
+    order = range(len(spans)) if in_order else reversed(range(len(spans)))
+    sequences = {index: pool.allocate(capacities[index]) for index in order}
+    own_spans: list[Span] = []
+    tokens: list[Token] = []
+    for index, (prefix_len, chain_len, tree) in enumerate(spans):
+        sequence = sequences[index]
+        sequence.length = prefix_len
+        mask, offsets = tree_after_chain(chain_len, tree)
+        begin, positions = len(tokens), prefix_len + offsets
+        for row, position in enumerate(positions.tolist()):
+            fresh = np.flatnonzero(mask[row])
+            slots = [sequence.start + slot for slot in [*range(prefix_len), *(prefix_len + fresh)]]
+            tokens.append(Token(position, slots, [*range(prefix_len), *positions[fresh].tolist()]))
+        own_spans.append(
+            Span(
+                sequence,
+                begin,
+                len(tokens),
+                torch.from_numpy(mask).to(device),
+                torch.from_numpy(positions).to(device),
+                is_chain=tree.num_nodes == 1,
+            )
+        )
+    return Case(PackedBatch(own_spans, [span.visible for span in own_spans]), pool.keys[0], pool.values[0], tokens)
+
+
+ROOT, BRANCHING, CHAIN = TREES
+SPANS = [(prefix_len, chain_len, tree) for prefix_len in (0, 7) for chain_len in (1, 3) for tree in TREES]
+ROWS = {
+    "every-kind": SPANS,
+    "long-chains-beside-trees": [(5, 70, ROOT), (0, 66, ROOT), *SPANS],  # as prompts are fed beside decoding
+    "long-chains-only": [(5, 70, ROOT), (0, 66, ROOT)],
+    "single-tokens": [(prefix_len, 1, ROOT) for prefix_len in (0, 1, 30)],
+    "nothing-committed": [(0, 3, BRANCHING), (0, 1, CHAIN)],
+}

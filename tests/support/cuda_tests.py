@@ -1,0 +1,191 @@
+"""Tests that run on a CUDA device and on its stand-in; modules that import them collect them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedOptionError,
+    load_tiny_pair,
+    tiny_prompts,
+)
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.models.attention import FlashAttention, kernel_choice, packing, sdpa_attention
+from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
+from hf_slospec.models.cuda import graphs
+from hf_slospec.models.cuda.deferred import DeferredFlags
+from hf_slospec.models.cuda.graphs import CudaGraphs, Run
+from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.packed import PackedModel
+from tests.support.attention_rows import TREES, case
+from tests.support.graph_bench import Bench
+from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+
+CUDA = torch.device("cuda:0")
+# Of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs are
+# rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=[FlashAttnPackage, TorchVarlen])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
+    """Each kernel that can be loaded here, being the only one that there is."""
+    try:
+        request.param(CUDA)
+    except KernelUnavailable as reason:
+        pytest.skip(f"{request.param.name}: {reason}")
+    monkeypatch.setattr(kernel_choice, "KERNELS", (request.param,))
+    found = kernel_choice.kernel_on(CUDA, torch.bfloat16, 64)
+    assert not isinstance(found, str), found  # what can be loaded passes its trial
+    return found
+
+
+def on_cuda(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    return copy.deepcopy(model).to(CUDA, dtype)
+
+
+def moved(inputs: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(CUDA) for name, tensor in inputs.items()}
+
+
+@pytest.mark.parametrize("sampling", [{}, dict(do_sample=True, temperature=0.8, top_k=30)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> None:
+    model, draft = on_cuda(tiny_model(family)), on_cuda(tiny_model(family, noise=0.03))
+    generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(check_invariants=True))
+    assert generator.generate(**moved(ragged_prompts(1)), max_new_tokens=2).is_cuda
+    options = dict(do_sample=False) | sampling
+    assert_same_as_stock(model, generator.generate, moved(ragged_prompts(3)), max_new_tokens=30, **options)
+
+
+def test_auto_is_flash_where_it_can_be_had() -> None:
+    half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
+    kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
+    if isinstance(kernel, str):
+        pytest.skip(kernel)
+    for attention in ("auto", "flash"):
+        assert PackedModel(half, attention).backend.__name__ == f"flash_attention[{kernel.name}]"
+    assert PackedModel(half, "sdpa").backend is PackedModel(full).backend is sdpa_attention
+    with pytest.raises(UnsupportedOptionError, match=r"does not compute in torch.float32"):
+        PackedModel(full, "flash")
+
+
+def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "PIECE_KEYS", 4)
+    check_row([(0, 1, TREES[1]), (2, 1, TREES[2]), (21, 3, TREES[1])], (8, 2, 64), torch.bfloat16, None, None, True)
+
+
+def check_row(
+    spans: Any, heads: tuple[int, int, int], dtype: torch.dtype, window: Any, softcap: Any, has_sinks: bool
+) -> None:
+    num_heads, num_kv_heads, dim = heads
+    made = case(spans, num_kv_heads, dim, dim, dtype, "cuda:0")
+    query = torch.randn(num_heads, len(made.tokens), dim, device=CUDA, dtype=dtype)
+    sinks = torch.randn(num_heads, device=CUDA) if has_sinks else None
+    arguments = dim**-0.5, window, softcap, sinks
+    out = FlashAttention("")(query, made.keys, made.values, made.row, *arguments)
+    assert out.dtype == dtype
+    atol = TOLERANCE[dtype] * float(made.values.abs().max())
+    torch.testing.assert_close(out.float(), made.expected(query, *arguments), rtol=0, atol=atol)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each capture that succeeded while the test runs."""
+    made, capture = list[None](), CudaGraphs.capture
+
+    def counted(self: CudaGraphs, run: Run) -> Run:
+        replay = capture(self, run)
+        made.append(None)
+        return replay
+
+    monkeypatch.setattr(CudaGraphs, "capture", counted)
+    monkeypatch.setattr(graphs, "PATIENCE", 1)
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_replays_are_what_forwards_compute(kernel: FlashKernel, captures: list[None], family: str) -> None:
+    model = on_cuda(tiny_model(family), torch.bfloat16)
+    replayed, plain = Bench(model), Bench(model)
+    assert plain.sequences.pool.graphs is not None
+    plain.sequences.pool.graphs.patience = 10**9  # padded all the same
+    for _ in range(8):
+        torch.testing.assert_close(replayed.verify(), plain.verify())
+        for bench in (replayed, plain):
+            bench.grow(2)
+    assert captures
+
+
+def serve(num_requests: int, new_tokens: int) -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    config = SLOSpecConfig(attention="flash", policy="fixed", max_batch=3, check_invariants=True)
+    with SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), tokenizer, config) as generator:
+        prompts = tiny_prompts()[:num_requests]
+        handles = [generator.submit(prompt, max_new_tokens=new_tokens, do_sample=False) for prompt in prompts]
+        assert all(len(handle.result(120).token_ids) for handle in handles)
+
+
+def test_too_much_memory_ends_it(kernel: FlashKernel, captures: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
+    monkeypatch.setattr(bench.sequences.pool.graphs._maker, "max_bytes", 0)
+    out = [bench.verify() for _ in range(4)]
+    assert len(captures) == 1 and bench.sequences.pool.graphs.is_off
+    torch.testing.assert_close(out[-1], out[0])
+
+
+def test_a_capture_that_fails_leaves_cuda_usable(kernel: FlashKernel, captures: list[None]) -> None:
+    model = on_cuda(tiny_model("llama"), torch.bfloat16)
+    layer = model.model.layers[1].mlp
+    plain = layer.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()  # is forbidden while capturing
+        return plain(hidden)
+
+    layer.forward = waiting
+    bench = Bench(model)
+    out = [bench.verify() for _ in range(4)]
+    assert not captures and bench.sequences.pool.graphs.is_off
+    torch.testing.assert_close(out[-1], out[0])
+    assert torch.cuda.current_stream(CUDA) == torch.cuda.default_stream(CUDA)
+    torch.cuda.empty_cache()
+    other = Bench(on_cuda(tiny_model("gpt2"), torch.bfloat16))
+    for _ in range(4):
+        other.verify()
+    assert captures
+
+
+@pytest.mark.parametrize("patience", [0, 10**9])
+def test_drafting_and_verifying_wait_for_nothing(
+    kernel: FlashKernel, captures: list[None], patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
+    drafter = AssistantDrafter(bench.packed, 20, 101)
+    plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
+    drafter.draft(bench.requests, plan)  # feeds the prompts
+    monkeypatch.setattr(drafter, "_trees", lambda requests, layers: [])  # the copy to the host
+    for is_watched in (False, False, True):
+        for sequences in (drafter.sequences, bench.sequences):
+            sequences.pool.graphs.patience = patience
+        for request in bench.requests:
+            drafter.sequences.of(request).length -= 1
+        torch.cuda.set_sync_debug_mode("error" if is_watched else "default")
+        try:
+            drafter._draft(bench.requests, plan)
+            bench.verify()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert bool(captures) == (patience == 0)
+
+
+def test_an_answer_one_question_late() -> None:
+    answers = DeferredFlags(CUDA)
+    asked = [torch.tensor(answer, device=CUDA) for answer in (False, True, False)]
+    assert [answers.next(answer) for answer in asked] == [False, False, True]

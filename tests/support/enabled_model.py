@@ -1,0 +1,11 @@
+"""Calls of an enabled model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=20)
+
+
+def with_slo(model: Any) -> Any:
+    return lambda **kwargs: model.generate(**kwargs, slo_tpot=0.05)

@@ -1,0 +1,54 @@
+"""Requests with K/V in one pool and forwards of trees behind them, for the tests of captured forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hf_slospec.models.kv_cache.sequences import Sequences
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.request import Request
+from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.packed import PackedModel
+
+CPU = torch.device("cpu")
+TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]
+
+
+class Bench:
+    """Requests with K/V in one pool, and forwards of trees behind them."""
+
+    def __init__(self, model: Any, num_cached: tuple[int, ...] = (11, 30, 7), **options: Any):
+        self.packed = PackedModel(model, "flash", **options)
+        draw = torch.Generator().manual_seed(0)
+        self.requests = [
+            Request(i, torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30) for i, n in enumerate(num_cached)
+        ]
+        self.sequences = Sequences(self.packed, max_nodes=8)
+        self.sequences.reserve(self.requests)
+        for request in self.requests:
+            self.sequences.feed(request, request.prompt_len - 1)
+
+    def parts(self) -> list[NewTokens]:
+        trees = [tree(request, TREES[request.index % 3]) for request in self.requests]
+        pairs = zip(self.requests, trees, strict=True)
+        return [self.sequences.chain_and_tree(r, self.sequences.uncached(r), tree) for r, tree in pairs]
+
+    def verify(self) -> torch.Tensor:
+        parts = self.parts()
+        return self.sequences.forward(parts, torch.arange(sum(len(part.input_ids) for part in parts)))
+
+    def grow(self, num_tokens: int) -> None:
+        for request in self.requests:
+            request.tokens += [(7 * len(request.tokens)) % 97 + 3] * num_tokens
+            self.sequences.feed(request, num_tokens)
+
+
+def tree(request: Request, parents: tuple[int, ...]) -> TokenTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tokens = [request.tokens[-1], *range(5, 4 + len(parents))]
+    return TokenTree(np.array(tokens), np.array(parents), np.array(depths), 0.5 ** np.array(depths))

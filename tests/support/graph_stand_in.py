@@ -1,0 +1,108 @@
+"""What stands in for CUDA graphs in the tests: operators called again, with all frozen that was read on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hf_slospec.models.attention.packing import Entries
+from tests.support.flash_stand_in import StandIn
+
+
+class Tape(TorchDispatchMode):
+    """Writes down which operators are called, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))  # keeps all tensors, so that none gets another's id
+        return out
+
+    def play(self, result: torch.Tensor) -> torch.Tensor:
+        """Call all of it again: on tensors made by calls as they are made now, on all others where they are."""
+        made: dict[int, torch.Tensor] = {}
+
+        def now(tensor: torch.Tensor) -> torch.Tensor:
+            return made.get(id(tensor), tensor)
+
+        for func, args, kwargs, out in self.calls:
+            again = func(*tree_map_only(torch.Tensor, now, args), **tree_map_only(torch.Tensor, now, kwargs))
+            for before, after in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                made[id(before)] = after
+        return now(result)
+
+
+class Tapes:
+    """Makes them, in the place of graphs."""
+
+    max_bytes = 2**40
+
+    def __init__(self) -> None:
+        self.num_captured = self.num_replayed = 0
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        with Tape() as tape:
+            result = run()
+        self.num_captured += 1
+
+        def replay() -> torch.Tensor:
+            self.num_replayed += 1
+            return tape.play(result)
+
+        return replay
+
+    def num_bytes(self) -> int:
+        return 0
+
+    def is_usable(self) -> bool:
+        return True
+
+
+class OpaqueStandIn(StandIn):
+    """One operator to whoever traces it, as a flash-attention kernel is."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        entries: Entries,
+        scaling: float,
+        is_causal: bool,
+        window: int | None,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append((is_causal, entries.max_queries, query.shape[1] // key.shape[1]))
+        cumulative = entries.cu_queries, entries.cu_keys
+        most = entries.max_queries, entries.max_keys
+        out: tuple[torch.Tensor, torch.Tensor] = _kernel(
+            query, key, value, entries.token_indices, *cumulative, *most, scaling, is_causal, window, softcap
+        )
+        return out
+
+
+@torch.library.custom_op("hf_slospec_tests::flash_stand_in", mutates_args=())
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    scaling: float,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    entries = Entries(rows, cu_queries, cu_keys, max_queries, max_keys)
+    kernel = StandIn(query.device)
+    return kernel(query, key, value, entries, scaling, is_causal, window, softcap)

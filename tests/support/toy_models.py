@@ -1,0 +1,149 @@
+"""Toy target, drafter, policy and clock behind the engine's protocols; all exact."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.tree import ROOT, TokenTree
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.protocols import Chunk, Drafter, Plan, Policy, Selection, Target
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.step import Engine
+from tests.support.toys import NextProbs, beam_tree, draw, path_to
+
+Choose = Callable[[Request], int]  # the token plain decoding gives a request after its tokens as they stand
+
+VOCAB, STOP = 5, 4
+
+
+def new_costs() -> StepCosts:
+    return StepCosts(
+        verify=ForwardCost(LatencyCurve((1, 2, 4, 8, 16, 32, 64), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 6.0)), 0.01, 0.001),
+        draft_level=ForwardCost(LatencyCurve((1, 64), (0.05, 0.2))),
+    )
+
+
+def greedy(target: NextProbs) -> Choose:
+    return lambda request: int(target(request.tokens).argmax())
+
+
+def sampled(target: NextProbs, seed: int) -> Choose:
+    """Noise belongs to a row and a position, as in plain decoding with the request's own generator."""
+
+    def choose(request: Request) -> int:
+        noise = np.random.default_rng((seed, request.index, request.num_emitted)).random()
+        return draw(target(request.tokens), noise)
+
+    return choose
+
+
+def one_hot(token: int) -> np.ndarray:
+    return np.eye(VOCAB)[token]
+
+
+class ToyTarget:
+    """Chooses tokens by an exact model and checks what the engine owes a target."""
+
+    def __init__(self, choose: Choose):
+        self.choose = choose
+        self.steps = list[list[tuple[Request, TokenTree, int]]]()  # request, tree and tokens left before the step
+        self.fed = list[int]()  # tokens of the chunks of each step
+        self.cached: dict[Request, list[int]] = {}
+        self.released = list[Request]()
+
+    def verify(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
+    ) -> list[Callable[[int], int]]:
+        step = list(zip(requests, trees, (request.num_left for request in requests), strict=True))
+        self.steps.append(step)
+        self.fed.append(sum(chunk.num_tokens for chunk in chunks))
+        assert len({*requests, *(chunk.request for chunk in chunks)}) == len(requests) + len(chunks)
+        assert all(request.tokens[-1] == tree.tokens[ROOT] for request, tree, _ in step)
+        assert all(0 < chunk.num_tokens < chunk.request.num_uncached for chunk in chunks)
+        return [functools.partial(self._choose, request, tree, list(request.tokens)) for request, tree, _ in step]
+
+    def _choose(self, request: Request, tree: TokenTree, before: list[int], node: int) -> int:
+        assert request.tokens == [*before, *path_to(tree, node)]  # processors see the path
+        return self.choose(request)
+
+    def commit(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
+    ) -> None:
+        trees = {request: tree for request, tree, _ in self.steps[-1]}
+        for request, nodes in zip(requests, accepted, strict=True):
+            committed = [int(trees[request].tokens[node]) for node in nodes]
+            behind = len(request.tokens) - 1 - len(committed)  # tokens up to the root, which was fed
+            self.cached[request] = [*request.tokens[:behind], *committed]
+            assert self.cached[request] == request.tokens[:-1]  # all but the next root
+        for chunk in chunks:
+            known = self.cached.setdefault(chunk.request, [])
+            known += chunk.request.tokens[len(known) :][: chunk.num_tokens]
+
+    def release(self, request: Request) -> None:
+        self.released.append(request)
+        self.cached.pop(request, None)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        assert {request for request in requests if request.num_cached} == self.cached.keys()
+        assert all(len(known) == request.num_cached for request, known in self.cached.items())
+
+
+class ToyDrafter:
+    """Beam search on an exact draft model."""
+
+    def __init__(self, draft: NextProbs):
+        self.next_probs = draft
+        self.plans = list[Plan]()
+        self.released = list[Request]()
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        self.plans.append(plan)
+        return [beam_tree(self.next_probs, request.tokens, plan.depth, plan.width) for request in requests]
+
+    def release(self, request: Request) -> None:
+        self.released.append(request)
+
+
+class WholeTrees:
+    """Verifies all that was drafted."""
+
+    def __init__(self, plan: Plan):
+        self.fixed = plan
+
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        return self.fixed
+
+    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
+
+    def observe(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
+    ) -> None:
+        """Nothing to learn."""
+
+
+class Clock:
+    def __init__(self, now_s: float = 0.0, tick_s: float = 0.0):
+        self.now_s, self.tick_s = now_s, tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def engine_of(
+    requests: Sequence[Request],
+    target: Target,
+    drafter: Drafter,
+    policy: Policy,
+    clock: Clock,
+    check_invariants: bool = True,
+) -> Engine:
+    """One that decodes these requests as a batch."""
+    return Engine(target, drafter, policy, StaticScheduler(requests), new_costs(), clock, check_invariants)

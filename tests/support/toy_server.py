@@ -1,0 +1,87 @@
+"""The batcher's thread over the toy model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.engine.protocols import Chunk, Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.step import Engine
+from hf_slospec.serving.batcher import Batcher, Observer
+from hf_slospec.serving.handle import RequestHandle
+from tests.support.toy_models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
+from tests.support.toys import markov_model
+
+WAIT_S = 20.0  # far more than anything here takes
+MODEL = markov_model(np.random.default_rng(0), VOCAB)
+
+
+class GatedTarget(ToyTarget):
+    """Verifies when its gate is open, and may run out of memory."""
+
+    def __init__(self) -> None:
+        super().__init__(greedy(MODEL))
+        self.gate = threading.Event()
+        self.gate.set()
+        self.most_requests = 10**9  # more in a step are more than there is memory for
+        self.error: BaseException | None = None
+
+    def verify(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
+    ) -> list[Callable[[int], int]]:
+        assert self.gate.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        if len(requests) + len(chunks) > self.most_requests:
+            raise MemoryError("no room for so many")
+        return super().verify(requests, trees, chunks)
+
+
+class Books(Observer):
+    def __init__(self) -> None:
+        self.ended = list[Request]()
+
+    def on_step(self, step: StepEvent) -> None:
+        """Count nothing."""
+
+    def on_end(self, request: Request) -> None:
+        self.ended.append(request)
+
+
+class Server:
+    """A batcher over the toy model."""
+
+    def __init__(self, max_queue: int = 1000, max_batch: int = 4):
+        self.toy, self.books = GatedTarget(), Books()
+        self.limits = Limits(max_batch, 10**12, 6, 8, 1e9)
+        self.batcher = Batcher(self._engine, max_queue, FairLock(), self.books)
+        self.num_submitted = 0
+
+    def _engine(self) -> Engine[ContinuousScheduler]:
+        costs, policy = new_costs(), WholeTrees(Plan(2, 2))
+        scheduler = ContinuousScheduler(self.limits, costs)
+        return Engine(self.toy, ToyDrafter(MODEL), policy, scheduler, costs, time.perf_counter, check_invariants=True)
+
+    def submit(
+        self, new: int = 10, block: bool = False, timeout: float | None = None, **fields: object
+    ) -> RequestHandle:
+        self.num_submitted += 1
+        request = Request(self.num_submitted, [0, 1, 2], new, **fields)
+        handle = RequestHandle(request, lambda ids: "".join(map(str, ids)), self.batcher.abort, None)
+        self.batcher.submit(handle, block, timeout)
+        return handle
+
+
+def alone(new: int) -> list[int]:
+    request = Request(0, [0, 1, 2], new)
+    while not request.emit(greedy(MODEL)(request)):
+        pass
+    return request.tokens[3:]
