@@ -1,14 +1,22 @@
-# make run: install and run the quickstart.  make test: everything CI checks.  make notebooks: run them into build/.
+# make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
+# make test: everything CI checks.  make notebooks: run them into build/.
 PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
 NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
 
-.PHONY: run test lint docs bench notebooks clean
+# Folders whose tests load no model.
+FAST_TESTS = tests/algo tests/engine tests/policies tests/sim tests/repository/test_layers.py \
+    tests/repository/test_language.py tests/repository/test_module_map.py
+
+.PHONY: run check test lint docs bench notebooks clean
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
+
+check: lint
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 $(FAST_TESTS)
 
 test: lint docs
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile

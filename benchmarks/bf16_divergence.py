@@ -1,4 +1,4 @@
-"""How often, and at what margins, bf16 output of the embedded pair parts from stock ``generate``.
+"""Frequency and margins of differences between bf16 output of the embedded pair and stock ``generate``.
 
 OMP_NUM_THREADS=1 python benchmarks/bf16_divergence.py
 """
@@ -20,24 +20,24 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.generate.divergence import Prompt, find_divergences
 
 STRIDE = 24  # tokens between the windows cut from one held-out text
-LENGTHS = range(32, 65)  # of the windows, in turn, so that batches are padded
+LENGTHS = range(32, 65)  # of consecutive windows, so that batches are padded
 
 
 def windows(texts: list[list[int]], count: int) -> list[list[int]]:
-    """Distinct stretches of the texts, every text's first one, then every text's second, and so on."""
-    found: dict[tuple[int, ...], None] = {}  # an ordered set
+    """Return distinct windows: the first one of every text, then the second one of every text, and so on."""
+    found: dict[tuple[int, ...], None] = {}  # used as an ordered set
     starts = range(0, max(map(len, texts)), STRIDE)
     for start, text in ((start, text) for start in starts for text in texts):
         window = text[start : start + LENGTHS[len(found) % len(LENGTHS)]]
         if len(window) >= LENGTHS[0] and len(found) < count:
             found[tuple(window)] = None
     if len(found) < count:
-        raise typer.BadParameter(f"the held-out texts hold {len(found)} windows only")
+        raise typer.BadParameter(f"the held-out texts have only {len(found)} windows; ask for fewer --prompts")
     return [list(window) for window in found]
 
 
 def batches(prompts: list[list[int]], size: int, pad: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Left-padded ``input_ids`` and ``attention_mask``, each [batch, padded_len] int64."""
+    """Yield left-padded ``input_ids`` and ``attention_mask``, each [batch, padded_len] int64."""
     for first in tqdm(range(0, len(prompts), size), desc=f"batches of {size}", disable=not sys.stderr.isatty()):
         rows = prompts[first : first + size]
         width = max(map(len, rows))
@@ -48,7 +48,7 @@ def batches(prompts: list[list[int]], size: int, pad: int) -> Iterator[dict[str,
 
 
 def counts(rows: int, tokens: int, divergences: list[Divergence]) -> dict[str, Any]:
-    """What the study records of one comparison."""
+    """Return the figures of one comparison."""
     fields = ("position", "margin", "rounding", "noise", "is_near_tie", "stock_logit", "our_logit")
     return {
         "rows": rows,
@@ -64,11 +64,11 @@ def counts(rows: int, tokens: int, divergences: list[Divergence]) -> dict[str, A
 
 def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 200,
-    new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("benchmarks/results/bf16-divergence.json"),
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/bf16-divergence.json"),
 ) -> None:
-    """Ours against stock in batches of 1 and of 8, and stock against itself at the two sizes, all greedy."""
+    """Compare hf_slospec with stock in batches of 1 and 8, and stock with itself at both sizes, all greedy."""
     target, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
     generator = SLOSpecGenerator(target, draft, tokenizer)
     texts = windows([tokenizer(text).input_ids for text in tiny_prompts()], prompts)

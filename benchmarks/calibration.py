@@ -1,9 +1,9 @@
-"""Predicted against actual acceptance on the embedded pair, as it is and with a draft made over-confident.
+"""Predicted and actual acceptance on the embedded pair, unchanged and with an over-confident draft.
 
     python benchmarks/calibration.py --json benchmarks/results/calibration.json --plot docs/reliability.png
 
-Held-out prompts, greedy, fp32, decoded by policy auto; figures are of the draft's own conditionals (before) and of
-those the policy believed (after), over all children whose parent was committed.
+Held-out prompts, greedy, fp32, decoded by policy ``auto``. The figures compare the draft's conditional probabilities
+(before) and the policy's calibrated ones (after), over all children whose parent was committed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ BATCH, NEW_TOKENS, ROUNDS = 4, 96, 8
 
 
 def study(sharpening: float) -> dict[str, Any]:
+    """Decode with the draft's logits multiplied by ``sharpening``.  -> figures of its predictions"""
     target, draft, tokenizer = load_tiny_pair(torch.float32)
-    if sharpening != 1.0:  # the last norm scales all logits, and nothing else
+    if sharpening != 1.0:  # the last norm scales all logits and nothing else
         draft.model.norm.weight.data.mul_(sharpening)
-    # Wide and deep whatever it costs here: what is judged is the prediction.
+    # Wide and deep trees whatever their cost, because only predictions are evaluated.
     generator = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(max_depth=6, max_width=3))
     expected = committed = steps = 0.0
     for repeat in range(ROUNDS):
@@ -56,11 +57,13 @@ def study(sharpening: float) -> dict[str, Any]:
 
 
 def figures(reliability: Reliability) -> dict[str, Any]:
+    """Return scores and bins of predictions."""
     columns = (reliability.predicted, reliability.accepted, reliability.count)
     return {"brier": reliability.brier, "ece": reliability.ece, "bins": [c.round(2).tolist() for c in columns]}
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Plot reliability diagrams, one panel per draft."""
     import matplotlib
 
     matplotlib.use("Agg")

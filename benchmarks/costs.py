@@ -1,8 +1,8 @@
-"""How the cost of a verify step grows with batch, context and token budget.
+"""Latency of a verify forward by batch size, context length and token budget.
 
     python benchmarks/costs.py [--shape 0.6B] [--repeats 5] [--json FILE] [--plot PNG]
 
-Forwards of one model, with and without prepacked weights, all sizes once per round, medians over rounds.
+Forwards of one model with and without prepacked weights; all sizes once per round, medians over rounds.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
-NODES, KEYS = 8, 256  # of each request, root included, and cached tokens, where nothing else is said
+NODES, KEYS = 8, 256  # default nodes per request, root included, and cached tokens
 AXES = {
     "batch": [Size(NODES * batch, batch, KEYS) for batch in (1, 2, 4, 8, 16, 32, 64)],
     "context": [Size(NODES, 1, keys) for keys in (128, 256, 512, 1024, 2048, 4096)],
     "budget": [Size(tokens, 1, KEYS) for tokens in (1, 4, 8, 16, 32, 64, 128, 256)],
 }
-WAYS = {"prepacked": True, "as loaded": False}
+WEIGHTS = {"prepacked": True, "as loaded": False}
 
 
 def measure(shape: str, repeats: int) -> list[dict[str, float | str]]:
+    """Return the median milliseconds of every size, with and without prepacked weights."""
     tiny, _, _ = load_tiny_pair(torch.bfloat16)
     model = inflate(tiny, SHAPES[shape])
-    forwards = {way: Forwards(PackedModel(model, prepack=prepack)) for way, prepack in WAYS.items()}
+    forwards = {weights: Forwards(PackedModel(model, prepack=prepack)) for weights, prepack in WEIGHTS.items()}
     sizes = sorted({size for axis in AXES.values() for size in axis})
-    seconds: dict[tuple[str, Size], list[float]] = {(way, size): [] for way in WAYS for size in sizes}
+    seconds: dict[tuple[str, Size], list[float]] = {(weights, size): [] for weights in WEIGHTS for size in sizes}
     with evaluating(model):
-        for way in WAYS:
-            forwards[way](Size(1))
+        for weights in WEIGHTS:
+            forwards[weights](Size(1))
         for _ in tqdm(range(repeats), desc="rounds"):
-            for (way, size), own in seconds.items():
-                own.append(forwards[way](size))
+            for (weights, size), own in seconds.items():
+                own.append(forwards[weights](size))
     return [
-        dict(weights=way, tokens=size.num_tokens, requests=size.num_requests, keys_each=size.keys_each,
+        dict(weights=weights, tokens=size.num_tokens, requests=size.num_requests, keys_each=size.keys_each,
              ms=round(1e3 * median(own), 2))
-        for (way, size), own in seconds.items()
+        for (weights, size), own in seconds.items()
     ]  # fmt: skip
 
 
 def draw(rows: list[dict[str, float | str]], path: Path) -> None:
+    """Plot the three axes, one panel each."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -64,9 +66,11 @@ def draw(rows: list[dict[str, float | str]], path: Path) -> None:
     ms = {(r["weights"], Size(r["tokens"], r["requests"], r["keys_each"])): r["ms"] for r in rows}
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharey=True)
     for axis, (name, (label, x_of, title)) in zip(axes, labels.items(), strict=True):
-        for way, color, marker in zip(WAYS, ("#0072B2", "#D55E00"), "os", strict=True):
+        for weights, color, marker in zip(WEIGHTS, ("#0072B2", "#D55E00"), "os", strict=True):
             x = [x_of(size) for size in AXES[name]]
-            axis.plot(x, [ms[way, size] for size in AXES[name]], color=color, marker=marker, markersize=4, label=way)
+            axis.plot(
+                x, [ms[weights, size] for size in AXES[name]], color=color, marker=marker, markersize=4, label=weights
+            )
         axis.set(xscale="log", yscale="log", xlabel=label, title=title)
         axis.set_xticks(x, [str(n) for n in x])
         axis.minorticks_off()

@@ -1,9 +1,9 @@
-"""What was tried to make forwards on a CPU faster: prepacked weights, torch's compiler, the thread they run in.
+"""Attempts to speed up forwards on CPUs: prepacked weights, torch's compiler, the thread that runs them.
 
     python benchmarks/cpu_forwards.py [--shape 0.3B] [--repeats 9] [--json FILE]
 
-Plain forwards of a whole model over a few tokens, without packed rows. Contestants run in turn in every round;
-medians over rounds. Compiling takes a C++ compiler and a minute.
+Plain forwards of a whole model over a few tokens, without packed batches. All variants run in every round; medians over
+rounds. The compilation needs a C++ compiler and takes about a minute.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ TOKENS = (1, 4, 8, 16, 32, 64)
 
 
 def timed(model: Any, num_tokens: int) -> float:
+    """Return the seconds of one forward."""
     input_ids = torch.arange(num_tokens)[None]
     with torch.no_grad():
         begun_s = time.perf_counter()
@@ -37,10 +38,10 @@ def timed(model: Any, num_tokens: int) -> float:
         return time.perf_counter() - begun_s
 
 
-def by_means(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]:
-    """-> milliseconds by tokens and means, and the seconds it took to compile"""
+def by_variant(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]:
+    """Return milliseconds by tokens and variant, and the seconds of the compilation."""
     linears, begun_s = PrepackedLinears(model, True), time.perf_counter()
-    torch._inductor.config.freezing = True  # weights become constants, which the compiler prepacks too
+    torch._inductor.config.freezing = True  # weights become constants, which the compiler also prepacks
     compiled = torch.compile(copy.deepcopy(model), dynamic=True)
     for num_tokens in (8, 9, 24, 1):
         timed(compiled, num_tokens)
@@ -50,20 +51,22 @@ def by_means(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]:
         with linears.in_use():
             return timed(model, num_tokens)
 
-    means: dict[str, Callable[[int], float]] = {
+    variants: dict[str, Callable[[int], float]] = {
         "as loaded": lambda n: timed(model, n),
         "prepacked": prepacked,
         "compiled": lambda n: timed(compiled, n),
     }
     rows = []
     for num_tokens in TOKENS:
-        rounds = [{name: run(num_tokens) for name, run in means.items()} for _ in range(repeats)]
-        rows.append({"tokens": num_tokens} | {name: round(1e3 * median(r[name] for r in rounds), 2) for name in means})
+        rounds = [{name: run(num_tokens) for name, run in variants.items()} for _ in range(repeats)]
+        rows.append(
+            {"tokens": num_tokens} | {name: round(1e3 * median(r[name] for r in rounds), 2) for name in variants}
+        )
     return rows, compile_s
 
 
 def by_thread(model: Any, repeats: int) -> dict[str, float]:
-    """How many times as long forwards take in a second thread, while the first keeps its OpenMP team or not."""
+    """Return the slow-down of forwards in a second thread while the first one keeps, or released, its OpenMP team."""
 
     def own() -> float:
         timed(model, 8)
@@ -95,8 +98,8 @@ def main() -> None:
     tiny, draft, _ = load_tiny_pair(torch.bfloat16)
     target = inflate(tiny, SHAPES[arguments.shape])
     threads = {name: by_thread(model, arguments.repeats) for name, model in (("target", target), ("draft", draft))}
-    rows, compile_s = by_means(target, arguments.repeats)
-    print(f"times as long in a second thread: {threads}\ncompiling took {compile_s:.0f} s")
+    rows, compile_s = by_variant(target, arguments.repeats)
+    print(f"slow-down in a second thread: {threads}\ncompilation took {compile_s:.0f} s")
     for row in rows:
         print(row)
     if arguments.json:

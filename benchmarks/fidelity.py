@@ -1,11 +1,11 @@
-"""Does the simulator predict the real batcher on this machine?
+"""Accuracy of the simulator: the real batcher on this machine compared with its simulation.
 
     python benchmarks/fidelity.py --json benchmarks/results/fidelity-cpu-2core.json
 
-Profiles the embedded pair, serves Poisson loads with the real batcher, records how the draft saw what was written,
-and replays the same arrivals and texts in the simulator, fed with the profile. The profile is corrected by real steps,
-since a shared machine drifts and the batcher's thread has threads of its own: once by those of a warm-up right before,
-once by those of the very run, which leaves what the simulator itself gets wrong.
+Profiles the embedded pair, serves Poisson loads with the real batcher, records the draft's probabilities for the
+outputs, and simulates the same arrivals and texts with the profile. The profile is corrected by measured steps, because
+the speed of a shared machine drifts and the batcher's thread has its own OpenMP threads: once by the steps of a warm-up
+just before, and once by those of the same run, which leaves the errors of the simulator itself.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hf_slospec.sim.texts import Library, RecordedText
 from hf_slospec.sim.workload import Job
 
 
-class Watched:
-    """A generator whose steps are kept."""
+class RecordedGenerator:
+    """A generator with a record of its steps."""
 
     def __init__(self, generator: SLOSpecGenerator):
         self.generator, self.steps = generator, list[StepEvent]()
@@ -47,10 +47,10 @@ class Watched:
             self.steps.append(step)
             on_step(step)
 
-        telemetry.on_step = kept  # type: ignore[method-assign]  # a benchmark may look where users do not
+        telemetry.on_step = kept  # type: ignore[method-assign]  # there is no public hook
 
-    def as_of_now(self, hardware: Hardware) -> Hardware:
-        """The profile, corrected by what the steps so far took."""
+    def corrected(self, hardware: Hardware) -> Hardware:
+        """Return the profile corrected by the durations of the recorded steps."""
         decoding = [step for step in self.steps if not step.is_prefill]
         host_s = mean(step.phases.select_s + step.phases.host_s for step in decoding)
         target, draft = hardware.target, hardware.draft
@@ -60,17 +60,20 @@ class Watched:
             for s in decoding
             if s.phases.draft_s and s.depth
         ]
-        slower = median(levels) if levels else 1.0
-        return replace(hardware, target=scaled(target, median(verify)), draft=scaled(draft, slower), host_s=host_s)
+        draft_factor = median(levels) if levels else 1.0
+        return replace(
+            hardware, target=scaled(target, median(verify)), draft=scaled(draft, draft_factor), host_s=host_s
+        )
 
 
 def scaled(cost: ForwardCost, factor: float) -> ForwardCost:
+    """Return a cost with all durations multiplied by ``factor``."""
     curve = LatencyCurve(cost.curve.num_tokens, tuple(factor * seconds for seconds in cost.curve.seconds))
     return ForwardCost(curve, factor * cost.per_request_s, factor * cost.per_key_s)
 
 
 def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) -> tuple[list[Any], list[RecordedText]]:
-    """Metrics of every request, and its text as the draft saw it."""
+    """Serve a load.  -> metrics of every request, and its text with the draft's probabilities"""
     with generator:
         begun_s, handles = time.perf_counter(), []
         for job in load:
@@ -86,6 +89,7 @@ def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) 
 
 
 def replayed(load: list[dict[str, Any]], texts: list[RecordedText], hardware: Hardware, config: SLOSpecConfig) -> Any:
+    """Simulate the load."""
     jobs = [
         Job(
             job["at_s"], len(job["ids"]), job["new"], job["targets"]["slo_tpot"], job["targets"]["slo_ttft"],
@@ -97,7 +101,7 @@ def replayed(load: list[dict[str, Any]], texts: list[RecordedText], hardware: Ha
 
 
 def figures(rows: Any) -> dict[str, float]:
-    """Of metrics or outcomes, which name these alike."""
+    """Return mean figures of metrics or outcomes, which have the same field names."""
     rows = list(rows)
     return {
         "tpot_ms": 1e3 * mean(row.tpot_s for row in rows if row.tpot_s is not None),
@@ -111,26 +115,28 @@ def main(
     size: Annotated[str, typer.Option()] = "0.3B",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     number: Annotated[int, typer.Option(help="Requests of each load.")] = 60,
-    pressures: Annotated[str, typer.Option(help="Of what plain decoding at batch 8 can do.")] = "0.4,0.7",
+    pressures: Annotated[
+        str, typer.Option(help="Loads as shares of the throughput of plain decoding at batch 8.")
+    ] = "0.4,0.7",
     systems: Annotated[str, typer.Option()] = ",".join(SYSTEMS),
-    seconds: Annotated[float, typer.Option(help="Of profiling, for each model.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="Duration of the profiling of each model.")] = 20.0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Real and simulated figures, system by system."""
+    """Measure and simulate every system under every load."""
     logging.disable(logging.WARNING)
     target, draft, tokenizer = models(size, dtype)
     fits = {
         name: profile(name, model, seconds, keep=True)["fit"] for name, model in (("target", target), ("draft", draft))
     }
     table = Table(title=f"{size} {dtype}: real / simulated")
-    for heading in ("load", "system", "as of", "TPOT ms", "error", "attained", "error", "TTFT ms", "steps"):
+    for heading in ("load", "system", "corrected by", "TPOT ms", "error", "attained", "error", "TTFT ms", "steps"):
         table.add_column(heading, justify="right")
     results, token_s = [], 0.0
     for name in systems.split(","):
         config = SLOSpecConfig(**SYSTEMS[name])
-        watched = Watched(SLOSpecGenerator(target, draft, tokenizer, config))
+        watched = RecordedGenerator(SLOSpecGenerator(target, draft, tokenizer, config))
         with watched.generator:
-            plain_token_s(watched.generator, tokenizer)  # the first steps of a process are slow
+            plain_token_s(watched.generator, tokenizer)  # the first steps of a process are slower
             measured_s = plain_token_s(watched.generator, tokenizer)
         token_s = token_s or measured_s
         for pressure in map(float, pressures.split(",")):
@@ -138,13 +144,13 @@ def main(
             watched.steps.clear()
             served(watched.generator, load_of(10**6, "poisson", rate, 16, token_s, tokenizer), draft)  # warm-up
             fitted = HardwareFile.model_validate(fits).hardware()
-            before = watched.as_of_now(fitted)
+            before = watched.corrected(fitted)
             load = load_of(0, "poisson", rate, number, token_s, tokenizer)
             watched.steps.clear()
             metrics, texts = served(watched.generator, load, draft)
             real = figures(metrics)
             record: dict[str, Any] = {"system": name, "pressure": pressure, "real": real}
-            for corrected_by, hardware in (("warm-up", before), ("run", watched.as_of_now(fitted))):
+            for corrected_by, hardware in (("warm-up", before), ("run", watched.corrected(fitted))):
                 simulated = figures(replayed(load, texts, hardware, config).outcomes)
                 errors = {key: simulated[key] / real[key] - 1.0 for key in ("tpot_ms", "ttft_ms", "steps")}
                 errors["attained"] = simulated["attained"] - real["attained"]

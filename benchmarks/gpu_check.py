@@ -1,4 +1,4 @@
-"""Check a GPU: tests, identity, speed and floor. The same as ``python -m hf_slospec gpu-check``.
+"""Check a GPU: tests, identity, speed and memory floor, as ``python -m hf_slospec gpu-check`` does.
 
 python benchmarks/gpu_check.py --json benchmarks/results/gpu-check.json
 """

@@ -1,4 +1,4 @@
-"""Write the embedded pair, its target inflated, to a folder that ``from_pretrained`` reads.
+"""Save the embedded pair, with its target inflated, for ``from_pretrained``.
 
 python benchmarks/inflate.py 0.6B /tmp/pair --dtype bfloat16
 python -m hf_slospec bench --target /tmp/pair/target --assistant /tmp/pair/draft
@@ -18,10 +18,10 @@ from hf_slospec.tiny.inflate import SHAPES, inflate
 
 def main(
     size: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write target/ and draft/.")],
-    dtype: Annotated[str, typer.Option(help="Weights' dtype.")] = "bfloat16",
+    folder: Annotated[Path, typer.Argument(help="Folder for target/ and draft/.")],
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
 ) -> None:
-    """Save a function-preserving inflation of the embedded target beside the embedded draft."""
+    """Save the inflated embedded target and the embedded draft."""
     if size not in SHAPES:
         raise typer.BadParameter(f"size must be one of {', '.join(SHAPES)}")
     target, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))

@@ -1,9 +1,9 @@
-"""Cost of planning and selecting one step, by number of requests; no model runs.
+"""Latency of a policy's planning and selection by number of requests, without models.
 
     python benchmarks/selection.py [--policies NAME ...] [--json benchmarks/results/selection.json]
 
-Every request brings a candidate tree of 24 nodes (beams of 3, 8 deep), so 64 requests make about 1,500 candidates. To
-policies of chains it brings a chain of 8.
+Every request has a candidate tree of 24 nodes (beam width 3, depth 8), so 64 requests have about 1,500 candidates. For
+policies that verify chains it has a chain of 8.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DRAFT = ForwardCost(LatencyCurve((1, 64, 512, 3072), (0.001, 0.0012, 0.002, 0.01
 
 
 def candidate_tree(rng: np.random.Generator) -> TokenTree:
-    """A beam of 3 by 8 with falling path probabilities."""
+    """Return a random candidate tree with decreasing path probabilities."""
     parents, probs = [-1], [1.0]
     layer = [0]
     for _ in range(DEPTH):
@@ -52,7 +52,7 @@ def candidate_tree(rng: np.random.Generator) -> TokenTree:
 
 
 def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, float]:
-    """Median milliseconds of each of a policy's calls."""
+    """Return the median milliseconds of each method of a policy."""
     rng = np.random.default_rng(0)
     requests = [Request(i, [1] * 300, 500, (Stage(0.02 if i % 2 else None),)) for i in range(num_requests)]
     for request in requests:

@@ -1,12 +1,12 @@
-"""A mixed load on the batcher: attainment, goodput and times of our policy and of plain serving on the same arrivals.
+"""A mixed load on the batcher: attainment, goodput and latencies of several systems under the same arrivals.
 
     python benchmarks/serving.py load --json benchmarks/results/serving-cpu-2core.json
-    python benchmarks/serving.py throughput --json ...      # all at once, against transformers' generate_batch
-    python benchmarks/serving.py long-prompt --json ...     # what a 2,000-token prompt does to running streams
-    python benchmarks/serving.py overhead --json ...        # the scheduler's own time, by running requests; no model
+    python benchmarks/serving.py throughput --json ...      # all requests at once, compared with generate_batch
+    python benchmarks/serving.py long-prompt --json ...     # running streams while a 2,000-token prompt arrives
+    python benchmarks/serving.py overhead --json ...        # time of the scheduler by running requests, without models
 
-Requests are of three classes, with targets for the time to the first token and per output token in multiples of the
-time per token of plain decoding at batch 8, measured first. The systems take turns on the same arrivals, real clock.
+Requests belong to three classes with TPOT and TTFT SLOs, which are multiples of the time per token of plain decoding at
+batch 8, measured first. The systems take turns with the same arrivals in real time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "plain": dict(policy="none", admission="fcfs"),
     "fixed-4": dict(policy="fixed", max_depth=4, max_width=1, admission="fcfs"),
 }
-# share of requests, targets per output token and to the first one, in times per token of plain decoding at batch 8
+# share of requests, TPOT SLO and TTFT SLO, as multiples of the time per token of plain decoding at batch 8
 CLASSES = {"tight": (0.4, 0.8, 15.0), "middling": (0.4, 1.2, 30.0), "relaxed": (0.2, 3.0, 100.0)}
 PROMPT_TOKENS, NEW_TOKENS = (16, 64), (16, 64)
 Json = Annotated[Path | None, typer.Option("--json")]
@@ -52,24 +52,26 @@ Dtype = Annotated[str, typer.Option()]
 
 
 def models(size: str, dtype: str) -> tuple[Any, Any, Any]:
+    """Return the inflated target, the draft and the tokenizer."""
     target, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
     return inflate(target, SHAPES[size]), draft, tokenizer
 
 
 def plain_token_s(generator: SLOSpecGenerator, tokenizer: Any, batch: int = 8) -> float:
-    """Time per token of plain decoding of a batch."""
+    """Return the seconds per token of plain decoding of a batch."""
     prompts = [tokenizer(text)["input_ids"][:64] for text in tiny_prompts()[:batch]]
     handles = [generator.submit(ids, max_new_tokens=40, eos_token_id=None) for ids in prompts]
     return median(handle.result().metrics.tpot_s or 0.0 for handle in handles)
 
 
 def arrivals(rng: np.random.Generator, kind: str, rate: float, number: int) -> np.ndarray:
-    """Seconds of each arrival: Poisson, or bursts (gamma gaps with a coefficient of variation of 3)."""
+    """Return arrival times in seconds: Poisson, or bursty (gamma gaps with a coefficient of variation of 3)."""
     shape = {"poisson": 1.0, "bursty": 1.0 / 9.0}[kind]
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
 
 
 def load_of(seed: int, kind: str, rate: float, number: int, token_s: float, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return a load: arrival, class, prompt, output length and SLOs of every request."""
     rng = np.random.default_rng(seed)
     texts = [tokenizer(text)["input_ids"] for text in tiny_prompts()]
     names, shares = list(CLASSES), [share for share, *_ in CLASSES.values()]
@@ -91,7 +93,7 @@ def load_of(seed: int, kind: str, rate: float, number: int, token_s: float, toke
 
 
 def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, Any]:
-    """Submit a load when it is due; figures of what came of it."""
+    """Submit a load in real time.  -> figures of its requests"""
     begun_s = time.perf_counter()
     handles = []
     for job in load:
@@ -106,13 +108,13 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
     by_class: dict[str, list[Any]] = defaultdict(list)
     for job, own in zip(load, metrics, strict=True):
         by_class[job["name"]].append(own)
-    promised = [own for own in metrics if own.guaranteed]
+    guaranteed = [own for own in metrics if own.guaranteed]
     return {
         "attained": sum(bool(own.attained) for own in metrics) / len(metrics),
         "goodput": sum(own.tokens for own in metrics if own.attained) / seconds,
         "tokens_per_s": sum(own.tokens for own in metrics) / seconds,
-        "promised": len(promised) / len(metrics),
-        "promises_kept": sum(bool(own.attained) for own in promised) / max(len(promised), 1),
+        "promised": len(guaranteed) / len(metrics),
+        "promises_kept": sum(bool(own.attained) for own in guaranteed) / max(len(guaranteed), 1),
         "classes": {
             name: {
                 "attained": sum(bool(own.attained) for own in rows) / len(rows),
@@ -125,6 +127,7 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
 
 
 def write(path: Path | None, **record: Any) -> None:
+    """Write a record as JSON, if a path is given."""
     if path is not None:
         path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -134,13 +137,15 @@ def load(
     size: Size = "0.3B",
     dtype: Dtype = "bfloat16",
     number: Annotated[int, typer.Option()] = 200,
-    pressure: Annotated[float, typer.Option(help="Work that comes in, of what plain decoding at batch 8 does.")] = 0.8,
+    pressure: Annotated[
+        float, typer.Option(help="Load as a share of the throughput of plain decoding at batch 8.")
+    ] = 0.8,
     repeats: Annotated[int, typer.Option()] = 2,
     systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
     kinds: Annotated[str, typer.Option(help="poisson, bursty, or both.")] = "poisson,bursty",
     json_path: Json = None,
 ) -> None:
-    """Poisson and bursty arrivals of three classes, every system on each."""
+    """Serve Poisson and bursty arrivals of three classes by every system."""
     target, draft, tokenizer = models(size, dtype)
     generators = {
         name: SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS[name])) for name in systems.split(",")
@@ -167,7 +172,7 @@ def load(
         table = Table(
             title=f"{size} {dtype}, {kind}: {number} requests at {rate:.2f}/s; plain {1e3 * token_s:.0f} ms/token"
         )
-        for heading in ("system", "attained", "goodput tok/s", "tok/s", "promised", "kept", *CLASSES):
+        for heading in ("system", "attained", "goodput tok/s", "tok/s", "guaranteed", "kept", *CLASSES):
             table.add_column(heading, justify="left" if heading == "system" else "right")
         for name, runs in by_name.items():
             figures = [median(run[key] for run in runs) for key in ("attained", "goodput", "tokens_per_s", "promised")]
@@ -178,16 +183,24 @@ def load(
                 f"{median(r['classes'][c]['ttft_s'][0] for r in runs):.1f} s"
                 for c in CLASSES
             ]
-            attained, goodput, rate_of, promised = figures
+            attained, goodput, rate_of, guaranteed = figures
             pairs = list(zip(runs, by_name[OURS], strict=True))
             missed, ours_missed = (sum(1.0 - run["attained"] for run in of) for of in zip(*pairs, strict=True))
             gained = median(ours["goodput"] / max(own["goodput"], 1e-9) for own, ours in pairs)
             ratios[kind][name] = {
-                "misses_vs_ours": missed / ours_missed if ours_missed else None,  # over all runs: one may have none
+                "misses_vs_ours": missed / ours_missed
+                if ours_missed
+                else None,  # summed over all runs, since a single one may have no misses
                 "goodput_of_ours_vs_it": gained,
             }
             table.add_row(
-                name, f"{attained:.0%}", f"{goodput:.0f}", f"{rate_of:.0f}", f"{promised:.0%}", f"{kept:.0%}", *classes
+                name,
+                f"{attained:.0%}",
+                f"{goodput:.0f}",
+                f"{rate_of:.0f}",
+                f"{guaranteed:.0%}",
+                f"{kept:.0%}",
+                *classes,
             )
         console.print(table, ratios[kind])
     write(
@@ -205,11 +218,11 @@ def throughput(
     size: Size = "0.3B",
     dtype: Dtype = "bfloat16",
     number: Annotated[int, typer.Option()] = 48,
-    batch: Annotated[int, typer.Option(help="Requests that run at a time, for all systems.")] = 16,
+    batch: Annotated[int, typer.Option(help="Concurrent requests of every system.")] = 16,
     repeats: Annotated[int, typer.Option()] = 3,
     json_path: Json = None,
 ) -> None:
-    """All requests at once, without targets: tokens per second, against transformers' own continuous batching."""
+    """Measure tokens per second of requests without SLOs, compared with continuous batching of transformers."""
     target, draft, tokenizer = models(size, dtype)
     configs = {name: SLOSpecConfig(**options, max_batch=batch) for name, options in SYSTEMS.items()}
     generators = {name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in configs.items()}
@@ -221,7 +234,7 @@ def throughput(
                 handle.result()
 
     def stock() -> None:
-        # small blocks and rows: with its defaults it is several times slower on a CPU
+        # few blocks and tokens: with the defaults it is several times slower on a CPU
         own = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=2 * batch, max_requests_per_batch=batch)
         config = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)
         target.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=own)
@@ -231,7 +244,7 @@ def throughput(
         for name in (*generators, "generate_batch"):
             begun_s = time.perf_counter()
             stock() if name == "generate_batch" else ours(name)
-            if repeat:  # the first warms up
+            if repeat:  # the first one is a warm-up
                 seconds[name].append(time.perf_counter() - begun_s)
     results = {
         name: {
@@ -253,7 +266,7 @@ def long_prompt(
     repeats: Annotated[int, typer.Option()] = 3,
     json_path: Json = None,
 ) -> None:
-    """Four streams run when a long prompt comes: the longest gap between a stream's tokens, and the prompt's TTFT."""
+    """Submit a long prompt beside four streams: the longest gap between a stream's tokens, and the prompt's TTFT."""
     target, draft, tokenizer = models(size, dtype)
     text = "\n".join(tiny_prompts())
     long = (tokenizer(text)["input_ids"] * 10)[:tokens]
@@ -293,7 +306,7 @@ def long_prompt(
 
 @app.command()
 def overhead(json_path: Json = None) -> None:
-    """The scheduler's own time per step; no model runs."""
+    """Measure the scheduler's time per step, without models."""
     costs = StepCosts(
         ForwardCost(LatencyCurve((1, 64, 512, 2048), (0.02, 0.024, 0.06, 0.2))),
         ForwardCost(LatencyCurve((1, 64, 512), (0.001, 0.0012, 0.002))),
@@ -311,12 +324,14 @@ def overhead(json_path: Json = None) -> None:
                 if not request.num_emitted:
                     request.emit(1)
                     request.num_cached, request.first_token_s = 100, 0.0
-            if step % 10 == 0:  # one goes, one comes
+            if step % 10 == 0:  # one request ends, another one arrives
                 scheduler.remove(scheduler.running[step % number])
-                tpot_slo_s, ttft_s = (0.05, 5.0) if step % 20 else (None, None)
+                tpot_slo_s, ttft_slo_s = (0.05, 5.0) if step % 20 else (None, None)
                 arrived_s = 0.001 * step
                 scheduler.add(
-                    Request(number + step, [1] * 100, 200, (Stage(tpot_slo_s),), arrived_s=arrived_s, ttft_slo_s=ttft_s)
+                    Request(
+                        number + step, [1] * 100, 200, (Stage(tpot_slo_s),), arrived_s=arrived_s, ttft_slo_s=ttft_slo_s
+                    )
                 )
             begun_s = time.perf_counter()
             scheduler.schedule(0.001 * step)

@@ -1,11 +1,11 @@
-"""Policies on one batch with tight, middling and relaxed targets: attainment, throughput, prediction.
+"""Policies on a batch with tight, middling and relaxed TPOT SLOs: attainment, throughput, accuracy of predictions.
 
     python benchmarks/slo.py --json benchmarks/results/slo-cpu-2core.json           # the embedded pair at 0.6 B, bf16
-    python benchmarks/slo.py --draft random --json ...                              # a useless draft: never slower?
+    python benchmarks/slo.py --draft random --json ...                              # a useless draft
     python benchmarks/slo.py --draft random --dtype float32 --size 0.1B --json ...
 
-Targets are 0.6, 1.0 and 2.0 times the time per token of plain decoding at this batch, measured first. Policies take
-turns on the same prompts in one process; figures are medians over repeats.
+The SLOs are 0.6, 1.0 and 2.0 times the time per token of plain decoding at this batch size, measured first. Policies
+take turns with the same prompts in one process; figures are medians over repeats.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chain of 6": dict(policy="fixed", max_depth=6, max_width=1),
     "static tree": dict(policy="static"),
 }
-TARGETS = (0.6, 1.0, 2.0)  # times the time per token of plain decoding
+SLO_FACTORS = (0.6, 1.0, 2.0)  # multiples of the time per token of plain decoding
 
 
 def encoded(tokenizer: Any, batch: int, repeat: int, prompt_tokens: int) -> dict[str, torch.Tensor]:
+    """Return a batch of the repeat's prompts."""
     texts = [tiny_prompts()[(repeat * batch + row) % len(tiny_prompts())] for row in range(batch)]
     options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": prompt_tokens}
     inputs = tokenizer(texts, return_tensors="pt", **options)
@@ -50,16 +51,16 @@ def encoded(tokenizer: Any, batch: int, repeat: int, prompt_tokens: int) -> dict
     return dict(inputs)
 
 
-def summary(runs: list[Any], tpot_slos_s: list[float]) -> dict[str, Any]:
-    """Figures of one policy; ``runs`` are outputs with the wall seconds of their decode."""
+def summary(runs: list[Any]) -> dict[str, Any]:
+    """Return the figures of one policy; ``runs`` are outputs with the seconds of their decoding."""
     rows = [metrics for out, _ in runs for metrics in out.slo]
     steps = [step for out, _ in runs for step in out.steps if not step.is_prefill]
-    late = [step for step in steps if step.predicted_s > 0.0]
+    predicted = [step for step in steps if step.predicted_s > 0.0]
     by_class = defaultdict(list)
     for out, _ in runs:
         for metrics, factor in zip(out.slo, sorted_factors(len(out.slo)), strict=True):
             by_class[factor].append(metrics)
-    errors = [abs(step.predicted_s - step.phases.total_s) / step.phases.total_s for step in late]
+    errors = [abs(step.predicted_s - step.phases.total_s) / step.phases.total_s for step in predicted]
     expected, committed = (
         sum(getattr(r, name) for s in steps for r in s.requests) for name in ("expected", "committed")
     )
@@ -78,14 +79,14 @@ def summary(runs: list[Any], tpot_slos_s: list[float]) -> dict[str, Any]:
 
 
 def sorted_factors(batch: int) -> list[float]:
-    """The target class of each row, in thirds."""
-    return [TARGETS[row * len(TARGETS) // batch] for row in range(batch)]
+    """Return the SLO factor of each row: a third of the rows for each factor."""
+    return [SLO_FACTORS[row * len(SLO_FACTORS) // batch] for row in range(batch)]
 
 
 def main(
     size: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "0.6B",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
-    draft: Annotated[str, typer.Option(help="embedded, or random: the same model untrained.")] = "embedded",
+    draft: Annotated[str, typer.Option(help="embedded, or random: the same model with random weights.")] = "embedded",
     batch: Annotated[int, typer.Option()] = 8,
     new_tokens: Annotated[int, typer.Option()] = 64,
     prompt_tokens: Annotated[int, typer.Option()] = 64,
@@ -93,7 +94,7 @@ def main(
     policies: Annotated[str, typer.Option(help="Comma-separated; default all.")] = ",".join(POLICIES),
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Run every policy once per repeat, on the repeat's own prompts."""
+    """Run every policy once per repeat with the repeat's prompts."""
     target, assistant, tokenizer = load_tiny_pair(getattr(torch, dtype))
     target = inflate(target, SHAPES[size])
     if draft == "random":
@@ -108,12 +109,12 @@ def main(
     def run(name: str, repeat: int, tpot_slos_s: list[float] | None) -> tuple[Any, float]:
         inputs = encoded(tokenizer, batch, repeat, prompt_tokens)
         out = generators[name].generate(**inputs, slo_tpot=tpot_slos_s, **options)
-        first = out.steps[1].begun_s  # the prefill is no policy's doing
+        first = out.steps[1].begun_s  # without the prefill, which does not depend on the policy
         last = out.steps[-1]
         return out, last.begun_s + last.phases.total_s - first
 
     for name in generators:
-        run(name, 0, None)  # warm-up; measures step times where they are not known
+        run(name, 0, None)  # warm-up; measures step times that are not stored yet
     plain_s = median(metrics.tpot_s for repeat in range(2) for metrics in run(PLAIN, repeat, None)[0].slo)
     tpot_slos_s = [factor * plain_s for factor in sorted_factors(batch)]
     runs: dict[str, list[Any]] = defaultdict(list)
@@ -124,16 +125,16 @@ def main(
         runs[shifted].append(run(shifted, repeat + 1, tpot_slos_s))
         time.sleep(0.05)
 
-    results = {name: summary(own, tpot_slos_s) for name, own in runs.items()}
+    results = {name: summary(own) for name, own in runs.items()}
     base = [seconds for _, seconds in runs[PLAIN]]
     for name, own in runs.items():
         results[name]["speedup_vs_plain"] = median(b / s for b, (_, s) in zip(base, own, strict=True))
     table = Table(title=f"{size} {dtype}, {draft} draft, batch {batch}; plain decoding {1e3 * plain_s:.1f} ms/token")
     figures = ("speed-up", "tokens/step", "nodes", "no draft", "time error", "expected")
-    for heading in ("policy", "attained", *(f"{f}x: ms" for f in TARGETS), *figures):
+    for heading in ("policy", "attained", *(f"{f}x: ms" for f in SLO_FACTORS), *figures):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for name, r in results.items():
-        classes = [f"{r['tpot_ms'][str(f)]:.0f} ({r['attained_by_target'][str(f)]:.0%})" for f in TARGETS]
+        classes = [f"{r['tpot_ms'][str(f)]:.0f} ({r['attained_by_target'][str(f)]:.0%})" for f in SLO_FACTORS]
         error = "" if r["step_time_error"] is None else f"{r['step_time_error']:.1%}"
         table.add_row(
             name, f"{r['attained']:.0%}", *classes, f"{r['speedup_vs_plain']:.3f}x", f"{r['tokens_per_step']:.2f}",
@@ -143,7 +144,7 @@ def main(
     Console(width=150).print(table)
     if json_path is not None:
         facts = provenance(size=size, dtype=dtype, draft=draft, batch=batch, new_tokens=new_tokens, repeats=repeats,
-                           plain_tpot_ms=1e3 * plain_s, targets=TARGETS)  # fmt: skip
+                           plain_tpot_ms=1e3 * plain_s, targets=SLO_FACTORS)  # fmt: skip
         json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
 
 

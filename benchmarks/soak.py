@@ -1,9 +1,9 @@
-"""Ten thousand submits from eight threads with random cancels, errors, timeouts and stops: nothing lost, memory flat.
+"""Stress test: 10,000 requests from eight threads with random cancels, errors, timeouts and stops; no loss, no leak.
 
     python benchmarks/soak.py [--submits 10000] [--json benchmarks/results/soak-cpu-2core.json]
 
-Runs on the embedded pair in fp32 with every invariant checked in every step, and compares greedy outputs with what
-stock ``generate`` gives.
+Runs on the embedded pair in fp32 with all invariants checked in every step, and compares greedy outputs with stock
+``generate``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hf_slospec.cli.benchmark import provenance
 THREADS, WAIT_S, LONGEST = 8, 300.0, 24
 
 
-class Fails:
-    """A criterion that raises after some calls."""
+class FailingCriterion:
+    """A stopping criterion that raises after a number of calls."""
 
     def __init__(self, after: int):
         self.left = after
@@ -46,7 +46,7 @@ class Fails:
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.left -= 1
         if self.left < 0:
-            raise ZeroDivisionError("of the user's own")
+            raise ZeroDivisionError("deliberate error")
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -55,7 +55,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Submit from eight threads while a ninth stops and starts the batcher now and then."""
+    """Submit from eight threads while a ninth one repeatedly stops and starts the batcher."""
     target, draft, tokenizer = load_tiny_pair()
     config = SLOSpecConfig(check_invariants=True, max_batch=16, max_queue=64, kv_tokens=4000, prefill_chunk=64)
     gen = SLOSpecGenerator(target, draft, tokenizer, config)
@@ -75,7 +75,7 @@ def main(
             options |= dict(slo_tpot=rng.choice([1e-6, 0.05, 1.0]), slo_ttft=rng.choice([1e-6, 1.0, 60.0]))
         fails = rng.random() < 0.05
         if fails:
-            options["stopping_criteria"] = StoppingCriteriaList([Fails(rng.randrange(new))])
+            options["stopping_criteria"] = StoppingCriteriaList([FailingCriterion(rng.randrange(new))])
         if is_sampled := rng.random() < 0.2:
             options |= dict(do_sample=True, seed=rng.randrange(100))
         try:
@@ -133,7 +133,9 @@ def main(
     bar.close()
     stats = gen.stats()
     growth = memory[-1] / memory[len(memory) // 4] if len(memory) > 4 else None  # after the first quarter
-    print(dict(outcomes), f"{time.perf_counter() - begun_s:.0f} s, memory at the end against a quarter in: {growth}")
+    print(
+        dict(outcomes), f"{time.perf_counter() - begun_s:.0f} s, memory at the end over that after a quarter: {growth}"
+    )
     print(stats)
     ended = sum(stats.finished.values())
     assert not [name for name in outcomes if name.isupper()], outcomes

@@ -1,10 +1,10 @@
-"""Where the time of a step goes, by sampling the main thread's stack while ``generate`` runs.
+"""Breakdown of step times, by sampling the main thread's stack while ``generate`` runs.
 
     pip install py-spy
     python benchmarks/step_table.py [--shape 0.6B] [--batches 1 8] [--seconds 40] [--json FILE]
 
-py-spy looks at the process from outside, so nothing is slowed down by being looked at. A sample is counted for the
-innermost place of the table below that its stack passes through.
+py-spy samples from another process, so the measurement does not slow down the measured code. A sample counts for the
+innermost frame of its stack that is in the tables below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_slospec.tiny.inflate import SHAPES, inflate
 
 RATE = 500  # samples per second
 NEW_TOKENS = 48
-# What a frame of the stack, "function (file:line)", says of a sample; the innermost frame that says something counts.
+# Patterns of stack frames, "function (file:line)", by part of a step.
 FORWARD = [
     ("linear layers", r"torch/nn/modules/linear\.py|hf_slospec/models/cpu/prepacked\.py"),
     ("attention", "hf_slospec/models/attention/"),
@@ -36,15 +36,15 @@ FORWARD = [
     ("rotary embedding", r"rotary|rotate_half"),
     ("activations", r"torch/nn/modules/activation\.py|transformers/activations\.py"),
     ("the rest of the layers", "transformers/models/"),
-    ("inputs and masks", "hf_slospec/models/packed.py"),
+    ("inputs and masks", r"hf_slospec/models/(packed|new_tokens)\.py"),
 ]
 PHASES = [
     ("verify", r"_verify \(.*models/target\.py"),
-    ("draft", r"draft \(.*models/assistant\.py"),
+    ("draft", r"draft \(.*models/drafters/assistant\.py"),
     ("plan and select", "hf_slospec/policies/"),
     ("accept", "hf_slospec/algo/accept.py"),
     ("commit", r"commit \(.*models/target\.py"),
-    ("rest of the step", r"step \(.*engine/loop\.py"),
+    ("rest of the step", r"step \(.*engine/step\.py"),
     ("around the steps", r"generate \(.*hf_slospec/"),
 ]
 IN_PHASE = {
@@ -54,7 +54,7 @@ IN_PHASE = {
 
 
 def place_of(stack: list[str]) -> tuple[str, str] | None:
-    """Phase, and what of it, of a stack with its innermost frame last; None outside ``generate``."""
+    """Return the phase and its part for a stack, innermost frame last; None outside of ``generate``."""
     phase = _first(PHASES, stack)
     return None if phase is None else (phase, _first(IN_PHASE.get(phase, []), stack) or "rest")
 
@@ -65,7 +65,7 @@ def _first(table: list[tuple[str, str]], stack: list[str]) -> str | None:
 
 
 def sampling(seconds: float, out: Path) -> subprocess.Popen[bytes]:
-    """py-spy at work on this process for so long, writing to a file at its end."""
+    """Start py-spy for this process; it writes its samples to a file at the end."""
     command = ["py-spy", "record", "--pid", str(os.getpid()), "--rate", str(RATE), "--duration", str(round(seconds))]
     return subprocess.Popen(
         [*command, "--format", "raw", "--full-filenames", "--nonblocking", "--output", str(out)],
@@ -75,7 +75,7 @@ def sampling(seconds: float, out: Path) -> subprocess.Popen[bytes]:
 
 
 def counted(lines: Iterable[str]) -> Counter[tuple[str, str]]:
-    """Samples by place, of py-spy's raw lines: frames, outermost first and parted by ``;``, a space, a count."""
+    """Count samples by phase and part in py-spy's raw lines: frames, outermost first, joined by ``;``, and a count."""
     counts = Counter[tuple[str, str]]()
     for line in lines:
         frames, _, number = line.rpartition(" ")
@@ -85,7 +85,7 @@ def counted(lines: Iterable[str]) -> Counter[tuple[str, str]]:
 
 
 def measure(gen: SLOSpecGenerator, batch: int, seconds: float) -> tuple[Counter[tuple[str, str]], int]:
-    """-> samples by place, and steps that were run meanwhile"""
+    """Return the samples by phase and part, and the number of steps in the measured time."""
     prompts = (tiny_prompts() * batch)[:batch]
     encoded = gen.tokenizer(prompts, return_tensors="pt", padding=True, truncation=True, max_length=64)
     options = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, return_dict_in_generate=True)

@@ -1,4 +1,4 @@
-"""The demo as a Space runs it: ``python app.py``."""
+"""Entry point of the demo as a Space: ``python app.py``."""
 
 from hf_slospec.demo.serve import Options, serve
 

@@ -1,11 +1,11 @@
-"""A policy of one's own, compared with ``auto`` and with plain decoding on the same requests, in the simulator.
+"""A custom policy, compared with ``auto`` and with plain decoding on the same requests in the simulator.
 
     python examples/custom_policy.py
 
-A policy says how deep and wide to draft in a step and which of the drafted nodes are verified. This one speculates for
-those requests only that are behind their targets. Engine, scheduler and admission are the real ones; target, draft and
-clock are simulated (docs/simulator.md), with published latencies of a large model, so a minute of load takes a second
-or two and the same comes out every time.
+A policy chooses depth and width of the draft trees of a step and the nodes to verify. This one speculates only for
+requests that are behind their TPOT SLO. Engine, scheduler and admission are the real ones; target, draft and clock are
+simulated (docs/simulator.md) with published latencies of a large model, so a minute of load takes a second or two and
+the results are the same in every run.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.sim import HARDWARE, Load, Simulation, TextModel, config_of, jobs_of, mix_of, poisson, table
 
 
-class OnlyTheLate:
-    """Chains for requests that are behind their targets; the others decode plainly.
+class OnlyLateRequests:
+    """Drafts chains for requests that are behind their TPOT SLO; the others decode plainly.
 
     The engine calls ``plan``, ``select`` and ``observe`` once per step, in this order.
     """
 
     def __init__(self, config: SLOSpecConfig, costs: StepCosts):
         self.config, self.costs = config, costs
-        self.step_s = float(costs.verify_s(1))  # what steps take lately
+        self.step_s = float(costs.verify_s(1))  # recent duration of a step
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         late = [request for request in requests if self.is_late(request, begun_s)]
-        longest = max((request.num_left - 1 for request in late), default=0)  # what can still be committed
+        longest = max((request.num_left - 1 for request in late), default=0)  # more tokens cannot be committed
         return Plan(depth=min(self.config.max_depth, longest), width=1, drafting=late)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        """All that was drafted; requests that were not drafted for come with a tree that is a root only."""
+        """Verify everything; the trees of requests that were not drafted for are only a root."""
         trees = [tree.up_to(request.num_left - 1) for request, tree in zip(requests, candidates, strict=True)]
         return Selection(trees, expected=[float(tree.path_probs.sum()) for tree in trees])
 
@@ -45,7 +45,7 @@ class OnlyTheLate:
         self.step_s += 0.1 * (phases.total_s - self.step_s)
 
     def is_late(self, request: Request, now_s: float) -> bool:
-        """Whether one more token at the end of this step would be behind the target's pace."""
+        """Return whether one more token at the end of this step would be later than the SLO allows."""
         elapsed_s, emitted = request.decoded(now_s)
         return request.tpot_slo_s is not None and elapsed_s + self.step_s > request.tpot_slo_s * (emitted + 1)
 
@@ -59,13 +59,13 @@ def main(number: int = 60, rates: Sequence[float] = (1.0, 3.0)) -> None:
         loads.append(Load.of(f"{rate:g}/s", jobs, TextModel(), rng))
 
     def run(name: str, load: Load):
-        if name != "only the late":
+        if name != "only late":
             return Simulation(load.jobs, load.library, hardware, config_of(name)).run(name)
-        config = SLOSpecConfig(max_depth=4, max_width=1)  # bounds of what it may draft
-        return Simulation(load.jobs, load.library, hardware, config, make_policy=OnlyTheLate).run(name)
+        config = SLOSpecConfig(max_depth=4, max_width=1)  # limits of its plans
+        return Simulation(load.jobs, load.library, hardware, config, make_policy=OnlyLateRequests).run(name)
 
-    runs = {name: [run(name, load) for load in loads] for name in ("only the late", "auto", "vllm-spec4", "vllm")}
-    Console().print(table(runs, loads, "tpot"))
+    runs = {name: [run(name, load) for load in loads] for name in ("only late", "auto", "vllm-spec4", "vllm")}
+    Console(width=120).print(table(runs, loads, "tpot"))  # complete in a narrow terminal, too
 
 
 if __name__ == "__main__":

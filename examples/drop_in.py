@@ -1,8 +1,8 @@
-"""Runs ordinary transformers scripts twice, as they are and with every model they load enabled, and compares.
+"""Compare the output of ordinary transformers scripts without and with speculation enabled for their models.
 
-    python examples/drop_in.py [SCRIPT ...]      # all of examples/transformers_scripts if none is named
+    python examples/drop_in.py [SCRIPT ...]      # default: all of examples/transformers_scripts
 
-The scripts know nothing of hf_slospec: ``from_pretrained`` is wrapped around ``enable``, nothing else changes.
+The scripts do not import hf_slospec: ``from_pretrained`` is wrapped to call ``enable``, nothing else changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endf
 
 
 def save_pair(folder: Path) -> None:
-    """The embedded target as a folder a script can load, in fp32 and with a chat template."""
+    """Save the embedded target in fp32, with a chat template, to a folder that scripts can load."""
     target, _, tokenizer = hf_slospec.load_tiny_pair(torch.float32)
     tokenizer.chat_template = CHAT_TEMPLATE
     target.save_pretrained(folder)
@@ -35,7 +35,7 @@ def save_pair(folder: Path) -> None:
 
 @contextlib.contextmanager
 def every_model_enabled(speculated: list[int]) -> Iterator[None]:
-    """Every model that is loaded within is enabled for all of its ``generate`` calls."""
+    """Enable every model that is loaded inside of the context; ``speculated`` gets an entry per ``generate`` call."""
     load = AutoModelForCausalLM.from_pretrained
     _, draft, _ = hf_slospec.load_tiny_pair(torch.float32)
 
@@ -62,7 +62,7 @@ def printed_by(script: Path, model: Path) -> str:
 
 
 def is_unchanged(script: Path, model: Path) -> bool:
-    """Whether a script prints the same with its models enabled; raises if it never generated anything."""
+    """Return whether a script prints the same with its models enabled; raises if it never calls ``generate``."""
     plain, speculated = printed_by(script, model), list[int]()
     with every_model_enabled(speculated):
         ours = printed_by(script, model)

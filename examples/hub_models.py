@@ -1,11 +1,11 @@
-"""Models from the Hub, or from folders: a chat answered with a target per token, against plain ``generate``.
+"""Models from the Hub or from folders: a chat answered under a TPOT SLO, compared with plain ``generate``.
 
     python examples/hub_models.py                                    # Qwen3 8B with Qwen3 0.6B; about 18 GB in bf16
     python examples/hub_models.py --target Qwen/Qwen3-1.7B --slo-tpot 0.1
     python examples/hub_models.py --target ./my-model --assistant ./my-draft --prompt "def main():" --prompt "import "
 
-Target and draft need one tokenizer between them. Several prompts make a batch. In bf16 a text may part from plain
-``generate`` where two tokens are nearly tied (docs/generate.md); in fp32 it does not.
+Target and draft must have the same tokenizer. Several prompts make a batch. In bf16 a text may differ from plain
+``generate`` after a near-tie of two tokens (docs/generate.md); in fp32 it does not.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PROMPTS = [
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default="Qwen/Qwen3-8B", help="a model of the Hub, or a folder")
-    parser.add_argument("--assistant", default="Qwen/Qwen3-0.6B", help="its draft")
-    parser.add_argument("--prompt", action="append", help="may be given several times")
-    parser.add_argument("--slo-tpot", type=float, default=0.05, help="seconds per output token")
+    parser.add_argument("--assistant", default="Qwen/Qwen3-0.6B", help="its draft model")
+    parser.add_argument("--prompt", action="append", help="repeatable")
+    parser.add_argument("--slo-tpot", type=float, default=0.05, help="TPOT SLO in seconds")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float32, ...")
     parser.add_argument("--device-map", default="auto", help="auto, cpu, cuda, ...")
@@ -51,28 +51,28 @@ def main(given: Sequence[str] | None = None) -> None:
         texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padded = dict(return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-    batch = tokenizer(texts, add_special_tokens=not is_chat, **padded).to(gen.model.device)  # templates have their own
-    same_for_both = dict(max_new_tokens=options.new_tokens, do_sample=False)
+    batch = tokenizer(texts, add_special_tokens=not is_chat, **padded).to(gen.model.device)  # templates add their own
+    decoding = dict(max_new_tokens=options.new_tokens, do_sample=False)
 
     gen.model.generate(**batch, max_new_tokens=2)  # warm-ups; the second measures step times, once per machine
     gen.generate(**batch, max_new_tokens=2)
     begun_s = time.perf_counter()
-    plain = gen.model.generate(**batch, **same_for_both)
+    plain = gen.model.generate(**batch, **decoding)
     plain_s = time.perf_counter() - begun_s
-    out = gen.generate(**batch, **same_for_both, slo_tpot=options.slo_tpot, return_dict_in_generate=True)
+    out = gen.generate(**batch, **decoding, slo_tpot=options.slo_tpot, return_dict_in_generate=True)
     ours_s = time.perf_counter() - begun_s - plain_s
 
     prompt_len = batch["input_ids"].shape[1]
-    table = Table("prompt", "per token", "target", "met", "tokens/step", "same tokens")
+    table = Table("prompt", "TPOT", "SLO", "met", "tokens/step", "same tokens")
     for prompt, row, plain_row, own in zip(prompts, out.sequences, plain, out.slo, strict=True):
         print(f"--- {prompt.strip()}\n{tokenizer.decode(row[prompt_len:], skip_special_tokens=True).strip()}")
         length = "" if own.acceptance_length is None else f"{own.acceptance_length:.2f}"
         tpot = "" if own.tpot_s is None else f"{1e3 * own.tpot_s:.1f} ms"
-        length_of_both = min(len(row), len(plain_row))
-        same = torch.equal(row[:length_of_both], plain_row[:length_of_both])
+        min_len = min(len(row), len(plain_row))
+        same = torch.equal(row[:min_len], plain_row[:min_len])
         verdicts = "yes" if own.attained else "no", length, "yes" if same else "no"
         table.add_row(prompt.strip().splitlines()[0][:24], tpot, f"{1e3 * options.slo_tpot:.1f} ms", *verdicts)
-    Console().print(table)
+    Console(width=120).print(table)  # complete in a narrow terminal, too
     print(f"{options.target} with {options.assistant}: {plain_s / ours_s:.2f}x plain generate")
 
 

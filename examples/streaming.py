@@ -1,10 +1,10 @@
-"""The same text streamed in three ways: by both of transformers' streamers, and from a submitted request.
+"""One text streamed in three ways: by the two streamers of transformers, and from a submitted request.
 
     python examples/streaming.py
 
-A step commits several tokens at once. transformers' streamers get them one by one and hold a word back until it is
-complete; a handle's pieces are what a step committed, which the marks ``|`` show. Runs on the embedded pair, its target
-inflated to about 0.1 B parameters; nothing is downloaded.
+A step commits several tokens at once. The streamers of transformers get them one by one and print complete words; a
+handle yields the text of each step, separated here by ``|``. Runs on the embedded pair, its target inflated to about
+0.1 B parameters; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main(new_tokens: int = 64) -> None:
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
     thread = threading.Thread(target=gen.generate, kwargs=dict(**inputs, **options, streamer=streamer))
     thread.start()
-    pieces = list(streamer)  # a client would show each piece as it comes
+    pieces = list(streamer)  # a client would show each piece at once
     thread.join()
     print(f"{len(pieces)} pieces, the same text: {'yes' if ''.join(pieces) == text else 'no'}")
 
-    print("--- submit(...), any number of requests at a time: one piece per step")
+    print("--- submit(...), for any number of concurrent requests: one piece per step")
     with gen:
         begun_s = time.perf_counter()
         handle = gen.submit(PROMPT, **options)
@@ -50,9 +50,7 @@ def main(new_tokens: int = 64) -> None:
             print(piece, end="|", flush=True)
     result = handle.result()
     print(f"\nfirst piece after {first_s:.2f} s; {len(result.token_ids)} tokens in {len(handle.commits)} steps")
-    print(
-        f"{sum(handle.from_draft)} tokens guessed by the draft, the same text: {'yes' if result.text == text else 'no'}"
-    )
+    print(f"{sum(handle.from_draft)} accepted draft tokens, the same text: {'yes' if result.text == text else 'no'}")
 
 
 if __name__ == "__main__":

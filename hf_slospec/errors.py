@@ -1,7 +1,16 @@
 """Errors and warnings; each error is also the built-in one that callers expect to catch."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import queue
+import reprlib
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 __all__ = [
     "FallbackWarning",
@@ -65,3 +74,29 @@ class RequestCancelledError(SLOSpecError, concurrent.futures.CancelledError):
 
 class FallbackWarning(UserWarning):
     """Stock ``generate`` ran in place of speculation; the message says why."""
+
+
+class InputModel(BaseModel):
+    """Base of frozen pydantic models whose constructor raises InvalidInputError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise InvalidInputError(describe_validation_error(error)) from error
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """Return every fault that pydantic found, separated by semicolons."""
+    return "; ".join(map(describe_fault, error.errors(include_url=False)))
+
+
+def describe_fault(fault: ErrorDetails) -> str:
+    """Return one fault as ``field.path: reason``, with the value where it is a scalar."""
+    reason = fault["msg"].removeprefix("Value error, ")
+    is_about_value = fault["type"] not in ("missing", "extra_forbidden", "value_error", "json_invalid")
+    if is_about_value and isinstance(fault["input"], str | int | float):
+        reason += f", got {reprlib.repr(fault['input'])}"
+    return ": ".join((*([".".join(map(str, fault["loc"]))] if fault["loc"] else []), reason))

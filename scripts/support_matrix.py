@@ -1,6 +1,6 @@
-"""Tests a tiny random model of every causal-LM class of the installed transformers; writes docs/support.md from it.
+"""Test a tiny random model of every causal-LM class of the installed transformers, and write docs/support.md.
 
-Each class runs in a process of its own, so that a crash, a hang or a huge model is only its own.
+Each class runs in a separate process, so that a crash, a hang or a huge model affects no other class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESULTS = ROOT / "build" / "support.json"
 NEW_TOKENS, PROMPT_LENGTHS = 36, (12, 25)
 MAX_PARAMETERS, MAX_MEMORY, TIME_LIMIT_S = 50_000_000, 12 << 30, 150
 SEEDS = (0, 1, 2)
-NEAR_TIE = 1e-4  # two logits this close may swap with the order of a sum
+NEAR_TIE = 1e-4  # logits this close may change order with the order of a sum
 OPTIONS = dict(max_new_tokens=NEW_TOKENS, pad_token_id=0, eos_token_id=2)
 SAMPLING = dict(do_sample=True, temperature=0.8, top_k=30)
 
@@ -54,11 +54,11 @@ UNTESTABLE = {
 
 
 class UntestableError(Exception):
-    """No verdict on the class is possible; says why."""
+    """The class cannot be tested; the message has the reason."""
 
 
 def model_types() -> dict[str, list[str]]:
-    """Class name -> the model types that load it."""
+    """Return the model types that load each class, by class name."""
     types: dict[str, list[str]] = collections.defaultdict(list)
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:
@@ -67,21 +67,23 @@ def model_types() -> dict[str, list[str]]:
 
 
 def count_parameters(model_class: Any, config: Any) -> int:
+    """Return the number of parameters, or 0 if the model cannot be created without memory for them."""
     try:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in model_class(config).parameters())
-    except (RuntimeError, NotImplementedError):  # its constructor computes with values: only the memory limit protects
+    except (RuntimeError, NotImplementedError):  # the constructor needs values; the memory limit applies
         return 0
 
 
 def ragged_prompts(seed: int) -> list[torch.Tensor]:
-    """Three prompts of different lengths, each [1, length] int64."""
+    """Return three prompts of different lengths, each [1, length] int64."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(*PROMPT_LENGTHS, (3,), generator=generator).tolist()
     return [torch.randint(3, VOCAB, (1, length), generator=generator) for length in lengths]
 
 
 def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ``input_ids`` and ``attention_mask`` of prompts, each [num_rows, longest] int64."""
     longest = max(row.shape[1] for row in rows)
     pad = functools.partial(torch.nn.functional.pad, value=0)
     ids = torch.cat([pad(row, (longest - row.shape[1], 0)) for row in rows])
@@ -91,7 +93,7 @@ def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def generated(generate: Any, rows: list[torch.Tensor], **options: Any) -> list[list[int]]:
-    """The new tokens of each row, up to its end."""
+    """Return the new tokens of each row, up to its end-of-text token."""
     torch.manual_seed(7)
     inputs = left_padded(rows)
     out = generate(**inputs, **OPTIONS, **options)
@@ -101,14 +103,14 @@ def generated(generate: Any, rows: list[torch.Tensor], **options: Any) -> list[l
 
 @torch.no_grad()
 def margin(model: Any, prompt: torch.Tensor, tokens: list[int]) -> float:
-    """How far apart stock's two best next tokens are after ``prompt`` and ``tokens``."""
+    """Return the difference of the two highest logits of stock after ``prompt`` and ``tokens``."""
     ids = torch.cat((prompt, torch.tensor([tokens], dtype=torch.int64)), dim=1)
     best, second = model(input_ids=ids).logits[0, -1].topk(2).values.tolist()
     return best - second
 
 
 def first_difference(stock: list[list[int]], other: list[list[int]]) -> tuple[int, int] | None:
-    """(row, new token) at which two outputs part; None if they do not."""
+    """Return (row, index of the new token) of the first difference of two outputs; None if they are equal."""
     for row, (left, right) in enumerate(zip(stock, other, strict=True)):
         if left != right:
             pairs = zip(left, right, strict=False)
@@ -117,18 +119,21 @@ def first_difference(stock: list[list[int]], other: list[list[int]]) -> tuple[in
 
 
 def short(error: BaseException) -> str:
+    """Return type and message of an error, truncated, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}{'…' if len(text) > 160 else ''}"
 
 
 @dataclasses.dataclass
 class Verdict:
+    """Result for one class."""
+
     status: str  # exact, refused, untested or wrong
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
 def verdict_on(name: str) -> Verdict:
-    """Build it, decode with stock, decode with ours, compare."""
+    """Build a tiny model of a class and compare its outputs with and without speculation."""
     if name in UNTESTABLE:
         return Verdict("untested", [UNTESTABLE[name]])
     model_class = getattr(transformers, name)
@@ -139,7 +144,7 @@ def verdict_on(name: str) -> Verdict:
         model = sharpened(lambda: model_class(config), 0)
     except UntestableError as why:
         return Verdict("untested", [str(why)])
-    except Exception as error:  # noqa: BLE001 - whatever a constructor raises
+    except Exception as error:  # noqa: BLE001 - constructors may raise anything
         return Verdict("untested", [f"the tiny model cannot be built: {short(error)}"])
     notes: list[str] = []
     for seed in SEEDS:
@@ -150,21 +155,21 @@ def verdict_on(name: str) -> Verdict:
             return Verdict("untested", [str(why)])
         if not is_near_tie:
             return Verdict(verdict.status, notes[:1] + verdict.notes)
-        notes = ["parted from stock at a near-tie with another seed"]
+        notes = ["differed from stock at a near-tie with another seed"]
     return verdict
 
 
 def compare(name: str, model: Any, draft: Any, rows: list[torch.Tensor]) -> tuple[Verdict, bool]:
-    """The verdict for one model, and whether a difference in it is only a near-tie."""
+    """Return the verdict for one model, and whether its difference from stock is a near-tie."""
     stock = functools.partial(type(model).generate, model)
     try:
         alone = [generated(stock, [row])[0] for row in rows]
-    except Exception as error:  # noqa: BLE001 - whatever stock raises
+    except Exception as error:  # noqa: BLE001 - stock may raise anything
         raise UntestableError(f"stock generate fails on the tiny model: {short(error)}") from None
     batches, notes = [rows[:1]], []
     try:
         padded_difference = first_difference(alone, generated(stock, rows))
-    except Exception as error:  # noqa: BLE001 - whatever stock raises
+    except Exception as error:  # noqa: BLE001 - stock may raise anything
         notes.append(f"batch 1 only: stock fails on a padded batch ({short(error)})")
     else:
         if padded_difference is None:
@@ -172,7 +177,7 @@ def compare(name: str, model: Any, draft: Any, rows: list[torch.Tensor]) -> tupl
         else:
             row, token = padded_difference
             if margin(model, rows[row], alone[row][:token]) < NEAR_TIE:
-                return Verdict("untested", ["stock's padded rows part from the same rows alone at a near-tie"]), True
+                return Verdict("untested", ["stock's padded rows differ from the same rows alone at a near-tie"]), True
             notes.append("batch 1 only: stock itself decodes a padded row differently from the row alone")
     if len({token for tokens in alone for token in tokens}) < 6:
         notes.append("weak test: the tiny model repeats itself")
@@ -188,28 +193,28 @@ def compare(name: str, model: Any, draft: Any, rows: list[torch.Tensor]) -> tupl
                 row, token = difference
                 gap = margin(model, batch[row], expected[row][:token])
                 kind = f"{'sampled' if sampling else 'greedy'}, batch of {len(batch)}"
-                note = f"{kind}: row {row} parts from stock at new token {token} (top-2 gap {gap:.1e})"
+                note = f"{kind}: row {row} differs from stock at new token {token} (top-2 gap {gap:.1e})"
                 return Verdict("wrong", [note, *notes]), gap < NEAR_TIE
     except SLOSpecError as error:
         reason = re.sub(rf"^{name} (cannot be packed: )?", "", " ".join(str(error).split()))
-        reason = re.split("; (?!such)", reason)[0]  # the rest is advice
+        reason = re.split("; (?!such)", reason)[0]  # without the advice
         return Verdict("refused", [reason]), False
-    except Exception as error:  # noqa: BLE001 - whatever ours raises is ours to answer for
+    except Exception as error:  # noqa: BLE001 - any other error of speculation is a bug
         return Verdict("wrong", [f"error {short(error)}", *notes]), False
     return Verdict("exact", notes), False
 
 
 def in_child(name: str, answer: Connection) -> None:
-    """One class, under a memory limit; nothing it prints is wanted."""
+    """Test one class under a memory limit, without output, and send its verdict."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull), contextlib.redirect_stderr(devnull):
         answer.send(dataclasses.asdict(verdict_on(name)))
 
 
 def tested(names: list[str], jobs: int) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Every class with its verdict and the seconds it took, as they come."""
+    """Yield every class with its verdict and the seconds it took, in order of completion."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "torch", "transformers.generation", "hf_slospec"])
     waiting = collections.deque(names)
@@ -217,11 +222,11 @@ def tested(names: list[str], jobs: int) -> Iterator[tuple[str, dict[str, Any], f
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.popleft()
-            mine, theirs = context.Pipe(duplex=False)
-            child = context.Process(target=in_child, args=(name, theirs))
+            receiver, sender = context.Pipe(duplex=False)
+            child = context.Process(target=in_child, args=(name, sender))
             child.start()
-            theirs.close()
-            running[mine] = name, child, time.monotonic()
+            sender.close()
+            running[receiver] = name, child, time.monotonic()
         answered = wait(list(running), timeout=1.0)
         for connection, (name, child, start) in list(running.items()):
             elapsed_s = time.monotonic() - start
@@ -288,8 +293,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="test these classes, keep what is known of the rest")
-    parser.add_argument("--jobs", type=int, default=1, help="classes tested at a time")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="test these classes and keep the results of the others"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="classes to test in parallel")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the Markdown page")
     arguments = parser.parse_args()
     types = model_types()

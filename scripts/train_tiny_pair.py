@@ -3,10 +3,10 @@
     python scripts/train_tiny_pair.py                      # about two hours on two cores
     python scripts/train_tiny_pair.py --target-steps 20 --draft-steps 20 --out /tmp/pair --work /tmp/work
 
-Stages: a byte-level BPE tokenizer; the target on the corpus; the draft by distillation on the target's
-own distribution, half on corpus windows and half on text the target sampled itself. Every stage
-checkpoints into ``--work`` and resumes from there, and one seed fixes data order and initial weights (bitwise, on the
-same machine and thread count).
+Stages: a byte-level BPE tokenizer; the target, trained on the corpus; the draft, distilled from the target's
+distribution, half on corpus windows and half on texts sampled from the target. Every stage writes checkpoints to
+``--work`` and resumes from them. The seed determines data order and initial weights (bitwise, on the same machine with
+the same number of threads).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 
 VOCAB_SIZE = 2048
-LONG_FROM = 0.7  # share of the steps after which windows are four times as long (and a quarter as many)
+LONG_FROM = 0.7  # share of the steps after which windows are four times as long, in batches a quarter as large
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
-HELD_OUT = (  # modules the pair never trains on: evaluation text, and the source of the shipped prompts
+HELD_OUT = (  # modules excluded from training: for evaluation and for the prompts of the package
     "argparse.py calendar.py configparser.py csv.py fractions.py heapq.py json pathlib.py sched.py shlex.py "
     "statistics.py textwrap.py urllib/parse.py wsgiref"
 ).split()
@@ -49,7 +49,7 @@ DRAFT_SHAPE = dict(
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of one training run; the defaults are what the shipped pair was trained with."""
+    """Settings of a training run; the command's defaults made the pair of the package."""
 
     seed: int
     target_steps: int
@@ -61,7 +61,7 @@ class Plan:
 
 
 def corpus_files(held_out: bool) -> list[Path]:
-    """Source files of the running interpreter's standard library, sorted, in or out of the held-out set."""
+    """Return the sorted source files of the interpreter's standard library that are, or are not, held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -77,10 +77,12 @@ def corpus_files(held_out: bool) -> list[Path]:
 
 
 def read_source(path: Path) -> str:
+    """Return a source file's text."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def train_tokenizer(plan: Plan) -> PreTrainedTokenizerFast:
+    """Train the tokenizer, unless it exists, and load it."""
     path = plan.out / "tokenizer"
     if not (path / "tokenizer.json").exists():
         core = Tokenizer(models.BPE())
@@ -106,7 +108,7 @@ def train_tokenizer(plan: Plan) -> PreTrainedTokenizerFast:
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerFast, held_out: bool, seed: int) -> torch.Tensor:
-    """All files, each closed by the end-of-text token, in one shuffled row.  -> [num_tokens] int64"""
+    """Return the tokens of all files in random order, an end-of-text token after each.  -> [num_tokens] int64"""
     files = corpus_files(held_out)
     random.Random(seed).shuffle(files)
     ids: list[int] = []
@@ -116,6 +118,7 @@ def encode_corpus(tokenizer: PreTrainedTokenizerFast, held_out: bool, seed: int)
 
 
 def new_model(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
+    """Return a model with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -131,7 +134,7 @@ def new_model(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
 
 
 def windows(data: torch.Tensor, plan: Plan, step: int, is_long: bool) -> torch.Tensor:
-    """Random windows that depend on seed and step only, so a resumed run sees the same data.  -> [rows, length + 1]"""
+    """Return random windows determined by seed and step, the same in a resumed run.  -> [rows, length + 1] int64"""
     batch, seq_len = (plan.batch // 4, plan.seq_len * 4) if is_long else (plan.batch, plan.seq_len)
     generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
     starts = torch.randint(len(data) - seq_len - 1, (batch,), generator=generator)
@@ -139,7 +142,7 @@ def windows(data: torch.Tensor, plan: Plan, step: int, is_long: bool) -> torch.T
 
 
 class Trainer:
-    """AdamW on embeddings and norms, Muon on the matrices; linear warm-up, constant, linear decay to zero."""
+    """Trains with AdamW for embeddings and norms, Muon for matrices; linear warm-up, constant, linear decay to zero."""
 
     def __init__(self, model: LlamaForCausalLM, steps: int, checkpoint: Path):
         self.model, self.steps, self.checkpoint = model, steps, checkpoint
@@ -159,6 +162,7 @@ class Trainer:
                 optimizer.load_state_dict(saved)
 
     def run(self, loss_at: Callable[[int], torch.Tensor], title: str) -> None:
+        """Train for the remaining steps; ``loss_at`` returns the loss of a step."""
         self.model.train()
         bar = tqdm(range(self.step, self.steps), initial=self.step, total=self.steps, desc=title, mininterval=5.0)
         for step in bar:
@@ -179,6 +183,7 @@ class Trainer:
         self.model.eval()
 
     def save(self) -> None:
+        """Write a checkpoint."""
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -186,15 +191,17 @@ class Trainer:
         }
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(state, partial)
-        partial.replace(self.checkpoint)  # a run killed while saving keeps the older checkpoint
+        partial.replace(self.checkpoint)  # atomic: an interrupted save keeps the previous checkpoint
 
 
 def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Return logits, computed in bf16.  -> [rows, length, vocab] f32"""
     with torch.autocast("cpu", torch.bfloat16):
         return model(ids, use_cache=False).logits.float()
 
 
 def train_target(plan: Plan, data: torch.Tensor) -> LlamaForCausalLM:
+    """Train the target on the corpus."""
     model = new_model(TARGET_SHAPE, plan.seed)
 
     def loss_at(step: int) -> torch.Tensor:
@@ -207,9 +214,9 @@ def train_target(plan: Plan, data: torch.Tensor) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def sample_from_target(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Text the target writes itself after corpus prompts, greedy and sampled.  -> [num_rows, seq_len + 1]"""
+    """Return continuations of corpus prompts by the target, greedy and sampled.  -> [num_rows, seq_len + 1] int64"""
     path = plan.work / "samples.pt"
-    target.to(torch.bfloat16).float()  # from here on the target is what ships, resumed or not
+    target.to(torch.bfloat16).float()  # round to the weights of the package, also in a resumed run
     if path.exists():
         return torch.load(path, weights_only=True)
     prompt_len, rows_per_call = 48, 128
@@ -241,6 +248,7 @@ def sample_from_target(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor,
 
 
 def train_draft(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor) -> LlamaForCausalLM:
+    """Distil the draft from the target."""
     samples = sample_from_target(plan, target, data, num_tokens=160 * plan.draft_steps)
     draft = new_model(DRAFT_SHAPE, plan.seed + 1)
 
@@ -260,7 +268,7 @@ def train_draft(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor) -> Lla
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, data: torch.Tensor, seq_len: int) -> float:
-    """Mean cross-entropy in nats per token over the held-out modules, in windows of ``seq_len``."""
+    """Return the mean cross-entropy in nats per token over the held-out modules, in windows of ``seq_len``."""
     rows = data[: (len(data) - 1) // seq_len * seq_len]
     inputs, labels = rows.view(-1, seq_len), data[1 : len(rows) + 1].view(-1, seq_len)
     losses = [
@@ -271,17 +279,17 @@ def held_out_loss(model: LlamaForCausalLM, data: torch.Tensor, seq_len: int) -> 
 
 
 def held_out_prompts(count: int, seed: int, lines: int = 12) -> Iterator[str]:
-    """Runs of whole source lines from the held-out modules, the text prompts are made of."""
-    chooser = random.Random(seed)
+    """Yield prompts: runs of ``lines`` whole source lines from the held-out modules."""
+    rng = random.Random(seed)
     files = [path for path in corpus_files(held_out=True) if len(read_source(path).splitlines()) > 4 * lines]
     for index in range(count):
         source = read_source(files[index % len(files)]).splitlines(keepends=True)
-        start = chooser.randrange(lines, len(source) - 2 * lines)
+        start = rng.randrange(lines, len(source) - 2 * lines)
         yield "".join(source[start : start + lines])
 
 
 def acceptance_lengths(plan: Plan) -> dict[str, float]:
-    """Mean committed tokens per verify step of the shipped pair on the shipped (held-out) prompts, fp32."""
+    """Return the mean committed tokens per verify step of the pair on its held-out prompts, in fp32."""
     shapes = {
         "chain of 4": {"max_depth": 4, "max_width": 1, "token_budget": 5},
         "tree of 12 nodes": {"max_depth": 6, "max_width": 4, "token_budget": 12},
@@ -309,16 +317,16 @@ CARD = """# The embedded pair
 
 A Llama target ({target[parameters]:,} parameters), a Llama draft ({draft[parameters]:,}) and a byte-level BPE tokenizer
 ({vocab} tokens), made by `scripts/train_tiny_pair.py` (seed {seed}) so that examples, tests and benchmarks need no
-download. They write Python-looking text with real, uneven predictability and are of no other use.
+download. They write Python-like text with real, uneven predictability and have no other use.
 
 **Data.** The source of the Python {python} standard library without its tests: {train_tokens:,} tokens. Held out, and
 the source of `prompts.json`: {modules} ({held_out_tokens:,} tokens). The draft was distilled on the
-target's own distribution, half on corpus windows and half on text the target sampled itself.
+target's distribution, half on corpus windows and half on text sampled from the target.
 
 **Licence.** The weights and the tokenizer are under the project's Apache-2.0. The training text and the excerpts in
 `prompts.json` are copyright the Python Software Foundation, used under the PSF License Version 2 (`PSF-LICENSE.txt`).
 
-**Loss on the held-out modules** (nats per token, windows of {window} tokens, the shipped bf16 weights): target
+**Loss on the held-out modules** (nats per token, windows of {window} tokens, bf16 weights as in the package): target
 {target[held_out_loss]:.3f}, draft {draft[held_out_loss]:.3f}.
 
 **Acceptance length** (committed tokens per verify step, fp32, 32 held-out prompts, 96 new tokens each; nodes count
@@ -331,6 +339,7 @@ the root of trees, a chain of 4 is 4 drafted tokens):
 
 
 def write_card(plan: Plan, facts: dict[str, Any]) -> None:
+    """Write the pair's README."""
     lengths = facts["acceptance_length"]
     names = dict.fromkeys(name.rsplit(", ", 1)[0] for name in lengths)
     rows = [f"| {name} | {lengths[f'{name}, greedy']:.2f} | {lengths[f'{name}, sampled']:.2f} |" for name in names]
@@ -367,7 +376,7 @@ def main() -> None:
         "held_out_modules": HELD_OUT,
     }
     for name, model in (("target", target), ("draft", draft)):
-        model = model.to(torch.bfloat16)  # shipped in bf16; the facts describe what ships
+        model = model.to(torch.bfloat16)  # the package has bf16 weights, and the facts describe these
         model.save_pretrained(plan.out / name)
         facts[name] = {
             "parameters": model.num_parameters(),

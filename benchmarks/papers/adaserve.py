@@ -1,9 +1,9 @@
-"""AdaServe's figures 8, 9 and 12 (Llama-3.1-70B on four A100) in the simulator, beside the published values.
+"""AdaServe's figures 8, 9 and 12 (Llama-3.1-70B on four A100) in the simulator, with the published values.
 
     python benchmarks/papers/adaserve.py --json benchmarks/results/papers-adaserve.json
 
-Uses the paper's arrival traces and read-off values where ../shared/reference has them, and a statistical twin of the
-traces alone where not. One set of parameters serves all points.
+Uses the paper's arrival traces and values read from its figures if they are in ../shared/reference, and otherwise only
+synthetic traces with the same statistics. All points have the same parameters.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hf_slospec.sim.traces import read_trace
 from hf_slospec.sim.workload import Job, early_ends, gamma, jobs_of, mix_of
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
-BASE_TPOT_S = 0.030  # of the 70B model, near zero load
+BASE_TPOT_S = 0.030  # of the 70B model, almost without load
 RATES = ("2.6", "2.8", "3.0", "3.4", "3.6", "4.0", "4.2", "4.4", "4.8")
-FITTED = ("2.6", "3.4", "4.2", "4.8")  # the parameters below were chosen on these rates, the others check them
+FITTED = ("2.6", "3.4", "4.2", "4.8")  # the parameters below were fitted on these rates and are validated on the others
 PUBLISHED = {"vllm": "vLLM", "sarathi": "Sarathi", "adaserve": "AdaServe", "vllm-spec4": "vLLM-Spec4",
              "vllm-spec6": "vLLM-Spec6", "vllm-spec8": "vLLM-Spec8"}  # fmt: skip
 OURS = ("auto", 'auto {"admission": "fcfs", "prefill": "first", "prefill_chunk": 1024}')
@@ -43,18 +43,19 @@ OURS = ("auto", 'auto {"admission": "fcfs", "prefill": "first", "prefill_chunk":
 
 @dataclass(frozen=True)
 class Parameters:
-    """What the paper does not print, besides the step times of the model (hf_slospec.sim.hardware)."""
+    """Parameters that the paper does not publish, except the step times of the model (hf_slospec.sim.hardware)."""
 
     acceptance: float = 0.84  # of a drafted token; figure 12 fits 0.83-0.84
-    spread: float = 12.0  # of requests
-    whole: float = 0.6  # of outputs that run to 256 tokens; the mean is then 206, as goodput over rate says
-    draft_ms: float = 4.5  # of a level, AdaServe and ours
+    spread: float = 12.0  # of the acceptance of requests
+    whole: float = 0.6  # share of outputs with 256 tokens; their mean is then 206, as goodput divided by rate
+    draft_ms: float = 4.5  # of a level, for AdaServe and hf_slospec
     vllm_draft_ms: float = 5.0  # of a level in vLLM 0.8.4
-    vllm_request_ms: float = 0.7  # of every request of a drafting step in vLLM 0.8.4, which was slow at this
-    mixed_ms: float = 10.0  # of a step with a prompt's chunk and decoding, Sarathi and ours
-    budget: int = 256  # B of AdaServe
+    vllm_request_ms: float = 0.7  # for every request of a drafting step in vLLM 0.8.4
+    mixed_ms: float = 10.0  # for a step with prompt chunks and decoding, for Sarathi and hf_slospec
+    budget: int = 256  # token budget B of AdaServe
 
     def hardware(self, system: str) -> Hardware:
+        """Return the latencies for a system."""
         base = replace(HARDWARE["llama-70b-4xa100"], mixed_s=self.mixed_ms / 1e3)
         if system.startswith("vllm-spec"):
             draft = lines((self.vllm_draft_ms, 0.004))
@@ -63,7 +64,7 @@ class Parameters:
 
 
 def jobs_at(rate: str, parameters: Parameters, seed: int) -> list[Job]:
-    """The requests of a trace, or of its twin."""
+    """Return the requests of a trace, or of a synthetic one."""
     trace, rng = REFERENCE / "adaserve_traces" / f"rps{rate}.csv", np.random.default_rng(seed)
     if trace.exists():
         jobs = read_trace(trace, BASE_TPOT_S)
@@ -75,7 +76,7 @@ def jobs_at(rate: str, parameters: Parameters, seed: int) -> list[Job]:
 
 
 def simulated(system: str, rate: str, parameters: Parameters, seed: int) -> dict[str, Any]:
-    """Figures of one system at one rate."""
+    """Return the figures of one system at one rate."""
     jobs, rng = jobs_at(rate, parameters, seed), np.random.default_rng(seed + 1)
     model = TextModel(parameters.acceptance, parameters.spread)
     library = Library([model.write(rng, job.output_tokens) for job in jobs])
@@ -91,7 +92,7 @@ def simulated(system: str, rate: str, parameters: Parameters, seed: int) -> dict
 
 
 def published() -> dict[tuple[str, str, str], float]:
-    """(figure, system, rate) -> value; empty without the reference."""
+    """Return the published values by (figure, system, rate); none without the reference."""
     path = REFERENCE / "adaserve_llama70b_figures.csv"
     if not path.exists():
         return {}
@@ -102,12 +103,12 @@ def published() -> dict[tuple[str, str, str], float]:
 def main(
     systems: Annotated[str, typer.Option(help="Comma-separated, or `published`, `all`.")] = "all",
     rates: Annotated[str, typer.Option(help="Comma-separated, or `all`, `fitted`.")] = "all",
-    seeds: Annotated[int, typer.Option(help="Runs of each; means are shown.")] = 2,
-    parameters: Annotated[str, typer.Option(help="Fields of Parameters as JSON, to see what they do.")] = "{}",
-    sensitivity: Annotated[bool, typer.Option(help="Also vary what was not published, at two rates.")] = False,
+    seeds: Annotated[int, typer.Option(help="Runs of each system and rate; means are shown.")] = 2,
+    parameters: Annotated[str, typer.Option(help="Fields of Parameters as JSON.")] = "{}",
+    sensitivity: Annotated[bool, typer.Option(help="Also vary the unpublished parameters, at two rates.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Replay the figures."""
+    """Simulate the figures."""
     logging.disable(logging.WARNING)
     chosen = Parameters(**json.loads(parameters))
     names = {"all": [*PUBLISHED, *OURS], "published": list(PUBLISHED)}.get(systems) or systems.split(",")
@@ -127,7 +128,7 @@ def main(
 
 
 def measured(names: list[str], rates: tuple[str, ...], chosen: Parameters, seeds: int) -> dict[str, Any]:
-    """system -> rate -> means over seeds"""
+    """Return means over seeds by system and rate."""
     found: dict[str, Any] = defaultdict(dict)
     turns = [(name, rate) for name in names for rate in rates]
     for name, rate in tqdm(turns, disable=not sys.stderr.isatty()):
@@ -139,7 +140,7 @@ def measured(names: list[str], rates: tuple[str, ...], chosen: Parameters, seeds
 
 
 def compared(found: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Print ours beside the published values.  -> mean absolute errors of attainment by system"""
+    """Print simulated and published values.  -> mean absolute errors of attainment by system"""
     printed, errors = published(), {}
     for figure, key, factor, digits in (("fig8_llama_attain", "attainment", 100.0, 1),
                                         ("fig9_llama_goodput", "goodput", 1.0, 0)):  # fmt: skip

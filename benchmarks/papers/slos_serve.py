@@ -1,10 +1,10 @@
-"""Capacity as SLOs-Serve measures it: the highest load per GPU at which 90 % of requests attain all their targets.
+"""Capacity as defined by SLOs-Serve: the highest load per GPU at which 90 % of the requests attain all SLOs.
 
-    python benchmarks/papers/slos_serve.py                  # everything; each part also alone, by --parts
+    python benchmarks/papers/slos_serve.py                  # all parts
     python benchmarks/papers/slos_serve.py --parts coder
 
-All systems are simulated on the same requests, texts and latencies. Rates are bisected; attainment is interpolated
-between the last two. What is assumed, and what the paper published: docs/papers.md.
+All systems are simulated with the same requests, texts and latencies. Rates are bisected, and the capacity is
+interpolated between the last two. docs/papers.md lists the assumptions and the published values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hf_slospec.sim.workload import Job, arrivals, jobs_of, mix_of
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
 ATTAINED = 0.9
-PRECISION = 1.08  # of brackets that are interpolated in
+PRECISION = 1.08  # ratio of the two rates that are interpolated
 OURS, THEIRS = "auto", "slos-serve"
 SYSTEMS = {
     "vLLM": "vllm",
@@ -46,7 +46,7 @@ SYSTEMS = {
     "SLOs-Serve": THEIRS,
     "ours": OURS,
 }
-# The paper's 13B runs on two GPUs; a load per GPU is half of the pair's.
+# The paper's 13B runs on two GPUs, so the load per GPU is half of theirs.
 HARDWARES = {
     "opt-13b-a100": HARDWARE["opt-13b-a100"],
     "opt-13b-2xa100": replace(
@@ -58,18 +58,18 @@ HARDWARES = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests as they come."""
+    """A load and its hardware."""
 
     mixes: tuple[str, ...]
     number: int
-    chunks: tuple[int, int]  # Sarathi's: with room for K/V, and the largest that keeps the tightest target without
-    process: dict[str, str]  # of arrivals, by mix
+    chunks: tuple[int, int]  # Sarathi's prefill chunks: with a reserve for K/V, and the largest within the tightest SLO
+    process: dict[str, str]  # arrival process by mix
     variation: float = 1.0  # of a gamma process
     acceptance: float = 0.7
     hardware: str = "opt-13b-a100"
 
     def load(self, rate: float, replicas: int, seed: int) -> Load:
-        """``rate`` requests per second and replica. Lengths and texts are the same at all rates."""
+        """Return ``rate`` requests per second and replica; lengths and texts are the same at all rates."""
         jobs: list[Job] = []
         for place, mix in enumerate(self.mixes):
             number = self.number * replicas // len(self.mixes)
@@ -101,6 +101,7 @@ SENSITIVITY = {
 
 
 def attainment(system: str, scenario: Scenario, replicas: int, seed: int, rate: float) -> float:
+    """Return the attainment of a system at a rate."""
     load = scenario.load(rate, replicas, seed)
     hardware, config = HARDWARES[scenario.hardware], config_of(system)
     run = Simulation(load.jobs, load.library, hardware, config, replicas=replicas, seed=seed).run(system)
@@ -108,7 +109,7 @@ def attainment(system: str, scenario: Scenario, replicas: int, seed: int, rate: 
 
 
 def capacity(attained_at: Callable[[float], float], guess: float, factor: float) -> float:
-    """The rate at which attainment falls below :data:`ATTAINED`, bracketed from a guess on, bisected, interpolated."""
+    """Return the rate at which attainment falls below :data:`ATTAINED`, by bracketing, bisection and interpolation."""
     tried = {guess: attained_at(guess)}
     low = high = guess
     while tried[high] >= ATTAINED:
@@ -125,7 +126,7 @@ def capacity(attained_at: Callable[[float], float], guess: float, factor: float)
 
 
 def capacities(scenario: Scenario, seed: int) -> dict[str, float]:
-    """Requests per second and machine, by system."""
+    """Return the capacity of every system in requests per second and replica."""
     small, large = scenario.chunks
     found, guess = {}, 1.5
     for name, system in SYSTEMS.items():
@@ -136,7 +137,7 @@ def capacities(scenario: Scenario, seed: int) -> dict[str, float]:
 
 
 def scaling(scenario: Scenario, seed: int, system: str) -> dict[str, float]:
-    """Capacity of several replicas together, by their number."""
+    """Return the total capacity of 1 to 4 replicas, by their number."""
     found, guess = {}, 2.0
     for replicas in range(1, 5):
         guess = capacity(partial(attainment, system, scenario, replicas, seed), guess, 1.3 if replicas == 1 else 1.15)
@@ -159,11 +160,11 @@ def main(
     seed: Annotated[int, typer.Option()] = 1,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
-    """Measure these parts, and take them into the results."""
+    """Measure parts and update the results with them."""
     names = [name.strip() for name in parts.split(";")]
     if unknown := [name for name in names if name not in PARTS]:
         raise InvalidInputError(f"unknown parts {unknown}; known are: {'; '.join(PARTS)}")
-    logging.disable(logging.WARNING)  # above capacity many requests cannot meet their targets
+    logging.disable(logging.WARNING)  # above capacity many requests miss their SLOs
     for name in names:
         begun_s = time.perf_counter()
         found = PARTS[name](seed=seed)

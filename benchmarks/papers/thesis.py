@@ -1,9 +1,9 @@
-"""Dynamic trees against a static one by batch size, and targets at batch 4, as in Delacourt's thesis.
+"""Dynamic trees and a static one by batch size, and SLOs at batch 4, as in Delacourt's thesis.
 
     python benchmarks/papers/thesis.py
 
-All of it is simulated. The thesis publishes throughputs but no latencies, so these are chosen such that the static
-tree's throughput at batch 8 to 32 comes out; the rest follows. What is assumed beside: docs/papers.md.
+Everything is simulated. The thesis publishes throughputs but no latencies, so the latencies are fitted to the static
+tree's throughput at batch sizes 8 to 32; all other figures are predictions. Further assumptions: docs/papers.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TARGETS_S = ((0.2, 0.020), (0.8, 0.050))  # share of requests, target
 def systems(batch: int) -> dict[str, dict[str, Any]]:
     return {
         "dynamic": DYNAMIC,
-        # The printed algorithm stops drafting once a level adds nothing; the package's drafts first and prunes then.
+        # The published algorithm stops drafting when a level adds no node; the package's prunes after drafting.
         "dynamic, stopping": {**DYNAMIC, "max_depth": max(min(8, 64 // batch), 1)},
         "static": dict(policy="static", max_width=3),
         "ours": dict(policy="auto"),
@@ -53,7 +53,7 @@ def systems(batch: int) -> dict[str, dict[str, Any]]:
 
 
 def load(number: int, seed: int, with_targets: bool = False) -> Load:
-    """All at once: prompts of 64 to 128 tokens. Outputs are equally long, so that the batch stays full."""
+    """Return simultaneous requests, prompts of 64 to 128 tokens; equal output lengths keep the batch full."""
     rng = np.random.default_rng(seed)
     shares, tpot_slos_s = zip(*TARGETS_S, strict=True)
     jobs = [
@@ -66,16 +66,17 @@ def load(number: int, seed: int, with_targets: bool = False) -> Load:
 
 
 def run(own: Load, batch: int, **settings: Any) -> Run:
+    """Simulate a load at a batch size."""
     config = SLOSpecConfig(**SERVED, max_batch=batch, **settings)
     simulation = Simulation(own.jobs, own.library, HARDWARE, config)
     policy = simulation.replicas[0].engine.policy
     if isinstance(policy, StaticTreePolicy):
-        policy.width = TEXTS.num_children  # in a beam as narrow as its own the tree is rarely found whole
+        policy.width = TEXTS.num_children  # a beam of the tree's own width rarely contains the whole tree
     return simulation.run()
 
 
 def throughput(seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """By system and batch size."""
+    """Return throughput and further figures by system and batch size."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for batch in BATCHES:
         own = load(max(2 * batch, 8), seed)
@@ -89,7 +90,7 @@ def throughput(seed: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def targets(seed: int) -> dict[str, dict[str, float]]:
-    """At batch 4: requests whose mean time per token meets their own target, and the thesis' two thresholds."""
+    """Return figures at batch 4: attainment of the requests' SLOs and of the thesis' two thresholds."""
     own, found = load(80, seed, with_targets=True), {}
     policies = {
         "Algorithm 1": DYNAMIC,
@@ -114,7 +115,7 @@ def targets(seed: int) -> dict[str, dict[str, float]]:
 def main(
     seed: Annotated[int, typer.Option()] = 1, json_path: Annotated[Path, typer.Option("--json")] = RESULTS
 ) -> None:
-    logging.disable(logging.WARNING)  # targets of 20 ms are out of reach
+    logging.disable(logging.WARNING)  # SLOs of 20 ms cannot be attained
     by_batch, by_policy = throughput(seed), targets(seed)
     record = dict(
         provenance=provenance(seed=seed), published_tokens_per_s=PUBLISHED, throughput=by_batch, targets=by_policy

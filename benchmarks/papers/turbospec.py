@@ -1,10 +1,10 @@
-"""TurboSpec's tables of mean latencies on H100 (arXiv 2406.14066, table 5), replayed in the simulator.
+"""TurboSpec's table of mean latencies on H100 (arXiv 2406.14066, table 5) in the simulator.
 
     python benchmarks/papers/turbospec.py [--seeds 3] [--json ...] [--markdown ...] [--sensitivity] [--auto]
 
 Poisson arrivals over two minutes; prompts first and unchunked; latency from arrival to the last token, mean over all
-requests. Published values are read at run time from ``../shared/papers/turbospec.txt`` beside the checkout, or from
-``--published``; without that file ours stand alone.
+requests. Published values are read from ``../shared/papers/turbospec.txt`` beside the checkout, or from
+``--published``; without that file only simulated values are printed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_slospec.sim.texts import TextModel
 from hf_slospec.sim.workload import Job, poisson
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "papers" / "turbospec.txt"
-SPAN_S = 120.0  # of arrivals; unpublished, inferred from how latencies grow with the load
+SPAN_S = 120.0  # of arrivals; unpublished, inferred from the growth of latencies with the load
 RATES = (1, 4, 8, 16)
 LENGTHS = (1, 3, 5, 7)
 COLUMNS: dict[str, str] = {
@@ -45,28 +45,29 @@ COLUMNS: dict[str, str] = {
 LIMITS = '"max_batch": 256, "admission": "fcfs", "prefill": "first", "prefill_chunk": 8192'
 AUTO = {f"auto-{width}": f'auto {{"max_depth": 8, "max_width": {width}, {LIMITS}}}' for width in (1, 3)}
 FIXED = tuple(column for column in COLUMNS if column != "TS")
-CLEAR = 1.10  # columns whose published latencies differ by more must come out in the same order
+CLEAR = 1.10  # ratio of published latencies above which their order is compared
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A target on a data set: what it runs on, what comes and goes, and what the draft knows of it."""
+    """A target on a data set: hardware, lengths and acceptance."""
 
     target: str
     data: str
     hardware: Hardware
     input_tokens: tuple[float, float]  # mean and standard deviation, published
     output_tokens: tuple[float, float]  # likewise
-    output_scale: float  # fitted: what outputs must have been longer, or shorter, for the lowest rate's "Org"
+    output_scale: float  # factor on output lengths, fitted to "Org" at the lowest rate
     texts: TextModel
-    input_scale: float = 1.0  # fitted likewise, where prompts take most of the time
+    input_scale: float = 1.0  # factor on prompt lengths, fitted likewise where prompts take most of the time
 
     @property
     def name(self) -> str:
+        """Name of the row in the table."""
         return f"{self.target} {self.data}"
 
     def load(self, rate: float, seed: int) -> Load:
-        """Lengths are quantiles of log-normal distributions in random order: their means do not differ by seed."""
+        """Return a load; lengths are shuffled quantiles of log-normal distributions, so all seeds have equal means."""
         rng = np.random.default_rng(seed)
         number = round(SPAN_S * rate)
         inputs = _lengths(rng, _scaled(self.input_tokens, self.input_scale), number)
@@ -88,14 +89,14 @@ def _lengths(rng: np.random.Generator, moments: tuple[float, float], number: int
     return drawn
 
 
-# ---- what things cost and how well drafts guess: docs/papers.md says which numbers are published and which are fitted
+# ---- latencies and acceptance; docs/papers.md says which numbers are published and which are fitted
 
-LOOKUP = "CNN"  # the data set of rows without a draft model
-GRAPHS = 256  # tokens that captured CUDA graphs cover; larger forwards are launched kernel by kernel
+LOOKUP = "CNN"  # data set of the prompt lookup rows, which have no draft model
+GRAPHS = 256  # largest forward, in tokens, that is replayed as a CUDA graph
 
 
 def cost(base: float, slope: float, jump: float, steep: float, per_key: float) -> ForwardCost:
-    """Milliseconds: hardly more by the token while a graph covers them, then a jump and the price of arithmetic."""
+    """Return a cost: almost constant up to the largest graph, then a jump and a steeper line; all in milliseconds."""
     last = base + slope * GRAPHS
     points = {1: base + slope, GRAPHS: last, GRAPHS + 1: last + jump}
     points[MAX_TOKENS] = last + jump + steep * (MAX_TOKENS - GRAPHS - 1)
@@ -103,7 +104,7 @@ def cost(base: float, slope: float, jump: float, steep: float, per_key: float) -
 
 
 def lookup(hardware: Hardware, request_ms: float) -> Hardware:
-    """The same target where proposals cost nothing but host time."""
+    """Return the hardware with drafts that cost only host time."""
     return replace(hardware, draft=lines((0.0, 0.0)), drafting_request_s=request_ms / 1e3)
 
 
@@ -122,12 +123,12 @@ LLAMA_70B = Hardware(
 
 
 def drafting(acceptance: float, spread: float) -> TextModel:
-    """A draft model whose first choice the target takes with about this probability, varying by request."""
+    """Return texts of a draft model with this mean acceptance rate, which varies by request."""
     return TextModel(acceptance, spread, evenness=3.0, sibling=0.3)
 
 
 def matching(acceptance: float, spread: float, matched: float) -> TextModel:
-    """Prompt lookup: one continuation, all equally probable, in a share of the steps."""
+    """Return texts of prompt lookup: one continuation, with constant probability, in a share of the steps."""
     return TextModel(acceptance, spread, evenness=math.inf, num_children=1, matched=matched)
 
 
@@ -149,7 +150,7 @@ Cells = dict[tuple[str, float, str], float]  # (setup, rate, column) -> mean lat
 
 
 def published(path: Path) -> Cells:
-    """Table 5 as the text has it: three lines of headings, then one of figures per rate."""
+    """Parse table 5 of the paper's text: three heading lines per setup, then a line of figures per rate."""
     cells: Cells = {}
     heading: list[str] = []
     name = ""
@@ -173,12 +174,15 @@ def published(path: Path) -> Cells:
 
 @dataclass(frozen=True)
 class Task:
+    """One simulation."""
+
     setup: Setup
     rate: float
     column: str
     seed: int
 
     def run(self) -> dict[str, float]:
+        """Simulate it.  -> figures"""
         load = self.setup.load(self.rate, self.seed)
         config = config_of({**COLUMNS, **AUTO}[self.column])
         return Simulation(load.jobs, load.library, self.setup.hardware, config, seed=self.seed).run().summary()
@@ -191,10 +195,10 @@ FIGURES = ("latency_s", "ttft_s", "tpot_ms", "depth", "nodes_per_step", "request
 def simulated(
     setups: Sequence[Setup], columns: Sequence[str], seeds: int, workers: int, kept: Path | None = None
 ) -> dict[tuple[str, float, str], dict[str, float]]:
-    """Figures of every cell, means over seeds.
+    """Return the figures of every cell, means over seeds.
 
     Args:
-        kept: a file of runs, a line each: those in it are not run again, others are added.
+        kept: a file with a line per finished run, which is not repeated; new runs are added.
     """
     cells = [(setup, rate, column) for setup in setups for rate in RATES for column in columns]
     tasks = {(cell[0].name, *cell[1:], seed): Task(*cell, seed) for cell in cells for seed in range(seeds)}
@@ -222,12 +226,12 @@ def simulated(
 
 
 def is_fitted(name: str, rate: float, column: str) -> bool:
-    """Whether parameters were fitted on this cell: fixed lengths at the lowest and the highest rate."""
+    """Return whether parameters were fitted on this cell: fixed lengths at the lowest and the highest rate."""
     return column in FIXED and rate in (min(RATES), max(RATES))
 
 
 def varied(setups: Sequence[Setup]) -> dict[str, list[Setup]]:
-    """One parameter at a time a fifth off, of the rows with a draft model."""
+    """Return the setups with a draft model, with one parameter at a time changed by 20 %."""
 
     def draft(setup: Setup, factor: float) -> Setup:
         level = setup.hardware.draft
@@ -237,7 +241,7 @@ def varied(setups: Sequence[Setup]) -> dict[str, list[Setup]]:
 
     def accepting(setup: Setup, factor: float) -> Setup:
         acceptance = min(factor * setup.texts.acceptance, 0.97)
-        return replace(setup, texts=replace(setup.texts, acceptance=acceptance))
+        return replace(setup, texts=setup.texts.model_copy(update={"acceptance": acceptance}))
 
     changes = {"draft time": draft, "acceptance": accepting}
     return {
@@ -249,11 +253,12 @@ def varied(setups: Sequence[Setup]) -> dict[str, list[Setup]]:
 
 
 def errors(ours: Cells, theirs: Cells) -> dict[tuple[str, float, str], float]:
+    """Return the relative errors of simulated latencies."""
     return {cell: ours[cell] / theirs[cell] - 1.0 for cell in theirs if cell in ours}
 
 
 def orders(ours: Cells, theirs: Cells) -> Iterator[tuple[tuple[str, float, str, str], bool]]:
-    """Pairs of columns that are clearly apart in the paper, and whether ours are in the same order."""
+    """Yield pairs of columns that clearly differ in the paper, and whether the simulation has the same order."""
     for name, rate in dict.fromkeys((name, rate) for name, rate, _ in theirs if (name, rate, "Org") in ours):
         for faster, slower in itertools.permutations(COLUMNS, 2):
             if theirs[name, rate, slower] > CLEAR * theirs[name, rate, faster]:
@@ -261,7 +266,7 @@ def orders(ours: Cells, theirs: Cells) -> Iterator[tuple[tuple[str, float, str, 
 
 
 def summary(ours: Cells, theirs: Cells) -> dict[str, Any]:
-    """Median errors and the share of clear orders that came out right, by what the cells were used for."""
+    """Return median errors, by the use of the cells, and the number of clear orders that are reproduced."""
     own, ranked = errors(ours, theirs), list(orders(ours, theirs))
     groups = {
         "draft rows": lambda name, rate, column: LOOKUP not in name,
@@ -284,7 +289,7 @@ def summary(ours: Cells, theirs: Cells) -> dict[str, Any]:
 
 
 def markdown(ours: Cells, theirs: Cells, columns: Sequence[str]) -> str:
-    """A line per setup and rate: ours, and the published value in brackets."""
+    """Return a table with a line per setup and rate: simulated values, and published ones in parentheses."""
     rows = ["| target, data | QPS | " + " | ".join(columns) + " |", "|---" * (2 + len(columns)) + "|"]
     for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours):
         fields = [f"{ours[name, rate, column]:.2f}" for column in columns]
@@ -296,19 +301,19 @@ def markdown(ours: Cells, theirs: Cells, columns: Sequence[str]) -> str:
 def main(
     seeds: Annotated[int, typer.Option(help="Loads per cell; figures are means.")] = 3,
     workers: Annotated[int, typer.Option(help="Processes.")] = 1,
-    auto: Annotated[bool, typer.Option(help="Ours beside the paper's columns.")] = True,
-    sensitivity: Annotated[bool, typer.Option(help="Draft times and acceptance 20 % off, one seed.")] = False,
-    only: Annotated[str, typer.Option(help="Setups whose names hold this.")] = "",
-    kept: Annotated[
-        Path | None, typer.Option("--runs", help="A file that keeps runs, to go on where one ended.")
-    ] = None,
+    auto: Annotated[bool, typer.Option(help="Also simulate policy auto.")] = True,
+    sensitivity: Annotated[
+        bool, typer.Option(help="Also change draft times and acceptance by 20 %, one seed.")
+    ] = False,
+    only: Annotated[str, typer.Option(help="Only setups whose names contain this.")] = "",
+    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     path: Annotated[Path, typer.Option("--published", help="The paper's text.")] = PUBLISHED,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Replay the table."""
+    """Simulate the table."""
     theirs = published(path) if path.exists() else {}
     if not theirs:
-        print(f"the published values are not at hand ({path}): ours stand alone")
+        print(f"{path} does not exist: only simulated values are printed")
     columns = (*COLUMNS, *(AUTO if auto else ()))
     setups = [setup for setup in SETUPS if only in setup.name]
     figures = simulated(setups, columns, seeds, workers, kept)

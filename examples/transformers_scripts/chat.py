@@ -12,7 +12,7 @@ for question in ("Write a class that counts words.", "Now write its tests."):
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    # the cache holds the answer's tokens, which the template must give back as they are
+    # the template must reproduce the answer's tokens, which the cache holds
     messages.append({"role": "assistant", "content": answer})
     print(answer)
     cache = DynamicCache(config=model.config) if answer != answer.strip() else cache

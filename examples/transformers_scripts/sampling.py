@@ -1,4 +1,4 @@
-"""An ordinary transformers script: seeded sampling, several sequences, and how likely each was."""
+"""An ordinary transformers script: seeded sampling of several sequences, with their log-probabilities."""
 
 import sys
 

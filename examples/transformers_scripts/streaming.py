@@ -1,4 +1,4 @@
-"""An ordinary transformers script: streaming to the screen, and to a loop from another thread."""
+"""An ordinary transformers script: streaming to the screen, and to a loop in another thread."""
 
 import sys
 from threading import Thread

@@ -1,1 +1,1 @@
-"""The command line and what its commands measure."""
+"""The command line and the measurements of its commands."""

@@ -1,4 +1,4 @@
-"""The command line: ``python -m hf_slospec`` or ``hf_slospec``. A command is a file in ``commands/``."""
+"""The command line ``python -m hf_slospec`` or ``hf_slospec``. Each file in ``commands/`` is a command."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_slospec.cli.commands.gpu_check import gpu_check
 from hf_slospec.cli.commands.profile import profile
 from hf_slospec.cli.commands.simulate import simulate
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a speed target per request.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a TPOT SLO per request.")
 
 
-def _version(is_wanted: bool) -> None:
-    if is_wanted:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -29,7 +29,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Tree speculation with a speed target per request."""
+    """Handle the options of the command line itself; the commands do the work."""
 
 
 for command in (generate, demo, bench, profile, gpu_check, simulate):

@@ -1,4 +1,4 @@
-"""Speed of stock ``generate``, assisted generation, prompt lookup and ours, interleaved in one process."""
+"""Speed of stock ``generate``, assisted generation, prompt lookup and hf_slospec, interleaved in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import hf_slospec
 from hf_slospec.cli.draft_recording import recorded
@@ -26,22 +26,21 @@ from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
-PREPACK_OFF = "hf_slospec, prepack off"  # it is only done on CPUs
+PREPACK_OFF = "hf_slospec, prepack off"  # CPU only
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
-
-Run = Callable[[dict[str, torch.Tensor]], Any]  # encoded prompts -> sequences, or an output that holds them
+GenerateCall = Callable[[dict[str, Any]], Any]  # encoded prompts -> sequences, or an output that has them
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One way to generate, at one batch size."""
+class Method:
+    """A decoding method at one batch size."""
 
     name: str
     batch: int
-    run: Run
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # entered before the clock
+    run: GenerateCall
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # entered before timing
 
 
 @dataclass(frozen=True)
@@ -49,19 +48,25 @@ class Sample:
     """One timed call."""
 
     seconds: float
-    forward_s: float | None  # of them, within either model's forward; None if that was not timed
-    sequences: torch.Tensor  # [batch, length]
-    slo: Any  # per-row metrics; None for stock
-    steps: Any  # what happened in each step; None for stock
+    forward_s: float | None  # seconds of them in the models' forwards; None if forwards were not timed
+    sequences: torch.Tensor  # [batch, length] int64
+    slo: Any  # metrics per row; None for stock
+    steps: Any  # step events; None for stock
 
 
 class Bench:
-    """Runs every contestant once per repeat, on the repeat's own prompts, so that drift hits all alike."""
+    """Runs every method once per repeat with the repeat's prompts, so that drift affects all methods equally.
+
+    Args:
+        prompt_tokens: prompts are truncated to this many tokens.
+        new_tokens: new tokens of every row.
+        times_forwards: wait for the GPU before and after every forward, which prevents overlap with the host.
+    """
 
     def __init__(
         self,
-        target: PreTrainedModel,
-        draft: PreTrainedModel,
+        target: Any,
+        draft: Any,
         tokenizer: PreTrainedTokenizerBase,
         prompts: list[str],
         prompt_tokens: int,
@@ -69,38 +74,38 @@ class Bench:
         config: SLOSpecConfig | None = None,
         times_forwards: bool = True,
     ):
-        """``times_forwards``: the host waits for the GPU at both ends of every forward; nothing runs beside it then."""
         self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
         self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
         self.config, self.times_forwards = config or SLOSpecConfig(), times_forwards
         for model in (target, draft):
-            model.generation_config.eos_token_id = None  # every contestant writes exactly new_tokens per row
+            model.generation_config.eos_token_id = None  # every row gets exactly new_tokens
 
-    def contestants(self, batches: list[int], constants: list[int]) -> list[Contestant]:
-        """Stock ones at batch 1 include assisted generation with each constant number of assistant tokens."""
+    def methods(self, batches: list[int], constants: list[int]) -> list[Method]:
+        """Return all methods; at batch 1 they include assisted generation with ``constants`` of assistant tokens."""
         found, ours = [], {OURS: self.ours(self.config)}
         if self.target.device.type == "cpu":
             ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False}))
         for batch in batches:
-            found.append(Contestant(PLAIN, batch, self.stock()))
+            found.append(Method(PLAIN, batch, self.stock()))
             if batch == 1:
-                found.append(Contestant(ASSISTED, 1, self._assisted(None)))
-                found += [Contestant(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
-                found.append(Contestant("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
-            found += [Contestant(name, batch, run) for name, run in ours.items()]
+                found.append(Method(ASSISTED, 1, self._assisted(None)))
+                found += [Method(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
+                found.append(Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
+            found += [Method(name, batch, run) for name, run in ours.items()]
         return found
 
-    def run(self, contestants: list[Contestant], repeats: int) -> dict[tuple[str, int], list[Sample]]:
-        samples: dict[tuple[str, int], list[Sample]] = {(c.name, c.batch): [] for c in contestants}
-        for contestant in contestants:  # warm-up; ours also measures its step costs here
-            if contestant.name in (PLAIN, OURS, PREPACK_OFF, ASSISTED):
-                self.time(contestant, 0)
-        rounds = [(repeat, contestant) for repeat in range(repeats) for contestant in contestants]
-        for repeat, contestant in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
-            samples[contestant.name, contestant.batch].append(self.time(contestant, repeat))
+    def run(self, methods: list[Method], repeats: int) -> dict[tuple[str, int], list[Sample]]:
+        """Time every method ``repeats`` times.  -> samples by name and batch size"""
+        samples: dict[tuple[str, int], list[Sample]] = {(method.name, method.batch): [] for method in methods}
+        for method in methods:  # warm-up, in which hf_slospec also measures its step costs
+            if method.name in (PLAIN, OURS, PREPACK_OFF, ASSISTED):
+                self.time(method, 0)
+        rounds = [(repeat, method) for repeat in range(repeats) for method in methods]
+        for repeat, method in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
+            samples[method.name, method.batch].append(self.time(method, repeat))
         return samples
 
-    def _encoded(self, batch: int, repeat: int) -> dict[str, torch.Tensor]:
+    def _encoded(self, batch: int, repeat: int) -> dict[str, Any]:
         texts = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
         options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.prompt_tokens}
         encoded = self.tokenizer(texts, return_tensors="pt", **options).to(self.target.device)
@@ -108,7 +113,7 @@ class Bench:
         return dict(encoded)
 
     def record(self, samples: dict[tuple[str, int], list[Sample]]) -> list[RecordedText]:
-        """How the draft saw what we wrote, prompt after prompt."""
+        """Return the outputs of hf_slospec with the draft's probabilities."""
         texts = []
         for (name, batch), own in samples.items():
             if name != OURS:
@@ -120,49 +125,59 @@ class Bench:
                     texts.append(recorded(self.draft, sequence[len(row) - prompt_len :].tolist(), prompt_len))
         return texts
 
-    def time(self, contestant: Contestant, repeat: int) -> Sample:
-        """One call, on the repeat's prompts."""
-        encoded = self._encoded(contestant.batch, repeat)
+    def time(self, method: Method, repeat: int) -> Sample:
+        """Time one call with the repeat's prompts."""
+        encoded = self._encoded(method.batch, repeat)
         timing = forward_time(self.target, self.draft) if self.times_forwards else contextlib.nullcontext()
-        with contestant.around(), timing as spent:
+        with method.around(), timing as spent:
             synchronize(self.target.device)
             started_s = time.perf_counter()
-            output = contestant.run(encoded)
+            output: Any = method.run(encoded)
             synchronize(self.target.device)
             seconds = time.perf_counter() - started_s
-        sequences, forward_s = getattr(output, "sequences", output), spent[0] if spent else None
-        return Sample(seconds, forward_s, sequences, getattr(output, "slo", None), getattr(output, "steps", None))
+        sequences = getattr(output, "sequences", output)
+        return Sample(
+            seconds,
+            spent[0] if spent else None,
+            sequences,
+            getattr(output, "slo", None),
+            getattr(output, "steps", None),
+        )
 
-    def stock(self, **options: Any) -> Run:
-        def run(encoded: dict[str, torch.Tensor]) -> Any:
+    def stock(self, **options: Any) -> GenerateCall:
+        """Return stock ``generate`` with further options."""
+
+        def run(encoded: dict[str, Any]) -> Any:
             return self.target.generate(**encoded, do_sample=False, max_new_tokens=self.new_tokens, **options)
 
         return run
 
-    def _assisted(self, constant: int | None) -> Run:
+    def _assisted(self, constant: int | None) -> GenerateCall:
         run = self.stock(assistant_model=self.draft)
         if constant is None:
             return run
 
-        def run_constant(encoded: dict[str, torch.Tensor]) -> Any:
+        def run_constant(encoded: dict[str, Any]) -> Any:
             settings = {
                 "num_assistant_tokens": constant,
                 "num_assistant_tokens_schedule": "constant",
                 "assistant_confidence_threshold": 0.0,
             }
-            stock = {name: getattr(self.draft.generation_config, name) for name in settings}
-            self.draft.generation_config.update(**settings)
+            config = self.draft.generation_config
+            stock = {name: getattr(config, name) for name in settings}
+            config.update(**settings)
             try:
                 return run(encoded)
             finally:
-                self.draft.generation_config.update(**stock)
+                config.update(**stock)
 
         return run_constant
 
-    def ours(self, config: SLOSpecConfig | None) -> Run:
+    def ours(self, config: SLOSpecConfig | None) -> GenerateCall:
+        """Return ``generate`` of an SLOSpecGenerator with this config."""
         generator = SLOSpecGenerator(self.target, self.draft, self.tokenizer, config)
 
-        def run(encoded: dict[str, torch.Tensor]) -> Any:
+        def run(encoded: dict[str, Any]) -> Any:
             return generator.generate(
                 **encoded, do_sample=False, max_new_tokens=self.new_tokens, return_dict_in_generate=True
             )
@@ -172,7 +187,7 @@ class Bench:
 
 @contextlib.contextmanager
 def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
-    """Within, the yielded single-element list sums the seconds spent in the models' forwards."""
+    """Yield a list of one element: the seconds spent in the models' forwards inside of the context."""
     spent, started = [0.0], [0.0]
 
     def before(module: torch.nn.Module, *_: Any) -> None:
@@ -193,12 +208,16 @@ def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> list[dict[str, Any]]:
-    """One row per contestant; speed-ups are medians of ratios within the same repeat, None where stock has not run."""
+    """Return figures per method and batch size.
+
+    Speed-ups are medians of the ratios within a repeat; None where stock ``generate`` was not run.
+    """
     rows = []
     for (name, batch), own in samples.items():
         plain = samples.get((PLAIN, batch), own)
@@ -225,7 +244,7 @@ def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> 
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """What a reader needs to repeat a result."""
+    """Return what is needed to reproduce a result: versions, hardware, date and ``facts``."""
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
@@ -243,7 +262,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this runs from, marked if files were changed since; None when installed."""
+    """Return the commit of the checkout that is running, with ``-dirty`` if files were changed; None if installed."""
     root = Path(hf_slospec.__file__).parent.parent
     if not (root / ".git").exists():
         return None

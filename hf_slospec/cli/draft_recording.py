@@ -1,4 +1,4 @@
-"""What a draft thought of texts a target wrote, to be replayed in the simulator under any policy."""
+"""Recording of a draft's probabilities for texts of the target, which the simulator replays under any policy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ NUM_CHILDREN = 8
 
 @torch.no_grad()
 def recorded(draft: PreTrainedModel, tokens: Sequence[int], prompt_len: int) -> RecordedText:
-    """One output: the draft's most probable tokens at each of its places, and which of them the target chose.
+    """Return one output: the draft's most probable tokens at each place, and which of them the target chose.
 
     Args:
-        tokens: the prompt and what the target wrote behind it, at least one token each.
+        draft: forwarded once over the whole text.
+        tokens: the prompt followed by the target's output, at least one token each.
+        prompt_len: number of prompt tokens.
     """
     ids = torch.tensor(tokens, device=draft.device)
     logits = draft(input_ids=ids[None, :-1]).logits[0, prompt_len - 1 :].float()  # [output_len, vocab]

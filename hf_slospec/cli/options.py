@@ -1,4 +1,4 @@
-"""Options that several commands have, and what becomes of them."""
+"""Options shared by several commands, and their evaluation."""
 
 from __future__ import annotations
 
@@ -8,33 +8,39 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError
-from hf_slospec.sim.files import described
+from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.tiny.inflate import SHAPES
 from hf_slospec.tiny.load import Pair, load_pair
 
 TargetModel = Annotated[
     str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
 ]
-Assistant = Annotated[str | None, typer.Option(help="Its draft; required with --target.")]
-Size = Annotated[str, typer.Option(help=f"Inflate the embedded target to: tiny, {', '.join(SHAPES)}.")]
-DType = Annotated[str, typer.Option(help="bfloat16 for speed on CPU, float32 for identity; or float16.")]
+Assistant = Annotated[str | None, typer.Option(help="Its draft model; required with --target.")]
+Size = Annotated[str, typer.Option(help=f"Size of the embedded target: tiny, {', '.join(SHAPES)}.")]
+DType = Annotated[str, typer.Option(help="bfloat16 (fast on CPUs), float32 (output identical to generate) or float16.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
 ConfigJSON = Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")]
-ResultPath = Annotated[Path | None, typer.Option("--json", help="Write results with provenance to this file.")]
+ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the results with provenance to this file.")]
+
+
+def console(min_width: int = 200) -> Console:
+    """Return a console of at least ``min_width`` columns, so that tables are complete in any terminal or pipe."""
+    return Console(width=max(Console().width, min_width))
 
 
 def settings_of(config: str) -> SLOSpecConfig:
+    """Return the config of ``--config``; raises BadParameter if it is invalid."""
     try:
         return SLOSpecConfig.model_validate_json(config)
     except ValidationError as error:
-        faults = [described(e["loc"], e["msg"]) for e in error.errors(include_url=False)]
-        raise typer.BadParameter(f"--config: {'; '.join(faults)}") from error
+        raise typer.BadParameter(f"--config: {describe_validation_error(error)}") from error
 
 
 def pair_of(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> Pair:
+    """Return the models and the tokenizer of the options; raises BadParameter if there are none."""
     try:
         return load_pair(target, assistant, size, dtype, device)
     except InvalidInputError as error:
@@ -42,5 +48,6 @@ def pair_of(target: str | None, assistant: str | None, size: str, dtype: str, de
 
 
 def write_results(path: Path, facts: dict[str, Any], results: Any) -> None:
+    """Write results with their provenance as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": facts, "results": results}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""``python -m hf_slospec profile``: what forwards cost here, how well that is predicted, and a picture of it."""
+"""Measurement of forward latencies for ``profile``: points, fits, prediction errors and plots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from hf_slospec.models.packed import PackedModel
 
 
 def profile(name: str, model: PreTrainedModel, seconds: float, keep: bool) -> dict[str, Any]:
-    """Measure one model for about ``seconds``; ``keep`` the fit for later runs on this machine.
+    """Measure the forwards of one model.
+
+    Args:
+        name: shown by the progress bar.
+        seconds: approximate duration of the measurement.
+        keep: store the fit, which later runs on this machine use.
 
     Returns:
-        ``measured``: tokens, requests, keys each and milliseconds of every size; ``fit``: its curve and terms;
-        ``held_out``: relative error of the fit at sizes it was not made from.
+        ``measured``: tokens, requests, keys per request and milliseconds of every size; ``fit``: curve and terms;
+        ``held_out``: relative errors of the fit at sizes that were left out of it.
     """
     with evaluating(model):
         packed = PackedModel(model)
@@ -49,22 +54,22 @@ def profile(name: str, model: PreTrainedModel, seconds: float, keep: bool) -> di
 
 
 def table(name: str, record: dict[str, Any]) -> Table:
-    """The curve and its errors, for a terminal."""
+    """Return the curve and its errors as a table."""
     fit = record["fit"]
-    made = Table(title=f"{name}: milliseconds of a forward by its tokens")
+    result = Table(title=f"{name}: milliseconds of a forward by its number of tokens")
     for tokens in fit["tokens"]:
-        made.add_column(str(tokens), justify="right")
-    made.add_row(*(f"{ms:.1f}" for ms in fit["ms"]))
+        result.add_column(str(tokens), justify="right", no_wrap=True)
+    result.add_row(*(f"{ms:.1f}" for ms in fit["ms"]))
     errors = ", ".join(f"{e['tokens']} tokens of {e['requests']}: {e['error']:+.0%}" for e in record["held_out"])
-    made.caption = (
+    result.caption = (
         f"+{fit['ms_per_further_request']:.2f} ms per further request, +{fit['ms_per_1000_keys']:.2f} ms per 1,000 "
-        f"keys; error of the fit where it was not fitted: {errors or 'nothing'}"
+        f"keys; error at held-out sizes: {errors or 'none measured'}"
     )
-    return made
+    return result
 
 
 def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
-    """Measured points and fitted curves, one panel per model."""
+    """Plot measured points and fitted curves, one panel per model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -77,7 +82,7 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
         panel.plot(record["fit"]["tokens"], record["fit"]["ms"], color="#0072B2", label="fit, without keys")
         panel.plot([m["tokens"] for m in plain], [m["ms"] for m in plain], "o", color="#0072B2", label="one request")
         panel.plot([m["tokens"] for m in other], [m["ms"] for m in other], "^", color="#D55E00",
-                   label="several requests or long texts")  # fmt: skip
+                   label="several requests or long contexts")  # fmt: skip
         panel.set(xscale="log", xlabel="tokens of the forward", ylabel="milliseconds", title=name, ylim=(0, None))
         panel.set_xticks(record["fit"]["tokens"], [str(tokens) for tokens in record["fit"]["tokens"]])
         panel.minorticks_off()

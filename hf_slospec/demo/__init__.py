@@ -1,1 +1,1 @@
-"""The demo: several users of one model, each with a speed of their own, in a browser."""
+"""The demo: several users of one model, each with an own speed target, in a browser."""

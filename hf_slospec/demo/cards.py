@@ -1,4 +1,4 @@
-"""What is seen of a scene, as HTML. Nothing is told by colour alone."""
+"""HTML of a scene. Whatever a colour says is also said in words or by a pattern."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from hf_slospec.demo.highlight import Piece
+from hf_slospec.demo.highlight import TextPiece
 from hf_slospec.demo.rates import shares
 from hf_slospec.demo.sessions import Scene
 from hf_slospec.demo.stream import View
 
-SHOWN_CHARS = 1200  # of an answer, the last ones
-PATTERNS = 5  # kinds of segments in the budget bar, see style.css
+MAX_CHARS = 1200  # of the end of an answer
+NUM_PATTERNS = 5  # of segments in the budget bar, see style.css
 STATES = {
     "waiting": "reading the prompt",
     "writing": "writing",
@@ -23,39 +23,46 @@ STATES = {
 
 
 def speed_of(view: View) -> float | None:
-    """Tokens per second of the request at hand, which is what its target is about."""
+    """Return the tokens per second of the current request, as its speed target counts them."""
     tpot_s = None if view.metrics is None else view.metrics.tpot_s
     return 1.0 / tpot_s if tpot_s else None
 
 
 def full_scale(views: Sequence[View]) -> float:
-    """Tokens per second at the right end of all bars: one scale, so that users can be compared."""
+    """Return the tokens per second at the right end of all bars, which share one scale."""
     speeds = [speed_of(view) or 0.0 for view in views]
-    targets = [1e3 / view.wish.tpot_slo_ms for view in views if view.wish.tpot_slo_ms is not None]
-    fast = max(speeds, default=0.0)
-    top = max([fast, *(target for target in targets if target < 4 * max(fast, 5.0)), 10.0]) * 1.15
-    step = 10 ** math.floor(math.log10(top)) / 2
+    slos = [1e3 / ms for view in views if (ms := view.user_request.tpot_slo_ms) is not None]
+    fastest = max(speeds, default=0.0)
+    top = max([fastest, *(slo for slo in slos if slo < 4 * max(fastest, 5.0)), 10.0]) * 1.15
+    step = 10.0 ** math.floor(math.log10(top)) / 2
     return math.ceil(top / step) * step
 
 
 def verdict(view: View) -> tuple[str, str]:
-    """-> a class for its looks, and words"""
-    if view.wish.tpot_slo_ms is None:
-        return "spare", "no target"
+    """Return whether the speed target is met: a CSS class and its words."""
+    if view.user_request.tpot_slo_ms is None:
+        return "unjudged", "no speed target"
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
-        return "spare", "not known yet"
+        return "unjudged", "not known yet"
     if view.state in ("stopped", "failed"):
-        return "spare", ""  # said below
+        return "unjudged", ""  # the state is shown below
     if view.state == "finished":
-        return ("kept", "✓ target met") if view.metrics.attained else ("late", "✗ target missed")
-    return ("kept", "✓ on target") if view.metrics.attained else ("late", "✗ behind target")
+        return ("met", "✓ speed target met") if view.metrics.attained else ("missed", "✗ speed target missed")
+    return ("met", "✓ at speed target") if view.metrics.attained else ("missed", "✗ below speed target")
 
 
 def card(view: View, scale: float, share: float, hides_text: bool = False) -> str:
+    """Return the card of one stream.
+
+    Args:
+        scale: tokens per second at the right end of its bar.
+        share: its share of the token budget.
+        hides_text: leaves out the text, which is shown to its own visitor only.
+    """
     look, words = verdict(view)
     parts = [
         f'<header><h3>{escape(view.name)}</h3><span class="verdict {look}">{words}</span></header>',
-        f'<p class="wants">{escape(view.wants)}</p>' if view.wants else "",
+        f'<p class="description">{escape(view.description)}</p>' if view.description else "",
         _speed(view),
         _bar(view, scale, look),
         _sparkline(view),
@@ -77,34 +84,30 @@ def _speed(view: View) -> str:
 
 
 def _bar(view: View, scale: float, look: str) -> str:
-    speed, tpot_slo_ms = speed_of(view) or 0.0, view.wish.tpot_slo_ms
-    line, label = "", "no target"
+    speed, tpot_slo_ms = speed_of(view) or 0.0, view.user_request.tpot_slo_ms
+    line, label = "", "no speed target"
     if tpot_slo_ms is not None:
-        wanted = 1e3 / tpot_slo_ms
-        at = min(100 * wanted / scale, 99.4)
-        label = f"target: at least {wanted:.1f} tokens/s ({tpot_slo_ms:.0f} ms per token)"
-        side = "right" if at > 50 else "left"
-        line = f'<i class="target" style="left:{at:.1f}%"></i><span class="aim {side}" style="{_beside(at)}">'
-        line += f"target {wanted:.1f} tokens/s{' →' if wanted > scale else ''}</span>"
+        slo = 1e3 / tpot_slo_ms
+        at = min(100 * slo / scale, 99.4)
+        label = f"speed target: at least {slo:.1f} tokens/s ({tpot_slo_ms:.0f} ms per token)"
+        side = f"right:{100 - at:.1f}%" if at > 50 else f"left:{at:.1f}%"
+        line = f'<i class="slo-line" style="left:{at:.1f}%"></i><span class="slo-label" style="{side}">'
+        line += f"speed target {slo:.1f}/s{' →' if slo > scale else ''}</span>"
     return (
         f'<div class="bar" role="img" aria-label="{speed:.1f} tokens/s; {label}" title="{label}">'
         f'<span class="fill {look}" style="width:{min(100 * speed / scale, 100):.1f}%"></span>{line}</div>'
     )
 
 
-def _beside(at: float) -> str:
-    return f"right:{100 - at:.1f}%" if at > 50 else f"left:{at:.1f}%"
-
-
 def _sparkline(view: View) -> str:
-    """Tokens per second over the last seconds, smoothed over three, with the target as a dashed line."""
+    """Plot tokens per second by second, averaged over three seconds, with the speed target as a dashed line."""
     values = [sum(view.history[max(i - 2, 0) : i + 1]) / min(i + 1, 3) for i in range(len(view.history))]
-    wanted = None if view.wish.tpot_slo_ms is None else 1e3 / view.wish.tpot_slo_ms
-    top = max(*values, min(wanted or 0.0, 3 * max(*values, 5.0)), 1.0) * 1.1
+    slo = None if view.user_request.tpot_slo_ms is None else 1e3 / view.user_request.tpot_slo_ms
+    top = max(*values, min(slo or 0.0, 3 * max(*values, 5.0)), 1.0) * 1.1
     points = " ".join(f"{100 * i / (len(values) - 1):.1f},{30 - 30 * v / top:.1f}" for i, v in enumerate(values))
     dashed = ""
-    if wanted is not None and wanted <= top:
-        y = 30 - 30 * wanted / top
+    if slo is not None and slo <= top:
+        y = 30 - 30 * slo / top
         dashed = f'<line x1="0" x2="100" y1="{y:.1f}" y2="{y:.1f}"/>'
     return (
         f'<div class="spark"><svg viewBox="0 0 100 30" preserveAspectRatio="none" aria-hidden="true">'
@@ -113,42 +116,41 @@ def _sparkline(view: View) -> str:
     )
 
 
-def _text(pieces: Sequence[Piece], is_writing: bool) -> str:
-    kept: list[str] = []
-    left = SHOWN_CHARS
+def _text(pieces: Sequence[TextPiece], is_writing: bool) -> str:
+    shown: list[str] = []
+    left = MAX_CHARS
     for piece in reversed(pieces):
         text = escape(piece.text[-left:])
-        kept.append(f'<span class="d">{text}</span>' if piece.is_draft else text)
+        shown.append(f'<span class="d">{text}</span>' if piece.is_draft else text)
         left -= len(piece.text)
         if left <= 0:
             break
     cursor = '<span class="cursor">▌</span>' if is_writing else ""
-    return f'<div class="text" tabindex="0"><pre>{"".join(reversed(kept))}{cursor}</pre></div>'
+    return f'<div class="text" tabindex="0"><pre>{"".join(reversed(shown))}{cursor}</pre></div>'
 
 
 def _figures(view: View, share: float) -> str:
     own = view.metrics
     length = None if own is None else own.acceptance_length
     accepted = f"{100 * own.accepted / own.drafted:.0f} %" if own is not None and own.drafted else "-"
-    promised = ""
-    if view.wish.tpot_slo_ms is not None and own is not None and view.is_active:
-        promised = "promised" if own.guaranteed else "not promised: it might not be kept"
-    kept = f"{view.kept} of {view.judged}" if view.judged else "-"
+    guarantee = ""
+    if view.user_request.tpot_slo_ms is not None and own is not None and view.is_active:
+        guarantee = "speed target guaranteed" if own.guaranteed else "speed target not guaranteed: it may be missed"
     pairs = [
         ("budget share", f"{100 * share:.0f} %"),
         ("tokens per step", f"{length:.2f}" if length else "-"),
         ("drafts accepted", accepted),
-        ("answers on target", kept),
+        ("speed target met", f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-"),
     ]
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
-    return f'<dl class="figures">{cells}</dl><p class="dim promise">{promised}&nbsp;</p>'
+    return f'<dl class="figures">{cells}</dl><p class="dim guarantee">{guarantee}&nbsp;</p>'
 
 
 def cards(scene: Scene) -> tuple[list[str], str, str]:
-    """-> the cards of the simulated users by place, the visitor's own, and those of other visitors"""
-    everybody = scene.everybody
-    scale = full_scale(everybody)
-    share = dict(zip(map(id, everybody), shares([view.nodes for view in everybody]), strict=True))
+    """Return the cards of the simulated users by place, the visitor's own card, and those of other visitors."""
+    views = scene.views
+    scale = full_scale(views)
+    share = dict(zip(map(id, views), shares([view.nodes for view in views]), strict=True))
     simulated = ["" if view is None else card(view, scale, share[id(view)]) for view in scene.simulated]
     own = "" if scene.own is None else card(scene.own, scale, share[id(scene.own)])
     others = "".join(card(view, scale, share[id(view)], hides_text=True) for view in scene.others)
@@ -156,32 +158,31 @@ def cards(scene: Scene) -> tuple[list[str], str, str]:
 
 
 def headline(scene: Scene) -> str:
-    """The whole engine: throughput, targets met, and whose nodes fill the budget."""
-    everybody = scene.everybody
-    total = sum(view.tokens_per_s for view in everybody)
-    aimed = [view for view in everybody if view.is_active and verdict(view)[0] != "spare"]
-    holding = sum(verdict(view)[0] == "kept" for view in aimed)
-    kept, judged = scene.record
-    drafted = sum(view.metrics.drafted for view in everybody if view.metrics)
-    accepted = sum(view.metrics.accepted for view in everybody if view.metrics)
+    """Return the figures of the whole engine: throughput, attainment, acceptance and token budget."""
+    views = scene.views
+    total = sum(view.tokens_per_s for view in views)
+    verdicts = [look for view in views if view.is_active and (look := verdict(view)[0]) != "unjudged"]
+    attained, judged = scene.counts
+    drafted = sum(view.metrics.drafted for view in views if view.metrics)
+    accepted = sum(view.metrics.accepted for view in views if view.metrics)
     tiles = [
-        (f"{total:.1f}", "tokens/s in all"),
-        (f"{holding} of {len(aimed)}", "streams on target now"),
-        (f"{kept} of {judged}", f"answers on target since “{scene.policy}” was chosen"),
+        (f"{total:.1f}", "tokens/s in total"),
+        (f"{verdicts.count('met')} of {len(verdicts)}", "running streams at their speed target"),
+        (f"{attained} of {judged}", f"answers met their speed target since “{scene.policy}” was chosen"),
         (f"{100 * accepted / drafted:.0f} %" if drafted else "-", "of drafted tokens accepted"),
     ]
     cells = "".join(f"<div><b>{number}</b><span>{words}</span></div>" for number, words in tiles)
-    return f'<div class="tiles">{cells}</div>{_budget(everybody)}'
+    return f'<div class="tiles">{cells}</div>{_budget(views)}'
 
 
-def _budget(everybody: Sequence[View]) -> str:
+def _budget(views: Sequence[View]) -> str:
     parts = []
-    for place, (view, share) in enumerate(zip(everybody, shares([view.nodes for view in everybody]), strict=True)):
+    for index, (view, share) in enumerate(zip(views, shares([view.nodes for view in views]), strict=True)):
         if share > 0:
-            name = escape(view.name)
+            name, percent = escape(view.name), f"{100 * share:.0f} %"
             parts.append(
-                f'<span class="p{place % PATTERNS}" style="flex-grow:{share:.4f}" title="{name}: {100 * share:.0f} %">'
-                f"<em>{name} {100 * share:.0f} %</em></span>"
+                f'<span class="p{index % NUM_PATTERNS}" style="flex-grow:{share:.4f}" title="{name}: {percent}">'
+                f"<em>{name} {percent}</em></span>"
             )
     body = "".join(parts) or "<span class='idle'><em>nothing is being decoded</em></span>"
-    return f'<p class="dim">Who the token budget of the last seconds went to:</p><div class="budget">{body}</div>'
+    return f'<p class="dim">Token budget of the last seconds by user:</p><div class="budget">{body}</div>'

@@ -1,4 +1,4 @@
-"""A text in pieces that say where their tokens came from."""
+"""Texts split by the origin of their tokens: accepted drafts or the target."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ from typing import NamedTuple
 from hf_slospec.serving.handle import TextStream, ToText
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
+    """A stretch of text whose tokens have one origin."""
+
     text: str
-    is_draft: bool  # proposed by the draft and accepted; else chosen by the target alone
+    is_draft: bool  # accepted drafts; otherwise chosen by the target
 
 
 class HighlightedText:
-    """A growing text; a character whose tokens come from both goes with its last token."""
+    """A growing text; a character that consists of tokens of both origins belongs to the origin of its last token."""
 
     def __init__(self, to_text: ToText):
-        self._stream, self._pieces, self._num_tokens = TextStream(to_text), list[Piece](), 0
+        self._stream, self._pieces, self._num_tokens = TextStream(to_text), list[TextPiece](), 0
 
-    def take(self, tokens: list[int], from_draft: list[bool]) -> list[Piece]:
-        """All tokens so far, and whether each is an accepted draft.  -> all pieces so far"""
+    def update(self, tokens: list[int], from_draft: list[bool]) -> list[TextPiece]:
+        """Return the pieces of all tokens so far.
+
+        Args:
+            tokens: all tokens so far, those of earlier calls included.
+            from_draft: for each of them, whether it is an accepted draft.
+        """
         fresh = list(zip(tokens, from_draft, strict=False))[self._num_tokens :]
         for is_draft, run in groupby(fresh, key=lambda pair: pair[1]):
             if text := self._stream.push([token for token, _ in run], is_last=False):
-                self._pieces.append(Piece(text, is_draft))
+                self._pieces.append(TextPiece(text, is_draft))
         self._num_tokens += len(fresh)
         return list(self._pieces)

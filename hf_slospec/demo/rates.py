@@ -1,4 +1,4 @@
-"""Speeds, from what the steps of requests committed."""
+"""Speeds and budget shares, from the commits of requests."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 from hf_slospec.engine.events import Commit
 
-WINDOW_S = 3.0  # "now"
+WINDOW_S = 3.0  # over which current speeds are averaged
 HISTORY_S = 30
 
 
 class Gain(NamedTuple):
-    """What one step gave one user."""
+    """Progress of one request in one step."""
 
     at_s: float
     tokens: int
-    nodes: int  # of the step's budget
+    nodes: int  # of the step's token budget
     accepted: int
 
 
 def gains(commits: Sequence[Commit]) -> list[Gain]:
-    """Of one request. Its first token came of reading the prompt, which says nothing about the pace of writing."""
+    """Return the progress of one request by step, without its first token, which is part of the prefill."""
     return [
         Gain(now.at_s, now.num_emitted - before.num_emitted, now.num_nodes, now.num_accepted)
         for before, now in pairwise(commits)
@@ -30,17 +30,18 @@ def gains(commits: Sequence[Commit]) -> list[Gain]:
 
 
 def recent(all_gains: Iterable[Gain], now_s: float, window_s: float = WINDOW_S) -> list[Gain]:
+    """Return the steps of the last ``window_s`` seconds."""
     return [gain for gain in all_gains if now_s - window_s < gain.at_s <= now_s]
 
 
 def tokens_per_s(own: Iterable[Gain], now_s: float, begun_s: float) -> float:
-    """Over the last :data:`WINDOW_S` seconds, or since ``begun_s`` if that is less."""
+    """Return the speed over the last :data:`WINDOW_S` seconds, or since ``begun_s`` if that is shorter."""
     span_s = min(WINDOW_S, now_s - begun_s)
     return sum(gain.tokens for gain in recent(own, now_s, span_s)) / span_s if span_s > 0 else 0.0
 
 
 def history(own: Iterable[Gain], now_s: float) -> list[float]:
-    """Tokens per second in each of the last :data:`HISTORY_S` seconds, the oldest first."""
+    """Return tokens per second in each of the last :data:`HISTORY_S` seconds, the oldest first."""
     counts = [0.0] * HISTORY_S
     for gain in own:
         age_s = now_s - gain.at_s
@@ -50,6 +51,6 @@ def history(own: Iterable[Gain], now_s: float) -> list[float]:
 
 
 def shares(nodes: Sequence[int]) -> list[float]:
-    """Of everything verified, each one's part."""
+    """Return each user's share of all verified nodes; zeros if there are none."""
     total = sum(nodes)
     return [own / total if total else 0.0 for own in nodes]

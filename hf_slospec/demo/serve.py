@@ -1,4 +1,4 @@
-"""Puts the demo together and serves it."""
+"""Assembly and serving of the demo."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_slospec.config import SLOSpecConfig
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
-from hf_slospec.demo.sessions import CONFIG, POLICIES, Crowd
+from hf_slospec.demo.sessions import CONFIG, POLICIES, DemoSessions
 from hf_slospec.generate.speculator import clock
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.log_level import only_errors_logged
@@ -21,91 +20,97 @@ from hf_slospec.tiny.load import load_pair
 if TYPE_CHECKING:
     import gradio as gr
 
-NUM_MEASURED, MEASURED_TOKENS, MEASURED_TIMES = 4, 16, 3  # streams, and what each writes, to time plain decoding
-SLOWEST = 6.0  # target on the sliders, as a multiple of plain decoding
-QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
-# The browser itself refuses to ask anybody else for anything.
+NUM_STREAMS, NUM_TOKENS, NUM_REPEATS = 4, 16, 3  # of the measurement of plain decoding
+MAX_SLO_FACTOR = 6.0  # slowest speed target on the sliders, as a multiple of plain decoding's TPOT
+NO_TELEMETRY = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+# Makes the browser refuse requests to other hosts.
 CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self'; object-src 'none'"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is served, and to whom."""
+    """Models, address and password of the demo."""
 
-    target: str | None = None  # with its assistant; None: the embedded pair
+    target: str | None = None  # needs an assistant; None: the embedded pair
     assistant: str | None = None
-    size: str = "0.1B"  # of the embedded target: some ten tokens per second and user on two CPU cores
+    size: str = "0.1B"  # of the embedded target: about ten tokens per second and user on two CPU cores
     dtype: str = "bfloat16"
     device: str = "cpu"
-    host: str | None = None  # None: this machine only, unless GRADIO_SERVER_NAME says otherwise
+    host: str | None = None  # None: GRADIO_SERVER_NAME, or else only this machine
     port: int | None = None
     password: str | None = None
 
 
-def serve(options: Options, say: Callable[[str], None] = print) -> None:
-    """Serve until interrupted."""
+def serve(options: Options, report: Callable[[str], None] = print) -> None:
+    """Serve until interrupted.
+
+    Args:
+        report: called with messages about the progress.
+    """
     with only_errors_logged():
-        say("loading models")
-        crowd, page = prepare(options, say)
+        report("loading models")
+        sessions, page = prepare(options, report)
         try:
-            say(f"open {launch(page, options)} (Ctrl-C ends it)")
+            report(f"open {launch(page, options)} (stop with Ctrl-C)")
             page.block_thread()
         finally:
-            crowd.generator.stop(drain=False)
+            sessions.generator.stop(drain=False)
 
 
-def prepare(options: Options, say: Callable[[str], None] = lambda words: None) -> tuple[Crowd, gr.Blocks]:
-    """Models, engine, simulated users and the page.
+def prepare(options: Options, report: Callable[[str], None] = lambda message: None) -> tuple[DemoSessions, gr.Blocks]:
+    """Load the models, start the engine and the simulated users, and build the page.
 
     Raises:
         ImportError: gradio is not installed.
-        InvalidInputError: an option makes no sense.
+        InvalidInputError: an option is invalid.
     """
-    os.environ.update(QUIET)  # before gradio is imported
+    os.environ.update(NO_TELEMETRY)  # before gradio is imported
     from hf_slospec.demo.layout import EMBEDDED, Page
 
     pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
-    room = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
-    generator = SLOSpecGenerator(*pair, SLOSpecConfig(**CONFIG.model_dump(exclude={"kv_tokens"}), kv_tokens=room))
-    say("measuring how fast the models are here")
+    kv_tokens = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
+    generator = SLOSpecGenerator(*pair, CONFIG.model_copy(update={"kv_tokens": kv_tokens}))
+    report("measuring the speed of the models on this machine")
     generator.start()
-    plain_s = plain_pace(generator)
+    plain_s = plain_tpot_s(generator)
     is_embedded = options.target is None
-    people = {person.name: (person, person.wish(plain_s, is_embedded)) for person in PERSONAS}
-    crowd = Crowd(generator, clock)
-    for person, wish in people.values():
-        crowd.add(person, wish)
-    most_ms = min(max(round(1e3 * SLOWEST * plain_s), 10), MAX_TPOT_SLO_MS)
-    return crowd, Page(crowd, people, most_ms, EMBEDDED if is_embedded else "").build()
+    personas = {persona.name: (persona, persona.request(plain_s, is_embedded)) for persona in PERSONAS}
+    sessions = DemoSessions(generator, clock)
+    for persona, user_request in personas.values():
+        sessions.add(persona, user_request)
+    max_slo_ms = min(max(round(1e3 * MAX_SLO_FACTOR * plain_s), 10), MAX_TPOT_SLO_MS)
+    return sessions, Page(sessions, personas, max_slo_ms, EMBEDDED if is_embedded else "").build()
 
 
-def plain_pace(generator: SLOSpecGenerator) -> float:
-    """Seconds per token of a few streams together without speculation: what targets are chosen by."""
+def plain_tpot_s(generator: SLOSpecGenerator) -> float:
+    """Measure the TPOT of a few simultaneous streams without speculation, which the speed targets are based on."""
     generator.set_policy(POLICIES["none"])
-    tokens = dict(min_new_tokens=MEASURED_TOKENS, max_new_tokens=MEASURED_TOKENS)
     measured = []
-    for _ in range(MEASURED_TIMES):
-        handles = [generator.submit(person.code, **tokens) for person in PERSONAS[:NUM_MEASURED]]
+    for _ in range(NUM_REPEATS):
+        handles = [
+            generator.submit(persona.code_prompt, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS)
+            for persona in PERSONAS[:NUM_STREAMS]
+        ]
         own = [handle.result().metrics.tpot_s for handle in handles]
         measured.append(statistics.median(tpot_s for tpot_s in own if tpot_s is not None))
     generator.set_policy(POLICIES["auto"])
-    return min(measured)  # others may use the machine for a moment
+    return min(measured)  # the repeat least disturbed by other processes
 
 
 def launch(page: gr.Blocks, options: Options) -> str:
-    """Serve in threads of its own.  -> the page's address"""
+    """Serve the page in background threads.  -> its address"""
     import gradio as gr
     from starlette.middleware import Middleware
 
-    fonts = dict(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])  # nothing is fetched
     _, url, _ = page.launch(
         server_name=options.host,
         server_port=options.port,
-        auth=None if options.password is None else only_with(options.password),
+        auth=None if options.password is None else password_check(options.password),
         auth_message="The demo asks for a password; any name will do.",
-        theme=gr.themes.Default(**fonts),
+        # system fonts, which need no download
+        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         css_paths=Path(__file__).with_name("style.css"),
-        app_kwargs={"middleware": [Middleware(StaysHere)]},
+        app_kwargs={"middleware": [Middleware(ContentSecurityPolicy)]},
         share=False,
         ssr_mode=False,
         footer_links=[],
@@ -115,13 +120,13 @@ def launch(page: gr.Blocks, options: Options) -> str:
     return str(url)
 
 
-def only_with(password: str) -> Callable[[str, str], bool]:
-    """Whoever knows the password may come in, under any name."""
+def password_check(password: str) -> Callable[[str, str], bool]:
+    """Return a check that accepts any user name with this password."""
     return lambda name, given: hmac.compare_digest(given.encode(), password.encode())
 
 
-class StaysHere:
-    """Adds :data:`CONTENT_POLICY` to every answer."""
+class ContentSecurityPolicy:
+    """ASGI middleware that adds :data:`CONTENT_POLICY` to every response."""
 
     def __init__(self, app: Any):
         self.app = app

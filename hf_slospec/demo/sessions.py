@@ -1,7 +1,8 @@
-"""All users of the demo's one engine: simulated ones that every visitor sees, and each visitor's own."""
+"""The users of the demo's engine: simulated users that every visitor sees, and the visitors themselves."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -9,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.demo.personas import MAX_PROMPT_TOKENS, Person, Wish
+from hf_slospec.demo.personas import MAX_PROMPT_TOKENS, Persona, UserRequest
 from hf_slospec.demo.stream import Stream, View
 from hf_slospec.errors import InvalidInputError, NotRunningError, SLOSpecError
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle
 
 MAX_SIMULATED = 6
-MAX_VISITORS = 8  # whose streams run at a time
-GONE_S = 30.0  # a visitor who has not looked for so long has left
-# The engine has room for all of them, and for those cancelled in a step that still runs.
+MAX_VISITORS = 8  # with a running stream
+VISITOR_TIMEOUT_S = 30.0  # without a refresh, after which a visitor counts as gone
+# Two more than all users together: cancelled requests hold their place until the current step ends.
 CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
 POLICIES = {
     "none": SLOSpecConfig(policy="none"),
@@ -30,23 +31,23 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What one visitor sees at a moment."""
+    """Snapshot of all streams for one visitor."""
 
     policy: str
     simulated: tuple[View | None, ...]  # by place
     own: View | None
-    others: tuple[View, ...]  # other visitors' streams
-    record: tuple[int, int]  # answers that met their target since the policy was chosen, of those that had one
+    others: tuple[View, ...]  # streams of other visitors
+    counts: tuple[int, int]  # answers since the policy was chosen: those that met their speed target, those with one
 
     @property
-    def everybody(self) -> list[View]:
-        """Who comes stands behind who was there, so that the others' colours stay."""
+    def views(self) -> list[View]:
+        """All streams; new ones come last, so that the others keep their colours."""
         own = [] if self.own is None else [self.own]
         return [*(view for view in self.simulated if view is not None), *own, *self.others]
 
 
-class Crowd:
-    """May be used from any thread. Simulated users ask on only while somebody looks."""
+class DemoSessions:
+    """All streams of the demo. Thread-safe. Simulated users pause while no visitor refreshes the page."""
 
     def __init__(self, generator: SLOSpecGenerator, clock: Callable[[], float]):
         assert generator.tokenizer is not None
@@ -54,139 +55,139 @@ class Crowd:
         self._tokenizer: Any = generator.tokenizer
         self._simulated: list[Stream | None] = [None] * MAX_SIMULATED
         self._visitors: dict[str, Stream] = {}
-        self._numbers: dict[str, int] = {}  # of visitors, in the order they came
-        self._seen_s: dict[str, float] = {}
-        self._record = (0, 0)  # of streams that are gone
+        self._numbers: dict[str, int] = {}  # of visitors, in order of arrival
+        self._refreshed_s: dict[str, float] = {}  # last refresh of each visitor
+        self._counts = (0, 0)  # of streams that were removed
         self._versions = itertools.count(1)
         self._lock = threading.RLock()
 
-    # ---- what simulated users do
+    # ---- simulated users
 
-    def add(self, person: Person, wish: Wish) -> int:
-        """-> its place"""
+    def add(self, persona: Persona, user_request: UserRequest) -> int:
+        """Add a simulated user.  -> its place"""
         with self._lock:
             if None not in self._simulated:
                 raise InvalidInputError(f"there is room for {MAX_SIMULATED} simulated users; remove one first")
             place = self._simulated.index(None)
-            stream = self._new(person.name, person.wants, wish, is_simulated=True)
+            stream = self._new(persona.name, persona.description, user_request, is_simulated=True)
             self._simulated[place] = stream
-            self._begin(stream)
+            self._start(stream)
             return place
 
-    def change(self, place: int, wish: Wish) -> None:
-        """Have one ask for something else, from the beginning; also starts one that was stopped."""
+    def change(self, place: int, user_request: UserRequest) -> None:
+        """Replace the request of a simulated user and start it, also if the user was stopped."""
         with self._lock:
-            stream = self._at(place)
-            stream.wish, stream.version = wish, next(self._versions)
-            self._begin(stream)
+            stream = self._stream_at(place)
+            stream.user_request, stream.version = user_request, next(self._versions)
+            self._start(stream)
 
     def stop(self, place: int) -> None:
+        """Stop a simulated user."""
         with self._lock:
-            self._at(place).end(self.clock())
+            self._stream_at(place).stop(self.clock())
 
     def remove(self, place: int) -> None:
+        """Remove a simulated user."""
         with self._lock:
-            self._dismiss(self._at(place))
+            self._retire(self._stream_at(place))
             self._simulated[place] = None
 
-    def _at(self, place: int) -> Stream:
+    def _stream_at(self, place: int) -> Stream:
         stream = self._simulated[place]
         if stream is None:
-            raise InvalidInputError("this user has been removed meanwhile")
+            raise InvalidInputError("this user has been removed")
         return stream
 
-    # ---- what visitors do
+    # ---- visitors
 
-    def ask(self, visitor: str, wish: Wish) -> None:
-        """A visitor's own request; replaces the one before."""
+    def ask(self, visitor: str, user_request: UserRequest) -> None:
+        """Start a visitor's request in place of the previous one."""
         with self._lock:
             others = [key for key, stream in self._visitors.items() if key != visitor and stream.view(0.0).is_active]
             if len(others) >= MAX_VISITORS:
-                raise InvalidInputError(f"{MAX_VISITORS} visitors are being served; try again in a moment")
+                raise InvalidInputError(
+                    f"{MAX_VISITORS} visitors are being served, which is the limit; try again later"
+                )
             stream = self._visitors.get(visitor)
             if stream is None:
                 number = self._numbers.setdefault(visitor, len(self._numbers) + 1)
-                stream = self._visitors[visitor] = self._new(f"Visitor {number}", "", wish, is_simulated=False)
-            stream.wish = wish
-            self._begin(stream)
+                stream = self._visitors[visitor] = self._new(f"Visitor {number}", "", user_request, is_simulated=False)
+            stream.user_request = user_request
+            self._start(stream)
 
     def stop_own(self, visitor: str) -> None:
+        """Stop a visitor's request."""
         with self._lock:
             if (stream := self._visitors.get(visitor)) is not None:
-                stream.end(self.clock())
+                stream.stop(self.clock())
 
     def leave(self, visitor: str) -> None:
+        """Remove a visitor and its stream."""
         with self._lock:
             if (stream := self._visitors.pop(visitor, None)) is not None:
-                self._dismiss(stream)
-            self._seen_s.pop(visitor, None)
+                self._retire(stream)
+            self._refreshed_s.pop(visitor, None)
 
-    # ---- for everybody
+    # ---- all users
 
     def set_policy(self, name: str) -> None:
-        """From the next step on; what runs goes on. Targets met are counted anew."""
+        """Change the policy from the next step on and reset the counts; running requests continue."""
         if name not in POLICIES:
             raise InvalidInputError(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}")
         with self._lock:
             if name != self.policy:
                 self.generator.set_policy(POLICIES[name])
-                self.policy, self._record = name, (0, 0)
+                self.policy, self._counts = name, (0, 0)
                 for stream in self._streams():
-                    stream.forget_record()
+                    stream.reset_counts()
 
-    def look(self, visitor: str) -> Scene:
-        """What this visitor sees now. Looking is what keeps the simulated users going."""
+    def refresh(self, visitor: str) -> Scene:
+        """Return what this visitor sees now; also restarts simulated users and removes visitors that left."""
         with self._lock:
-            now_s = self._seen_s[visitor] = self.clock()
-            for key in [key for key, seen_s in self._seen_s.items() if now_s - seen_s > GONE_S]:
+            now_s = self._refreshed_s[visitor] = self.clock()
+            for key in [key for key, at_s in self._refreshed_s.items() if now_s - at_s > VISITOR_TIMEOUT_S]:
                 self.leave(key)
             for stream in self._streams():
                 if stream.is_due(now_s):
-                    self._try(stream)
+                    with contextlib.suppress(SLOSpecError):  # the stream shows it
+                        self._start(stream)
             own = self._visitors.get(visitor)
-            records = [self._record, *(stream.record for stream in self._streams())]
+            counts = [self._counts, *(stream.counts for stream in self._streams())]
             return Scene(
                 policy=self.policy,
                 simulated=tuple(None if stream is None else stream.view(now_s) for stream in self._simulated),
                 own=None if own is None else replace(own.view(now_s), name=f"You ({own.name.lower()})"),
                 others=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
-                record=(sum(kept for kept, _ in records), sum(judged for _, judged in records)),
+                counts=(sum(attained for attained, _ in counts), sum(judged for _, judged in counts)),
             )
-
-    # ----
 
     def _streams(self) -> list[Stream]:
         return [*(stream for stream in self._simulated if stream is not None), *self._visitors.values()]
 
-    def _new(self, name: str, wants: str, wish: Wish, is_simulated: bool) -> Stream:
+    def _new(self, name: str, description: str, user_request: UserRequest, is_simulated: bool) -> Stream:
         def to_text(ids: list[int]) -> str:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-        return Stream(name, wants, wish, is_simulated, to_text, next(self._versions))
+        return Stream(name, description, user_request, is_simulated, to_text, next(self._versions))
 
-    def _dismiss(self, stream: Stream) -> None:
-        stream.end(self.clock())
-        (kept, judged), (own_kept, own_judged) = self._record, stream.record
-        self._record = kept + own_kept, judged + own_judged
+    def _retire(self, stream: Stream) -> None:
+        """Stop a stream that is removed and keep its counts."""
+        stream.stop(self.clock())
+        (attained, judged), (own_attained, own_judged) = self._counts, stream.counts
+        self._counts = attained + own_attained, judged + own_judged
 
-    def _begin(self, stream: Stream) -> None:
-        stream.begin(self._submit, self.clock())
+    def _start(self, stream: Stream) -> None:
+        stream.start(self._submit, self.clock())
 
-    def _try(self, stream: Stream) -> None:
-        try:
-            self._begin(stream)
-        except SLOSpecError:  # the stream shows it
-            return
-
-    def _submit(self, wish: Wish) -> RequestHandle:
-        prompt: Any = wish.prompt
-        num_tokens = len(self._tokenizer(wish.prompt)["input_ids"])
+    def _submit(self, user_request: UserRequest) -> RequestHandle:
+        prompt: Any = user_request.prompt
+        num_tokens = len(self._tokenizer(prompt)["input_ids"])
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise InvalidInputError(f"the prompt has {num_tokens} tokens; {MAX_PROMPT_TOKENS} are the limit here")
+            raise InvalidInputError(f"the prompt has {num_tokens} tokens; the limit is {MAX_PROMPT_TOKENS}")
         if getattr(self._tokenizer, "chat_template", None) is not None:
-            prompt = [{"role": "user", "content": wish.prompt}]
+            prompt = [{"role": "user", "content": prompt}]
         try:
-            return self.generator.submit(prompt, **wish.options)
-        except NotRunningError:  # the engine died of an error; those who were served show it
+            return self.generator.submit(prompt, **user_request.options)
+        except NotRunningError:  # an error stopped the engine; the streams of that step show it
             self.generator.start()
-            return self.generator.submit(prompt, **wish.options)
+            return self.generator.submit(prompt, **user_request.options)

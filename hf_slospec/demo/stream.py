@@ -1,4 +1,4 @@
-"""One user's requests, one after the other, and how they look at a moment."""
+"""The consecutive requests of one demo user, and snapshots of them."""
 
 from __future__ import annotations
 
@@ -7,70 +7,73 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_slospec.demo.highlight import HighlightedText, Piece
-from hf_slospec.demo.personas import Wish
+from hf_slospec.demo.highlight import HighlightedText, TextPiece
+from hf_slospec.demo.personas import UserRequest
 from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, recent, tokens_per_s
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import RequestCancelledError
 from hf_slospec.serving.handle import RequestHandle, ToText
 
-Submit = Callable[[Wish], RequestHandle]
+Submit = Callable[[UserRequest], RequestHandle]
 State = Literal["waiting", "writing", "finished", "stopped", "failed"]
-PAUSE_S = 1.5  # of a simulated user between two requests
+PAUSE_S = 1.5  # between two requests of a simulated user
 
 
 @dataclass(frozen=True)
 class View:
-    """A stream at a moment."""
+    """Snapshot of a stream."""
 
     name: str
-    wants: str
+    description: str
     state: State
-    wish: Wish
-    pieces: tuple[Piece, ...]
-    metrics: RequestMetrics | None  # of the request at hand; None where it could not even begin
-    tokens_per_s: float  # lately
-    nodes: int  # verified for it lately
+    user_request: UserRequest
+    pieces: tuple[TextPiece, ...]
+    metrics: RequestMetrics | None  # of the current request; None if it could not be submitted
+    tokens_per_s: float  # over the last seconds
+    nodes: int  # verified for it in the last seconds
     history: tuple[float, ...]  # tokens per second, second by second
-    kept: int  # of its finished requests, those that met their target
-    judged: int  # those that had one
+    num_attained: int  # finished requests that met their speed target
+    num_judged: int  # finished requests that had one
     error: str | None
-    version: int  # changes with the wish
+    version: int  # changes with user_request
 
     @property
     def is_active(self) -> bool:
+        """Return whether its request is being processed."""
         return self.state in ("waiting", "writing")
 
 
 class Stream:
-    """A user who asks again when an answer is finished, if ``is_simulated``."""
+    """The requests of one user; a simulated user repeats a finished request after a pause."""
 
-    def __init__(self, name: str, wants: str, wish: Wish, is_simulated: bool, to_text: ToText, version: int):
-        self.name, self.wants, self.wish, self.is_simulated = name, wants, wish, is_simulated
-        self.version = version
+    def __init__(
+        self, name: str, description: str, user_request: UserRequest, is_simulated: bool, to_text: ToText, version: int
+    ):
+        self.name, self.description, self.is_simulated = name, description, is_simulated
+        self.user_request, self.version = user_request, version
         self._to_text = to_text
         self._handle: RequestHandle | None = None
         self._text = HighlightedText(to_text)
-        self._past: deque[Gain] = deque()  # of requests before the one at hand
-        self._kept = self._judged = 0
+        self._past: deque[Gain] = deque()  # steps of the requests before the current one
+        self._num_attained = self._num_judged = 0
         self._is_counted = True
         self._ended_s: float | None = None
         self._error: str | None = None
         self._is_stopped = False
 
-    def begin(self, submit: Submit, now_s: float) -> None:
-        """Ask, once more or for the first time. What cannot be submitted shows as this stream's error, and raises."""
-        self.end(now_s)
+    def start(self, submit: Submit, now_s: float) -> None:
+        """Submit the user's request in place of the current one; an error is shown by the stream and raised."""
+        self.stop(now_s)
         self._text, self._handle, self._error, self._is_stopped = HighlightedText(self._to_text), None, None, False
         try:
-            self._handle = submit(self.wish)
+            self._handle = submit(self.user_request)
         except Exception as error:
-            self._error = _words(error)
+            self._error = _message(error)
             raise
         self._is_counted, self._ended_s = False, None
 
-    def end(self, now_s: float) -> None:
-        """Stop writing; what is there stays."""
+    def stop(self, now_s: float) -> None:
+        """Cancel the current request; its text so far stays visible."""
         if self._handle is not None:
             self._handle.cancel()
             self._past.extend(gains(self._handle.commits))
@@ -78,61 +81,65 @@ class Stream:
             self._past.popleft()
         self._is_stopped = True
 
-    def forget_record(self) -> None:
-        """How often targets were met is counted anew, without the request at hand."""
-        self._kept = self._judged = 0
+    def reset_counts(self) -> None:
+        """Count attained speed targets from the next request on."""
+        self._num_attained = self._num_judged = 0
         self._is_counted = True
 
     @property
     def state(self) -> State:
+        """State of the current request."""
         handle = self._handle
         if self._error is not None:
             return "failed"
         if self._is_stopped or handle is None:
             return "stopped"
-        if handle.done():
-            return {"error": "failed", "cancelled": "stopped"}.get(str(handle.request.finish_reason), "finished")
-        return "writing" if handle.commits else "waiting"
+        if not handle.done():
+            return "writing" if handle.commits else "waiting"
+        ended: dict[str | None, State] = {"error": "failed", "cancelled": "stopped"}
+        return ended.get(handle.request.finish_reason, "finished")
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a simulated user has read what it got and asks again."""
+        """Return whether a simulated user's pause after a finished request is over."""
         self._count(now_s)
         return self.is_simulated and self.state == "finished" and now_s - (self._ended_s or now_s) >= PAUSE_S
 
     def _count(self, now_s: float) -> None:
-        """Take note of an end."""
+        """Count the current request once it has ended."""
         if self._ended_s is None and self._handle is not None and self._handle.done():
             self._ended_s = now_s
             attained = self._handle.metrics.attained
             if not self._is_counted and self.state == "finished" and attained is not None:
-                self._kept, self._judged = self._kept + attained, self._judged + 1
+                self._num_attained, self._num_judged = self._num_attained + attained, self._num_judged + 1
             self._is_counted = True
 
     @property
-    def record(self) -> tuple[int, int]:
-        return self._kept, self._judged
+    def counts(self) -> tuple[int, int]:
+        """Finished requests that met their speed target, and those that had one."""
+        return self._num_attained, self._num_judged
 
     def view(self, now_s: float) -> View:
+        """Return a snapshot."""
         self._count(now_s)
         handle, own, begun_s = self._handle, list(self._past), now_s
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         if handle is not None:
             commits = handle.commits
             own += [] if self._is_stopped else gains(commits)
             begun_s = own[0].at_s if self._past and own else (commits[0].at_s if commits else now_s)
-            pieces = self._text.take(handle.token_ids, handle.from_draft)
+            pieces = self._text.update(handle.token_ids, handle.from_draft)
         return View(
             name=self.name,
-            wants=self.wants,
+            description=self.description,
             state=self.state,
-            wish=self.wish,
+            user_request=self.user_request,
             pieces=tuple(pieces),
             metrics=None if handle is None else handle.metrics,
             tokens_per_s=tokens_per_s(own, now_s, begun_s),
             nodes=sum(gain.nodes for gain in recent(own, now_s)),
             history=tuple(history(own, now_s)),
-            kept=self._kept,
-            judged=self._judged,
+            num_attained=self._num_attained,
+            num_judged=self._num_judged,
             error=self._error or _error_of(handle),
             version=self.version,
         )
@@ -140,8 +147,8 @@ class Stream:
 
 def _error_of(handle: RequestHandle | None) -> str | None:
     error: Any = None if handle is None or not handle.done() else handle.request.error
-    return None if error is None or isinstance(error, RequestCancelledError) else _words(error)
+    return None if error is None or isinstance(error, RequestCancelledError) else _message(error)
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) or type(error).__name__

@@ -222,7 +222,8 @@ def find_divergences(
         if position is None:
             continue
         if wide is None and (dtype := WIDER.get(model.dtype)) and not _is_stored_elsewhere(model):
-            wide = copy.deepcopy(model).to(dtype)  # made once, and only if something diverged
+            copied: Any = copy.deepcopy(model)  # made once, and only if something diverged
+            wide = copied.to(dtype)
         prompt, new = prompts[row], stock[row][:position]
         logits = _equal_forwards(model, wide, prompt.tokens, new)
         scores = torch.stack([prompt.scores(new, each).double() for each in logits])  # [num_forwards, vocab] f64

@@ -65,7 +65,7 @@ class PackedModel:
         self.layers = probe_layers(model)
         self.backend = backend_for(attention, self.layers)
         self.linears = PrepackedLinears(model, prepack)
-        self._requested_plans: dict[Hashable, None] = {}  # by layers so far
+        self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
         # Other backends read the packed batch itself.
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
         self.has_graphs = cuda_graphs and self._has_plans and capturer_for(self.device) is not None

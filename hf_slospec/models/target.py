@@ -84,8 +84,7 @@ class PackedTarget:
             sequence.length += chain_len + len(nodes)
         for chunk in chunks:
             self.sequences.of(chunk.request).length += chunk.num_tokens
-        if source:
-            self.sequences.cache.pool.move(source, destination)
+        self.sequences.cache.pool.move(source, destination)
 
     def release(self, request: Request) -> None:
         if not self.holds_finished:
@@ -97,6 +96,6 @@ class PackedTarget:
 
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            assert self.sequences.num_cached(request) == request.num_cached, "num_cached differs from the cached tokens"
+            assert self.sequences.num_cached(request) == request.num_cached, "num_cached is not what has K/V"
         if not self.holds_finished:
             self.sequences.check(requests)

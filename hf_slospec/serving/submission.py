@@ -9,7 +9,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from transformers import PreTrainedTokenizerBase
 
-from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    UnsupportedOptionError,
+    describe_validation_error,
+)
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 WRONG_VALUE = ("greater_than", "less_than", "finite")  # pydantic's error types that are no type errors
@@ -54,12 +59,9 @@ class SubmitOptions(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            (name, *_), first = error.errors()[0]["loc"], error.errors()[0]
-            is_value = first["type"].startswith(WRONG_VALUE)
-            message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            raise (InvalidInputError if is_value else InvalidTypeError)(
-                f"{name}: {message}; got {values[str(name)]!r}"
-            ) from error
+            is_value = error.errors()[0]["type"].startswith(WRONG_VALUE)
+            kind = InvalidInputError if is_value else InvalidTypeError
+            raise kind(describe_validation_error(error)) from error
 
 
 def check_arguments_of_one(arguments: dict[str, Any]) -> None:

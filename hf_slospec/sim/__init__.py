@@ -1,4 +1,4 @@
-"""Simulated models and a virtual clock under the real engine, schedulers and policies (docs/simulator.md)."""
+"""Simulation of serving: the real engine, schedulers and policies on simulated models and a virtual clock."""
 
 from hf_slospec.sim.comparison import Load, compare, draw, table
 from hf_slospec.sim.hardware import HARDWARE, Hardware, HardwareFile

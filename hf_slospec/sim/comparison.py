@@ -1,4 +1,4 @@
-"""Several systems under the same loads, as table, records and picture."""
+"""Comparison of systems under the same loads: as a table, as records and as plots."""
 
 from __future__ import annotations
 
@@ -11,50 +11,56 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.table import Table
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.outcomes import METRICS, Run
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of, is_oracle
-from hf_slospec.sim.texts import Library, Recording, TextModel
-from hf_slospec.sim.workload import Job
+from hf_slospec.sim.texts import NUM_CHILDREN, Library, Recording, TextModel
+from hf_slospec.sim.workload import Job, check_rate
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests and what they will write, the same for all systems."""
+    """Requests with their texts, the same for all systems."""
 
-    label: str  # where it stands on the axis of pictures
+    label: str  # its name in tables and on the axes of plots
     jobs: tuple[Job, ...]
     library: Library
 
     @classmethod
     def of(cls, label: str, jobs: Sequence[Job], source: TextModel | Recording, rng: np.random.Generator) -> Load:
-        """Texts made up, or drawn from a recording, whose were greedy; one shorter than a request's output ends it."""
+        """Return the requests with texts that are synthetic or drawn from a recording.
+
+        Recorded texts were decoded greedily; one that is shorter than a request's output shortens the output.
+        """
         if isinstance(source, TextModel):
             texts = [source.write(rng, job.output_tokens) for job in jobs]
             return cls(label, tuple(jobs), Library(texts, source.matched))
         recorded = [text.text() for text in source.texts]
         drawn = [recorded[index] for index in rng.integers(len(recorded), size=len(jobs))]
         texts = [text.up_to(job.output_tokens) for text, job in zip(drawn, jobs, strict=True)]
-        cut = [replace(job, output_tokens=len(text), is_sampled=False) for job, text in zip(jobs, texts, strict=True)]
-        return cls(label, tuple(cut), Library(texts))
+        fitted = [replace(j, output_tokens=len(text), is_sampled=False) for j, text in zip(jobs, texts, strict=True)]
+        return cls(label, tuple(fitted), Library(texts))
 
 
-def widest(systems: Sequence[str]) -> int:
-    """Children of a place that any of the systems may ask texts for."""
-    return max(TextModel.num_children, *(config_of(system).max_width for system in systems))
+def num_children_for(systems: Sequence[str]) -> int:
+    """Return the number of children per place that synthetic texts need for these systems."""
+    return max(NUM_CHILDREN, *(config_of(system).max_width for system in systems))
 
 
 def at_rate(jobs: Sequence[Job], rate: float) -> list[Job]:
-    """The same requests, faster or slower so that ``rate`` come per second on average."""
-    if not (np.isfinite(rate) and rate > 0.0):
-        raise InvalidInputError(f"rate must be a positive number of requests per second, got {rate}")
+    """Return the requests with their gaps scaled to ``rate`` arrivals per second on average.
+
+    Raises:
+        InvalidInputError: the rate is not positive, or all requests arrive at the same time.
+    """
+    check_rate(rate)
     first_s, span_s = jobs[0].arrival_s, jobs[-1].arrival_s - jobs[0].arrival_s
     if len(jobs) > 1 and span_s <= 0.0:
-        raise InvalidInputError("all requests of the trace come at once, so they have no rate that could be changed")
+        raise InvalidInputError("all requests arrive at the same time, so their rate cannot be changed")
     factor = 1.0 if len(jobs) == 1 else (len(jobs) - 1) / rate / span_s
     return [replace(job, arrival_s=first_s + (job.arrival_s - first_s) * factor) for job in jobs]
 
@@ -62,70 +68,81 @@ def at_rate(jobs: Sequence[Job], rate: float) -> list[Job]:
 def compare(
     systems: Sequence[str], loads: Sequence[Load], hardware: Hardware, *, replicas: int, seed: int
 ) -> dict[str, list[Run]]:
-    """Every system under every load, in the order of the loads."""
+    """Simulate every system under every load.
+
+    Returns:
+        For each system its runs, in the order of the loads.
+
+    Raises:
+        InvalidInputError: a system cannot serve a load; raised before any simulation runs.
+    """
     configs = {system: config_of(system) for system in systems}
-    made = []
-    for load in loads:  # all are checked before any runs
+    simulations = []
+    for load in loads:  # all are validated before the first one runs
         for system, config in configs.items():
             try:
                 simulation = Simulation(
                     load.jobs, load.library, hardware, config,
-                    replicas=replicas, seed=seed, hindsight=is_oracle(system),
+                    replicas=replicas, seed=seed, oracle=is_oracle(system),
                 )  # fmt: skip
             except InvalidInputError as error:
                 raise InvalidInputError(f"system {system} at {load.label}: {error}") from error
-            made.append((system, load, simulation))
+            simulations.append((system, load, simulation))
     runs: dict[str, list[Run]] = {system: [] for system in configs}
-    number = sum(len(load.jobs) for _, load, _ in made)
-    with tqdm(total=number, unit=" requests", disable=not sys.stderr.isatty()) as bar:
-        while made:
-            system, load, simulation = made.pop(0)  # and its requests are freed when it has run
+    num_requests = sum(len(load.jobs) for _, load, _ in simulations)
+    with tqdm(total=num_requests, unit=" requests", disable=not sys.stderr.isatty()) as bar:
+        while simulations:
+            system, load, simulation = simulations.pop(0)  # removed, so that its memory is freed after its run
             bar.set_description(f"{system} at {load.label}")
             runs[system].append(simulation.run(system, on_end=bar.update))
     return runs
 
 
+TABLE_WIDTH = 80  # columns that a table needs; longer names of systems are folded
+
+
 def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Table:
-    """A line per load and system."""
-    title = f"Attainment as {metric} defines it; goodput: tokens/s of requests that attained; nodes: verified per step"
-    made = Table(title=title, box=box.SIMPLE_HEAD, padding=0)  # within 80 columns
-    made.add_column("load", no_wrap=True)
-    made.add_column("system", overflow="fold", min_width=12)
+    """Return a table with a line per load and system."""
+    title = f"Attainment by metric {metric}; goodput: tokens/s of requests that attained; nodes: verified per step"
+    result = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+    result.add_column("load", no_wrap=True)
+    result.add_column("system", overflow="fold", min_width=12)
     for heading in ("attained", "goodput", "tok/s", "TPOT", "TTFT", "tok/step", "nodes"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    for place, load in enumerate(loads):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for index, load in enumerate(loads):
         for system, own in runs.items():
-            figures = own[place].summary(METRICS[metric])
+            figures = own[index].summary(METRICS[metric])
             attained = figures["attainment"]
-            made.add_row(
+            result.add_row(
                 load.label, system, "" if attained is None else f"{attained:.1%}", f"{figures['goodput']:.0f}",
                 f"{figures['throughput']:.0f}", f"{figures['tpot_ms'] or 0.0:.1f} ms", f"{figures['ttft_s']:.2f} s",
                 f"{figures['tokens_per_request_and_step']:.2f}", f"{figures['nodes_per_step']:.0f}",
                 style="bold" if system == "auto" else None, end_section=system == list(runs)[-1],
             )  # fmt: skip
-    return made
+    return result
 
 
 def records(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> list[dict[str, Any]]:
+    """Return the figures of every load and system, as ``--json`` writes them."""
     return [
-        {"load": load.label, "system": system, **own[place].summary(METRICS[metric])}
-        for place, load in enumerate(loads)
+        {"load": load.label, "system": system, **own[index].summary(METRICS[metric])}
+        for index, load in enumerate(loads)
         for system, own in runs.items()
     ]
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7F7F7F")
-MARKS = "osD^vP*Xd<>"
+MARKERS = "osD^vP*Xd<>"
 
 
 def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: Path) -> None:
-    """Attainment, goodput and tokens per step by load, and attainment by class under the last load."""
+    """Plot attainment, goodput and tokens per step by load, and attainment by class under the last load."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams["text.parse_math"] = False  # names are names
+    pyplot.rcParams["text.parse_math"] = False  # class names may contain dollar signs
     figures = {system: [run.summary(METRICS[metric]) for run in own] for system, own in runs.items()}
     figure, panels = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
     titles = {
@@ -133,22 +150,22 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
         "goodput": "goodput, tokens/s",
         "tokens_per_request_and_step": "tokens per request and step",
     }
-    places = np.arange(len(loads))
+    x = np.arange(len(loads))
     for panel, (key, title) in zip(panels.flat, titles.items(), strict=False):
-        for at, (system, own) in enumerate(figures.items()):
+        for index, (system, own) in enumerate(figures.items()):
             values = [np.nan if f[key] is None else f[key] * (100.0 if key == "attainment" else 1.0) for f in own]
-            colour, mark = COLOURS[at % len(COLOURS)], MARKS[at % len(MARKS)]
-            panel.plot(places, values, marker=mark, color=colour, label=system, linewidth=1.5, markersize=5)
+            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            panel.plot(x, values, marker=marker, color=colour, label=system, linewidth=1.5, markersize=5)
         panel.set(title=title, ylim=(0, 103 if key == "attainment" else None))
-        panel.set_xticks(places, [load.label for load in loads])
+        panel.set_xticks(x, [load.label for load in loads])
         panel.grid(alpha=0.3)
     kinds = sorted({job.kind for job in loads[-1].jobs})
     width = 0.8 / len(figures)
-    for at, own in enumerate(figures.values()):
+    for index, own in enumerate(figures.values()):
         shares = [own[-1]["kinds"][kind]["attainment"] for kind in kinds]
         values = [np.nan if share is None else 100.0 * share for share in shares]
-        panels[1, 1].bar(np.arange(len(kinds)) + at * width - 0.4 + width / 2, values, width,
-                         color=COLOURS[at % len(COLOURS)])  # fmt: skip
+        panels[1, 1].bar(np.arange(len(kinds)) + index * width - 0.4 + width / 2, values, width,
+                         color=COLOURS[index % len(COLOURS)])  # fmt: skip
     panels[1, 1].set_xticks(np.arange(len(kinds)), kinds)
     panels[1, 1].set(title=f"by class at {loads[-1].label}: requests that attained, %", ylim=(0, 103))
     panels[1, 1].grid(alpha=0.3, axis="y")

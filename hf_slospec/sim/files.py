@@ -1,4 +1,4 @@
-"""Reading what users write, with errors that say where."""
+"""Reading of text and JSON files, with errors that name file, line and column."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hf_slospec.errors import InvalidFileError
+from hf_slospec.errors import InvalidFileError, describe_fault
 
 Model = TypeVar("Model", bound=BaseModel)
-MOST_FAULTS = 5  # of a file are told
+MAX_FAULTS = 5  # faults of a file that an error lists; the others are counted
 
 
 def read_text(path: Path) -> str:
+    """Return a UTF-8 file's text.
+
+    Raises:
+        InvalidFileError: the file cannot be read or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -25,72 +30,72 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> tuple[str, Any]:
-    """A JSON file's text, and what it says.
+    """Return a JSON file's text and its parsed content.
 
     Raises:
-        InvalidFileError: with the line and column of what is wrong.
+        InvalidFileError: the file is not valid JSON; the message has line and column.
     """
     text = read_text(path)
     try:
         return text, json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidFileError(f"{path}:{error.lineno}:{error.colno}: {error.msg}") from error
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
         raise InvalidFileError(f"{path}:1:1: {error}") from error
 
 
 def validated(model: type[Model], path: Path, text: str, data: Any) -> Model:
-    """What :func:`read_json` gave as a pydantic model.
+    """Return the content that :func:`read_json` gave as a pydantic model.
 
     Raises:
-        InvalidFileError: with the line and column of what is wrong.
+        InvalidFileError: the content does not fit the model; the message has line and column of each fault.
     """
     try:
         return model.model_validate(data)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        faults = [f"{path}:{place_of(text, e['loc'])}: {described(e['loc'], e['msg'])}" for e in found[:MOST_FAULTS]]
-        if len(found) > MOST_FAULTS:
-            faults.append(f"{path}: and {len(found) - MOST_FAULTS} more faults")
+        listed = found[:MAX_FAULTS]
+        faults = [f"{path}:{line_and_column(text, fault['loc'])}: {describe_fault(fault)}" for fault in listed]
+        if len(found) > MAX_FAULTS:
+            faults.append(f"{path}: and {len(found) - MAX_FAULTS} more faults")
         raise InvalidFileError("\n".join(faults)) from error
 
 
-def described(location: tuple[int | str, ...], message: str) -> str:
-    """One fault that pydantic found, in short."""
-    return ": ".join((*([".".join(map(str, location))] if location else []), message.removeprefix("Value error, ")))
+_SEPARATORS = re.compile(r"[\s,:]*")  # between two JSON values
 
 
-_SPACE = re.compile(r"[\s,:]*")  # and what stands between values
+def line_and_column(text: str, location: tuple[int | str, ...]) -> str:
+    """Return line and column, from 1, of a value in valid JSON text.
 
-
-def place_of(text: str, location: tuple[int | str, ...]) -> str:
-    """Line and column, from 1, of a value in sound JSON text; of what holds it where it is missing."""
-    at = _after_space(text, 0)
-    for step in location:
-        found = _child(text, at, step)
+    Args:
+        location: the keys and list indices that lead to the value. If it is missing, its parent's place is returned.
+    """
+    at = _skip_separators(text, 0)
+    for key in location:
+        found = _child(text, at, key)
         if found is None:
             break
         at = found
     return f"{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
 
 
-def _child(text: str, at: int, step: int | str) -> int | None:
-    """Where the value of a key, or of a place in a list, begins in the one that begins at ``at``."""
+def _child(text: str, at: int, key: int | str) -> int | None:
+    """Return where the value of ``key`` begins in the object or list that begins at ``at``; None if there is none."""
     decode, is_object, found, count = json.JSONDecoder().raw_decode, text[at] == "{", None, 0
     if text[at] not in "[{":
         return None
-    at = _after_space(text, at + 1)
+    at = _skip_separators(text, at + 1)
     while text[at] not in "]}":
-        key: int | str = count
+        own_key: int | str = count
         if is_object:
-            key, end = decode(text, at)
-            at = _after_space(text, end)
-        if key == step:
-            found = at  # of a key given twice the last one counts
-        at, count = _after_space(text, decode(text, at)[1]), count + 1
+            own_key, end = decode(text, at)
+            at = _skip_separators(text, end)
+        if own_key == key:
+            found = at  # of a repeated key the last value counts
+        at, count = _skip_separators(text, decode(text, at)[1]), count + 1
     return found
 
 
-def _after_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
+def _skip_separators(text: str, at: int) -> int:
+    match = _SEPARATORS.match(text, at)
     return match.end() if match else at

@@ -1,4 +1,4 @@
-"""What models cost on a machine: measured profiles, and published figures of large ones."""
+"""Latencies of models on a machine: measured profiles, and published figures of large models."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ MAX_TOKENS = 16384
 
 @dataclass(frozen=True)
 class Hardware:
-    """Seconds of forwards of a target and a draft, and what a step costs beside them."""
+    """Latencies of a target and a draft, and the further costs of a step."""
 
     target: ForwardCost
-    draft: ForwardCost  # one level, whatever its number of tokens
-    mixed_s: float = 0.0  # what it costs that a step feeds prompts beside decoding
-    host_s: float = 0.0  # of every step
-    drafting_request_s: float = 0.0  # of every request of a step that drafts
-    kv_tokens: int = 400_000  # tokens of K/V that fit
+    draft: ForwardCost  # of one draft level
+    mixed_s: float = 0.0  # added to a step that processes prompts beside decoding
+    host_s: float = 0.0  # added to every step
+    drafting_request_s: float = 0.0  # added for every request of a step that drafts
+    kv_tokens: int = 400_000  # capacity of the K/V cache
 
     def costs(self) -> StepCosts:
-        """What policies are told, and then correct by what they see."""
+        """Return the step costs that policies begin with and correct by measured steps."""
         return StepCosts(self.target, self.draft)
 
 
 def lines(*parts: tuple[float, float], per_request_ms: float = 0.0, per_key_ms: float = 0.0) -> ForwardCost:
-    """The highest of some lines, milliseconds at no token and per token each, as a forward's cost."""
-    places = {1, MAX_TOKENS, *(2**power for power in range(1, 15))}
+    """Return the maximum of straight lines, each (milliseconds at 0 tokens, milliseconds per token), as a cost."""
+    knots = {1, MAX_TOKENS, *(2**power for power in range(1, 15))}
     for at, (base, slope) in enumerate(parts):
         for other_base, other_slope in parts[at + 1 :]:
             if slope != other_slope:
                 crossing = (base - other_base) / (other_slope - slope)
-                places |= {math.floor(crossing), math.ceil(crossing)}
-    tokens = sorted(place for place in places if 1 <= place <= MAX_TOKENS)
+                knots |= {math.floor(crossing), math.ceil(crossing)}
+    tokens = sorted(knot for knot in knots if 1 <= knot <= MAX_TOKENS)
     seconds = tuple(max(base + slope * count for base, slope in parts) / 1e3 for count in tokens)
     return ForwardCost(LatencyCurve(tuple(tokens), seconds), per_request_ms / 1e3, per_key_ms / 1e3)
 
 
 def curve(points: dict[int, float]) -> ForwardCost:
-    """Milliseconds by tokens."""
+    """Return a cost of these points, milliseconds by tokens."""
     return ForwardCost(LatencyCurve(tuple(points), tuple(ms / 1e3 for ms in points.values())))
 
 
-# Published figures; docs/simulator.md says whose they are and what they leave out.
+# Published figures; docs/simulator.md has their sources and what they leave out.
 HARDWARE: dict[str, Hardware] = {
     "llama-70b-4xh100": Hardware(lines((18.345, 0.064), per_key_ms=6.24e-5), lines((1.7, 0.004))),
     "llama-70b-4xa100": Hardware(
@@ -69,13 +69,13 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 
-LEAST_MS = 0.01  # of the target's forwards: the clock must move
+MIN_TARGET_MS = 0.01  # a forward of the target must advance the virtual clock
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class ForwardFile(BaseModel):
-    """Milliseconds of a forward by its tokens."""
+    """Milliseconds of a forward by its number of tokens, as latency files have them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -85,21 +85,22 @@ class ForwardFile(BaseModel):
     ms_per_1000_keys: Milliseconds = 0.0
 
     @model_validator(mode="after")
-    def _is_a_curve(self) -> ForwardFile:
+    def _check_curve(self) -> ForwardFile:
         if len(self.tokens) != len(self.ms):
-            raise ValueError(f"{len(self.tokens)} tokens and {len(self.ms)} ms do not belong together")
+            raise ValueError(f"tokens and ms must have equal lengths, got {len(self.tokens)} and {len(self.ms)}")
         if self.tokens != sorted(set(self.tokens)) or self.ms != sorted(self.ms):
-            raise ValueError("tokens must rise, and ms must not fall")
+            raise ValueError("tokens must increase, and ms must not decrease")
         return self
 
     def cost(self) -> ForwardCost:
+        """Return the curve and its terms in seconds."""
         seconds = tuple(ms / 1e3 for ms in self.ms)
         per_request_s, per_key_s = self.ms_per_further_request / 1e3, self.ms_per_1000_keys / 1e6
         return ForwardCost(LatencyCurve(tuple(self.tokens), seconds), per_request_s, per_key_s)
 
 
 class HardwareFile(BaseModel):
-    """A latency file."""
+    """A latency file: the forwards of both models, and the further costs of a step."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -112,12 +113,13 @@ class HardwareFile(BaseModel):
 
     @field_validator("target")
     @classmethod
-    def _takes_time(cls, target: ForwardFile) -> ForwardFile:
-        if target.ms[0] < LEAST_MS:
-            raise ValueError(f"a forward of the target takes at least {LEAST_MS} ms, got {target.ms[0]}")
+    def _check_duration(cls, target: ForwardFile) -> ForwardFile:
+        if target.ms[0] < MIN_TARGET_MS:
+            raise ValueError(f"a forward of the target takes at least {MIN_TARGET_MS} ms, got {target.ms[0]}")
         return target
 
     def hardware(self) -> Hardware:
+        """Return the latencies in seconds."""
         return Hardware(
             self.target.cost(),
             self.draft.cost(),
@@ -129,30 +131,33 @@ class HardwareFile(BaseModel):
 
 
 class Profiled(BaseModel):
-    """What ``profile`` tells of a model."""
+    """Results of ``profile`` for one model; other keys are ignored."""
 
     fit: ForwardFile
 
 
 class ProfiledModels(BaseModel):
+    """Results of ``profile`` for both models."""
+
     target: Profiled
     draft: Profiled
 
 
 class ProfileFile(BaseModel):
-    """What ``profile --json`` writes."""
+    """The file that ``profile --json`` writes; other keys are ignored."""
 
     results: ProfiledModels
 
     def hardware(self) -> Hardware:
+        """Return the latencies in seconds, without further costs of a step."""
         return HardwareFile(target=self.results.target.fit, draft=self.results.draft.fit).hardware()
 
 
 def hardware_of(name: str) -> Hardware:
-    """One of :data:`HARDWARE`, or a latency file, or what ``profile --json`` writes.
+    """Return one of :data:`HARDWARE`, or the content of a latency file or of a file that ``profile --json`` wrote.
 
     Raises:
-        InvalidFileError: with line and column.
+        InvalidFileError: the file is invalid; the message has line and column.
         InvalidInputError: there is no such name or file.
     """
     if name in HARDWARE:

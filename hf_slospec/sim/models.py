@@ -1,4 +1,4 @@
-"""Target and draft behind the engine's protocols: texts for their tokens, costs for their time."""
+"""Simulated target and drafter: tokens from given texts, durations from given costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_slospec.sim.texts import Library
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody says so."""
+    """A clock that advances only when ``now_s`` is set."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,7 +26,7 @@ class VirtualClock:
 
 
 class SimulatedTarget:
-    """Writes each request's text, whatever the trees; a forward takes as long as its tokens cost."""
+    """Chooses the tokens of each request's text and advances the clock by the cost of each forward."""
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock):
         self.library, self.hardware, self.clock = library, hardware, clock
@@ -34,6 +34,7 @@ class SimulatedTarget:
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
+        """Advance the clock by one forward of the trees and the chunks.  -> one chooser per request"""
         num_nodes = sum(tree.num_nodes for tree in trees)
         num_prefill_tokens = sum(request.num_uncached - 1 for request in requests) + sum(
             chunk.num_tokens for chunk in chunks
@@ -50,52 +51,53 @@ class SimulatedTarget:
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
     ) -> None:
-        """There is no K/V."""
+        """Do nothing: there is no K/V cache."""
 
     def release(self, request: Request) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no K/V cache."""
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no K/V cache."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A level of all requests' beams, [num_requests, beam] each."""
+    """One level of all requests' beams; every field is [num_requests, beam]."""
 
     path_probs: FloatArray
-    least: FloatArray  # conditional probability of the least probable token on the path
-    is_true: BoolArray  # what the target would write, up to here
+    min_probs: FloatArray  # conditional probability of the least probable token on the path
+    is_true: BoolArray  # whether the target would choose every token of the path
     tokens: IntArray
     parents: IntArray  # index in the layer before
 
 
 class SimulatedDrafter:
-    """Beam search on what the draft believes.
+    """Beam search over the draft's probabilities of the texts.
 
-    On the path that the target will take, its beliefs are the text's own. Elsewhere, where nothing is ever accepted,
-    they are those of random places of the same text: wrong guesses look as good as right ones.
+    On the path that the target will take they are those of the text's own places. On all other paths, where nothing is
+    accepted, they are those of random places of the same text: wrong guesses look as good as right ones.
     """
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock, seed: int = 0):
         self.library, self.hardware, self.clock = library, hardware, clock
         self._rng = np.random.default_rng(seed)
-        self._known: dict[Request, int] = {}  # tokens whose draft K/V exist
+        self._num_cached: dict[Request, int] = {}  # tokens in the draft's K/V cache
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
+        """Advance the clock by the forwards of all draft levels.  -> one candidate tree per request"""
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
-        behind = sum(len(request.tokens) - self._known.get(request, 0) for request in requests)
-        self._known.update((request, len(request.tokens)) for request in requests)
-        seconds = float(self.hardware.draft(behind, num_requests, num_keys))
-        layers = [self._grown(requests, None, 0, plan.width)]
+        num_uncached = num_keys - sum(self._num_cached.get(request, 0) for request in requests)
+        self._num_cached.update((request, len(request.tokens)) for request in requests)
+        seconds = float(self.hardware.draft(num_uncached, num_requests, num_keys))
+        layers = [self._expand(requests, None, 0, plan.width)]
         for depth in range(1, plan.depth):
             paths = layers[-1].path_probs
             if plan.min_gain and np.maximum(paths - plan.min_path_prob, 0.0).sum() < plan.min_gain:
-                break  # as real drafters do
-            if plan.min_confidence and not (layers[-1].least > plan.min_confidence).any():
+                break  # the rules of the real drafters
+            if plan.min_confidence and not (layers[-1].min_probs > plan.min_confidence).any():
                 break
             seconds += float(self.hardware.draft(layers[-1].tokens.size, num_requests, num_keys))
-            layers.append(self._grown(requests, layers[-1], depth, plan.width))
+            layers.append(self._expand(requests, layers[-1], depth, plan.width))
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
         trees = self._trees(requests, layers)
         if self.library.matched == 1.0:
@@ -104,10 +106,11 @@ class SimulatedDrafter:
         return [tree if found else tree.up_to(0) for tree, found in zip(trees, is_matched, strict=True)]
 
     def release(self, request: Request) -> None:
-        self._known.pop(request, None)
+        """Drop the request's draft K/V cache."""
+        self._num_cached.pop(request, None)
 
-    def _grown(self, requests: Sequence[Request], last: _Layer | None, depth: int, width: int) -> _Layer:
-        """The best children of a layer; of the roots without one."""
+    def _expand(self, requests: Sequence[Request], last: _Layer | None, depth: int, width: int) -> _Layer:
+        """Return the ``width`` most probable children of a layer, or of the roots if ``last`` is None."""
         if last is None:
             column = np.ones((len(requests), 1))
             last = _Layer(column, column, column > 0.0, column.astype(np.int64), column.astype(np.int64))
@@ -121,18 +124,19 @@ class SimulatedDrafter:
         probs = library.child_probs[rows, :num_children].reshape(len(requests), beam, num_children)
         ranks = library.ranks[rows].reshape(len(requests), beam, 1)
         paths = (last.path_probs[..., None] * probs).reshape(len(requests), -1)
-        least = np.minimum(last.least[..., None], probs).reshape(len(requests), -1)
+        min_probs = np.minimum(last.min_probs[..., None], probs).reshape(len(requests), -1)
         is_true = (last.is_true[..., None] & (ranks == np.arange(num_children))).reshape(len(requests), -1)
         order = np.argsort(-paths, axis=1, kind="stable")[:, :width]
         return _Layer(
             np.take_along_axis(paths, order, axis=1),
-            np.take_along_axis(least, order, axis=1),
+            np.take_along_axis(min_probs, order, axis=1),
             np.take_along_axis(is_true, order, axis=1),
             order % num_children,
             order // num_children,
         )
 
     def _trees(self, requests: Sequence[Request], layers: Sequence[_Layer]) -> list[TokenTree]:
+        """Return one candidate tree per request, its nodes level by level."""
         widths = [layer.tokens.shape[1] for layer in layers]
         depths = np.repeat(np.arange(len(layers) + 1), [1, *widths])
         firsts = np.repeat(np.cumsum([0, 1, *widths])[: len(layers)], widths)

@@ -1,4 +1,4 @@
-"""An oracle: verifies exactly the candidates that will be accepted, and drafts as deep as that pays."""
+"""An oracle policy: verifies exactly the candidates that will be accepted, at the depth with the most tokens/s."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hf_slospec.sim.texts import Library
 
 
 class OraclePolicy:
-    """Knows what targets will write, and tries a step's drafting out before it chooses the depth.
+    """Policy with access to the texts; drafts every step on a separate clock first to choose the depth.
 
-    It looks at no targets: what it shows is how much speed is lost to not knowing, not how promises are kept.
+    It ignores SLOs: it measures the throughput that unknown acceptance costs, not attainment.
     """
 
     def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, seed: int):
@@ -28,6 +28,7 @@ class OraclePolicy:
         self._trial = SimulatedDrafter(library, hardware, VirtualClock(), seed)
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        """Return the depth with the most committed tokens per second, by a trial of this step's drafting."""
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         max_depth = max_useful_depth(requests, self.config.max_depth)
@@ -42,10 +43,12 @@ class OraclePolicy:
         return Plan(int(np.argmax((num_requests + accepted) / seconds)), width)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        """Return the candidates that will be accepted."""
         trees = [tree.subtree(self._true(request, tree)) for request, tree in zip(requests, candidates, strict=True)]
         return Selection(trees, [float(tree.num_nodes) for tree in trees])
 
     def _true(self, request: Request, tree: TokenTree) -> IntArray:
+        """Return the nodes that will be accepted, the root first.  -> [num_accepted + 1] int64"""
         nodes = [ROOT]
         while len(nodes) < request.num_left:
             place = request.num_emitted + len(nodes) - 1

@@ -1,4 +1,4 @@
-"""What became of a load: request by request, by class, and together."""
+"""Results of a simulated load, by request, by class and overall."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_slospec.sim.workload import Job
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request. Seconds on the simulation's clock."""
+    """Result of one request. Times are seconds of the virtual clock."""
 
     index: int
     kind: str
@@ -29,21 +29,22 @@ class Outcome:
     tpot_slo_s: float | None
     ttft_slo_s: float | None
     first_token_s: float
-    decode_begun_s: float  # when the step began that decoded it first
+    decode_begun_s: float  # beginning of the first step that decoded it
     finish_s: float
     steps: int
     drafted: int
     accepted: int
     guaranteed: bool
     preempted: int
-    hops: int  # replicas that declined it
+    reroutes: int  # replicas that did not guarantee its SLOs and passed it on
     tpot_s: float | None  # measured
     ttft_s: float
     worst_tpot_s: float | None  # over any 10 tokens
-    attained: bool | None  # as RequestMetrics has it
+    attained: bool | None  # by the definition of RequestMetrics
 
     @classmethod
-    def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, hops: int) -> Outcome:
+    def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, reroutes: int) -> Outcome:
+        """Return the result of a finished request."""
         own = request.metrics()
         return cls(
             index=request.index,
@@ -62,7 +63,7 @@ class Outcome:
             accepted=own.accepted,
             guaranteed=own.guaranteed,
             preempted=own.preempted,
-            hops=hops,
+            reroutes=reroutes,
             tpot_s=own.tpot_s,
             ttft_s=own.ttft_s if own.ttft_s is not None else math.nan,
             worst_tpot_s=own.worst_tpot_s,
@@ -74,19 +75,25 @@ Metric = Callable[[Outcome], bool | None]
 
 
 def attained(outcome: Outcome) -> bool | None:
-    """This package's: (last - first token) / (tokens - 1), and the time to the first token, where there are targets."""
+    """Return whether the request attained its SLOs by this package's definition.
+
+    TPOT is (last token - first token) / (tokens - 1); TTFT counts where the request has a TTFT SLO.
+    """
     return outcome.attained
 
 
 def adaserve_attained(outcome: Outcome) -> bool | None:
-    """AdaServe's: (finish - first decode iteration) / tokens; waiting and prefill do not count."""
+    """Return whether (finish - first decode iteration) / tokens is within the TPOT SLO (AdaServe).
+
+    Waiting and prefill do not count.
+    """
     if outcome.tpot_slo_s is None:
         return None
     return (outcome.finish_s - outcome.decode_begun_s) / outcome.output_tokens <= outcome.tpot_slo_s
 
 
 def slos_serve_attained(outcome: Outcome) -> bool | None:
-    """SLOs-Serve's: the first token in time, and no 10 tokens in a row slower than the target."""
+    """Return whether TTFT and the TPOT of any 10 consecutive tokens are within the SLOs (SLOs-Serve)."""
     if outcome.tpot_slo_s is None and outcome.ttft_slo_s is None:
         return None
     is_late = outcome.ttft_slo_s is not None and outcome.ttft_s > outcome.ttft_slo_s
@@ -100,30 +107,30 @@ METRICS: dict[str, Metric] = {"tpot": attained, "adaserve": adaserve_attained, "
 
 @dataclass
 class Totals:
-    """Of all steps of a run."""
+    """Sums over all steps of a run. Except for prefills, only steps with decoding requests count."""
 
-    num_steps: int = 0  # that decoded
-    num_prefills: int = 0  # that did not
-    prefill_s: float = 0.0  # of these
-    requests: int = 0  # decoding, summed over steps
-    nodes: int = 0
-    committed: int = 0  # by those that decode
-    expected: float = 0.0
-    depth: int = 0
-    phases: PhaseTimes = field(default_factory=PhaseTimes)  # of steps that decoded
+    num_steps: int = 0
+    num_prefills: int = 0  # steps without decoding requests
+    prefill_s: float = 0.0  # seconds of these
+    requests: int = 0  # decoding requests
+    nodes: int = 0  # verified for decoding requests, roots included
+    committed: int = 0  # tokens of decoding requests
+    expected: float = 0.0  # tokens that the policy expected to commit
+    depth: int = 0  # draft levels
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A load and what became of it."""
+    """Results of one load on one system."""
 
     system: str
     outcomes: tuple[Outcome, ...]
     totals: Totals
-    declined: int  # requests that no replica promised their targets to
+    not_guaranteed: int  # requests whose SLOs no replica guaranteed
 
     def summary(self, metric: Metric = attained) -> dict[str, Any]:
-        """Figures of the whole load and, under ``kinds``, of its classes."""
+        """Return the figures of the whole load and, under ``kinds``, those of its classes."""
         kinds = sorted({outcome.kind for outcome in self.outcomes})
         totals, steps = self.totals, max(self.totals.num_steps, 1)
         return {
@@ -136,7 +143,7 @@ class Run:
             "depth": totals.depth / steps,
             "step_ms": 1e3 * totals.phases.total_s / steps,
             "draft_share": totals.phases.draft_s / max(totals.phases.total_s, 1e-12),
-            "declined": self.declined,
+            "not_guaranteed": self.not_guaranteed,
             "kinds": {
                 kind: _figures([outcome for outcome in self.outcomes if outcome.kind == kind], metric, self.seconds)
                 for kind in kinds
@@ -145,19 +152,19 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last token."""
+        """Seconds from the first arrival to the last token."""
         first_s = min(outcome.arrival_s for outcome in self.outcomes)
         return max(outcome.finish_s for outcome in self.outcomes) - first_s
 
 
 def _figures(outcomes: Sequence[Outcome], metric: Metric, seconds: float) -> dict[str, Any]:
     verdicts = [metric(outcome) for outcome in outcomes]
-    promised = [verdict for verdict in verdicts if verdict is not None]
+    judged = [verdict for verdict in verdicts if verdict is not None]
     good = sum(outcome.output_tokens for outcome, verdict in zip(outcomes, verdicts, strict=True) if verdict)
     return {
         "requests": len(outcomes),
-        "attainment": sum(promised) / len(promised) if promised else None,
-        "goodput": good / seconds,  # tokens per second of those that attained
+        "attainment": sum(judged) / len(judged) if judged else None,
+        "goodput": good / seconds,  # tokens/s of the requests that attained their SLOs
         "throughput": sum(outcome.output_tokens for outcome in outcomes) / seconds,
         "tpot_ms": _mean([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
         "tpot_p99_ms": _percentile([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None], 99),
@@ -178,7 +185,12 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def write_requests(runs: Sequence[tuple[str, Run]], metric: Metric, path: Path) -> None:
-    """Every request of every run, each under its load, as a line of CSV; ``attained`` is by the metric."""
+    """Write a line of CSV for every request of every run.
+
+    Args:
+        runs: each run with the label of its load.
+        metric: defines the column ``attained``.
+    """
     names = [field.name for field in fields(Outcome)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["load", "system", *names])

@@ -1,4 +1,4 @@
-"""Replays a load through the real engine, scheduler and policy, on simulated models and a virtual clock."""
+"""Simulation of a load: the real engine, scheduler and policy on simulated models and a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualCloc
 from hf_slospec.sim.oracle import OraclePolicy
 from hf_slospec.sim.outcomes import Outcome, Run, Totals
 from hf_slospec.sim.texts import Library
-from hf_slospec.sim.workload import MOST_S, Job
+from hf_slospec.sim.workload import MAX_TIME_S, Job
 
-MOST_REPLICAS = 1000
+MAX_REPLICAS = 1000
 
 
 @dataclass
-class _Visit:
-    """A request on its way through the replicas."""
+class _RoutedRequest:
+    """A request with the replica that serves it."""
 
     request: Request
     job: Job
     replica: int = 0
-    hops: int = 0
-    decode_begun_s: float = math.nan
+    reroutes: int = 0
+    decode_begun_s: float | None = None
+
+    def outcome(self) -> Outcome:
+        """Return the result; a request that was never decoded ended with its prefill."""
+        begun_s = self.request.last_token_s if self.decode_begun_s is None else self.decode_begun_s
+        return Outcome.of(self.request, self.job, self.replica, begun_s, self.reroutes)
 
 
 class Replica:
-    """One engine with hardware and a clock of its own."""
+    """One engine with its own hardware and clock."""
 
     def __init__(
         self,
@@ -46,14 +51,14 @@ class Replica:
         hardware: Hardware,
         library: Library,
         seed: int,
-        hindsight: bool,
+        oracle: bool,
         make_policy: NewPolicy | None,
     ):
         self.clock, costs = VirtualClock(), hardware.costs()
         max_nodes = max_nodes_per_request(config, make_policy)
         limits = limits_of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
         policy: Policy
-        if hindsight:
+        if oracle:
             policy = OraclePolicy(library, config, hardware, seed)
         else:  # tokens are ranks, so every id is known
             policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
@@ -64,22 +69,37 @@ class Replica:
 
     @property
     def is_busy(self) -> bool:
+        """Return whether it has unfinished requests."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, request: Request, now_s: float) -> None:
+        """Add a request at a time of the virtual clock."""
         if not self.is_busy:
             self.clock.now_s = max(self.clock.now_s, now_s)
         self.scheduler.add(request)
 
     def step(self) -> StepEvent:
+        """Run one engine step, which must advance the clock."""
         before_s = self.clock.now_s
         event = self.engine.step()
-        assert self.clock.now_s > before_s, "the scheduler let a step pass with nothing in it"
+        assert self.clock.now_s > before_s, "the step was empty, so the clock did not advance"
         return event
 
 
 class Simulation:
-    """A load on one or several replicas of a system; all of it follows from the seed."""
+    """A load served by one or several replicas of a system; deterministic for a given seed.
+
+    Args:
+        library: the texts of the requests, in their order.
+        max_reroutes: how often a request may be passed to the next replica because its SLOs are not guaranteed; None:
+            until all replicas have seen it.
+        oracle: use the oracle policy in place of the config's policy.
+        make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
+            ``max_depth`` and ``max_width``.
+
+    Raises:
+        InvalidInputError: an argument is out of its range, or the arguments do not fit together.
+    """
 
     def __init__(
         self,
@@ -89,52 +109,51 @@ class Simulation:
         config: SLOSpecConfig,
         *,
         replicas: int = 1,
-        max_hops: int | None = None,
+        max_reroutes: int | None = None,
         seed: int = 0,
-        hindsight: bool = False,
+        oracle: bool = False,
         make_policy: NewPolicy | None = None,
     ):
-        """``max_hops``: how often a request that a replica promises nothing goes to the next; None: to all of them.
-
-        With ``hindsight`` an oracle takes the place of the config's policy; with ``make_policy`` one of your own, which
-        bounds its plans by the config's ``max_depth`` and ``max_width``.
-
-        Raises:
-            InvalidInputError: something of this is impossible.
-        """
         if not jobs:
-            raise InvalidInputError("the load holds no requests")
-        if hindsight and make_policy is not None:
-            raise InvalidInputError("hindsight and make_policy are two policies; give one of them")
-        if not 1 <= replicas <= MOST_REPLICAS:
-            raise InvalidInputError(f"replicas must lie within 1..{MOST_REPLICAS}, got {replicas}")
+            raise InvalidInputError("the load contains no requests")
+        if oracle and make_policy is not None:
+            raise InvalidInputError("oracle and make_policy exclude each other; give one of them")
+        if not 1 <= replicas <= MAX_REPLICAS:
+            raise InvalidInputError(f"replicas must be within 1..{MAX_REPLICAS}, got {replicas}")
         if len(library.lengths) != len(jobs):
-            raise InvalidInputError(f"there are {len(jobs)} requests and {len(library.lengths)} texts")
+            raise InvalidInputError(
+                f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} texts"
+            )
         if config.policy not in ("none", "auto") and config.max_width > library.num_children:
             raise InvalidInputError(
-                f"max_width is {config.max_width}, and the texts hold {library.num_children} children of each place"
+                f"max_width is {config.max_width}, but the texts have only {library.num_children} children per place"
             )
-        if not all(0.0 <= job.arrival_s <= MOST_S for job in jobs):
-            raise InvalidInputError(f"requests must come within 0..{MOST_S:g} seconds")
+        if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
+            raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
         self.replicas = [
-            Replica(config, hardware, library, seed + place, hindsight, make_policy) for place in range(replicas)
+            Replica(config, hardware, library, seed + index, oracle, make_policy) for index in range(replicas)
         ]
-        self.max_hops = replicas - 1 if max_hops is None else min(max_hops, replicas - 1)
+        self.max_reroutes = replicas - 1 if max_reroutes is None else min(max_reroutes, replicas - 1)
         limits = self.replicas[0].scheduler.limits
-        for index, job in enumerate(jobs):  # before requests of any size are made
-            needed = job.input_tokens + job.most_tokens + limits.max_nodes
+        for index, job in enumerate(jobs):  # before the token lists are allocated
+            needed = job.input_tokens + job.max_output_tokens + limits.max_nodes
             if needed > limits.kv_tokens:
                 raise InvalidInputError(
-                    f"request {index} needs {needed} tokens of K/V ({job.input_tokens} for its prompt, "
-                    f"{job.most_tokens} for its output, {limits.max_nodes} for its token tree), "
-                    f"and there are {limits.kv_tokens}"
+                    f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for its prompt, "
+                    f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft tree), "
+                    f"but the hardware has {limits.kv_tokens}"
                 )
-        self._visits = [_Visit(_request(index, job), job) for index, job in enumerate(jobs)]
+        self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
         self._next_replica = 0
 
     def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
-        """Serve the whole load; ``on_end`` is called after each request."""
-        arrivals = [(visit.job.arrival_s, visit.request.index) for visit in self._visits]
+        """Serve the whole load.
+
+        Args:
+            system: the name of the result.
+            on_end: called after each finished request.
+        """
+        arrivals = [(routed.job.arrival_s, routed.request.index) for routed in self._requests]
         heapq.heapify(arrivals)
         totals, num_left = Totals(), len(arrivals)
         while num_left:
@@ -142,56 +161,56 @@ class Simulation:
             now_s = min((replica.clock.now_s for replica in busy), default=math.inf)
             if arrivals and arrivals[0][0] <= now_s:
                 arrival_s, index = heapq.heappop(arrivals)
-                self._arrive(self._visits[index], arrival_s)
+                self._arrive(self._requests[index], arrival_s)
                 continue
             replica = min(busy, key=lambda replica: replica.clock.now_s)
-            if self.max_hops:
-                self._hand_on(replica)
+            if self.max_reroutes:
+                self._reroute(replica)
                 if not replica.is_busy:
                     continue
             event = replica.step()
-            self._check(event)
-            _book(totals, event)
+            self._raise_errors(event)
+            _add_step(totals, event)
             for part in event.decoding:
-                visit = self._visits[part.index]
-                if math.isnan(visit.decode_begun_s):
-                    visit.decode_begun_s = event.begun_s
-            num_ended = sum(self._visits[part.index].request.is_finished for part in event.requests)
+                routed = self._requests[part.index]
+                if routed.decode_begun_s is None:
+                    routed.decode_begun_s = event.begun_s
+            num_ended = sum(self._requests[part.index].request.is_finished for part in event.requests)
             num_left -= num_ended
             for _ in range(num_ended):
                 on_end()
-        outcomes = tuple(
-            Outcome.of(v.request, v.job, v.replica, _or(v.decode_begun_s, v.request.last_token_s), v.hops)
-            for v in self._visits
-        )
-        declined = sum(v.request.has_slo and not v.request.is_guaranteed for v in self._visits)
-        return Run(system, outcomes, totals, declined)
+        outcomes = tuple(routed.outcome() for routed in self._requests)
+        return Run(system, outcomes, totals, sum(_is_not_guaranteed(routed.request) for routed in self._requests))
 
-    def _check(self, event: StepEvent) -> None:
-        """The engine ends a request whose choice of tokens raised, but here nothing may: it was an interrupt."""
+    def _raise_errors(self, event: StepEvent) -> None:
+        """Raise the error of a request; the engine records it, but in a simulation it can only be an interrupt."""
         for part in event.requests:
-            if (error := self._visits[part.index].request.error) is not None:
+            if (error := self._requests[part.index].request.error) is not None:
                 raise error
 
-    def _arrive(self, visit: _Visit, now_s: float) -> None:
-        """By turns to the replicas (SLOs-Serve, section 4)."""
-        self._put(visit, self._next_replica, now_s)
+    def _arrive(self, routed: _RoutedRequest, now_s: float) -> None:
+        """Assign a request to the next replica, round robin (SLOs-Serve, section 4)."""
+        self._assign(routed, self._next_replica, now_s)
         self._next_replica = (self._next_replica + 1) % len(self.replicas)
 
-    def _put(self, visit: _Visit, replica: int, now_s: float) -> None:
-        visit.replica = replica
-        self.replicas[replica].add(visit.request, now_s)
+    def _assign(self, routed: _RoutedRequest, replica: int, now_s: float) -> None:
+        routed.replica = replica
+        self.replicas[replica].add(routed.request, now_s)
 
-    def _hand_on(self, replica: Replica) -> None:
-        """Requests that a replica promises nothing go on to the next before they begin, up to ``max_hops`` times."""
+    def _reroute(self, replica: Replica) -> None:
+        """Pass requests without guarantee and without progress to the next replica, up to ``max_reroutes`` times."""
         replica.scheduler.decide_guarantees(replica.clock.now_s)
         for request in (*replica.scheduler.waiting, *replica.scheduler.running):
-            visit, is_declined = self._visits[request.index], request.has_slo and not request.is_guaranteed
-            if is_declined and not request.num_cached and visit.hops < self.max_hops:
+            routed = self._requests[request.index]
+            if _is_not_guaranteed(request) and not request.num_cached and routed.reroutes < self.max_reroutes:
                 replica.engine.retire([request])
-                request.is_best_effort = False  # that is for the next one to say
-                visit.hops += 1
-                self._put(visit, (visit.replica + 1) % len(self.replicas), replica.clock.now_s)
+                request.is_best_effort = False  # the next replica decides anew
+                routed.reroutes += 1
+                self._assign(routed, (routed.replica + 1) % len(self.replicas), replica.clock.now_s)
+
+
+def _is_not_guaranteed(request: Request) -> bool:
+    return request.has_slo and not request.is_guaranteed
 
 
 def _request(index: int, job: Job) -> Request:
@@ -199,17 +218,17 @@ def _request(index: int, job: Job) -> Request:
     return Request(
         index,
         [0] * job.input_tokens,
-        job.most_tokens,
-        (Stage(job.tpot_s),),
+        job.max_output_tokens,
+        (Stage(job.tpot_slo_s),),
         is_stop=lambda tokens: len(tokens) >= end,
         arrived_s=job.arrival_s,
         is_sampled=job.is_sampled,
-        ttft_slo_s=job.ttft_s,
+        ttft_slo_s=job.ttft_slo_s,
         priority=job.priority,
     )
 
 
-def _book(totals: Totals, event: StepEvent) -> None:
+def _add_step(totals: Totals, event: StepEvent) -> None:
     if event.is_prefill:
         totals.num_prefills += 1
         totals.prefill_s += event.phases.total_s
@@ -221,7 +240,3 @@ def _book(totals: Totals, event: StepEvent) -> None:
     totals.nodes += sum(part.nodes for part in event.decoding)
     totals.committed += sum(part.committed for part in event.decoding)
     totals.expected += sum(part.expected for part in event.decoding)
-
-
-def _or(value: float, other: float) -> float:
-    return other if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""Whole systems by name: a policy, who is let in, and when prompts are fed."""
+"""Serving systems by name: settings of policy, admission and prefill."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError
-from hf_slospec.sim.files import described
+from hf_slospec.errors import InvalidInputError, describe_validation_error
 
 UNCHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192, max_batch=256)
 CHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="chunked", prefill_chunk=2048, max_batch=256)
@@ -18,7 +17,7 @@ ADASERVE: dict[str, Any] = dict(
     admission="fcfs", prefill="first", prefill_chunk=1024, max_batch=64,
 )  # fmt: skip
 
-ORACLE = "oracle"  # its policy is not of this config: it needs to know what will be written
+ORACLE = "oracle"  # its policy is not in the config: it is made with the texts that the targets will write
 SYSTEMS: dict[str, dict[str, Any]] = {
     "auto": {},
     ORACLE: {},
@@ -37,10 +36,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 def config_of(system: str) -> SLOSpecConfig:
-    """Of a name, of a name with other settings (``auto {"max_depth": 4}``), or of settings alone.
+    """Return the config of a name, of a name with other settings (``auto {"max_depth": 4}``), or of settings alone.
 
     Raises:
-        InvalidInputError: there is no such system, or the settings make no sense.
+        InvalidInputError: there is no such system, or the settings are invalid.
     """
     name, brace, settings = system.partition("{")
     name = name.strip()
@@ -53,9 +52,9 @@ def config_of(system: str) -> SLOSpecConfig:
         column = system.index("{") + error.colno
         raise InvalidInputError(f"system {system!r}: column {column}: {error.msg}") from error
     except ValidationError as error:
-        faults = [described(e["loc"], e["msg"]) for e in error.errors(include_url=False)]
-        raise InvalidInputError(f"system {system!r}: {'; '.join(faults)}") from error
+        raise InvalidInputError(f"system {system!r}: {describe_validation_error(error)}") from error
 
 
 def is_oracle(system: str) -> bool:
+    """Return whether the system is the oracle, with or without other settings."""
     return system.partition("{")[0].strip() == ORACLE

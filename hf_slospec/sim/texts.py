@@ -1,4 +1,4 @@
-"""What targets will write, and what the draft believes on the way: made up, or recorded from real runs."""
+"""Output texts of simulated targets, with the draft's probabilities: synthetic, or recorded from real runs."""
 
 from __future__ import annotations
 
@@ -14,71 +14,77 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hf_slospec.algo.tree import FloatArray, IntArray
-from hf_slospec.errors import InvalidInputError
+from hf_slospec.errors import InputModel
 from hf_slospec.sim.files import read_json, validated
+
+NUM_CHILDREN = 4  # of synthetic texts, where nothing else is asked for
 
 
 @dataclass(frozen=True)
 class Text:
-    """One request's output, token by token.
+    """Output of one request.
 
-    Tokens are told apart only by how the draft ranks them: token ``j`` at a place is the draft's ``j``-th most probable
-    one there, ``num_children`` one that it does not propose.
+    A token is identified by its rank among the draft's candidates at its place: token ``j`` is the draft's ``j``-th
+    most probable one there, token ``num_children`` one that the draft does not propose.
     """
 
     child_probs: FloatArray  # [length, num_children] f64, the draft's most probable tokens at each place, descending
-    ranks: IntArray  # [length] int64, which of them the target chooses; num_children: none
+    ranks: IntArray  # [length] int64, the one that the target chooses; num_children: none of them
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     def up_to(self, length: int) -> Text:
+        """Return the first ``length`` tokens."""
         return Text(self.child_probs[:length], self.ranks[:length])
 
 
-@dataclass(frozen=True)
-class TextModel:
-    """A random source of texts: beta-distributed confidence of the draft, around a difficulty of each request's own.
+class TextModel(InputModel):
+    """Random source of synthetic texts.
 
-    How probable the draft's first choice is at a place is drawn from a beta distribution around the request's own mean,
-    which is drawn from one around ``acceptance``. Further choices share what is left. The target's token is then drawn
-    with these very probabilities, so a draft of ``sharpness`` 1 is calibrated.
+    The probability of the draft's first choice at a place is drawn from a beta distribution around the request's mean,
+    which is drawn from a beta distribution around ``acceptance``. Further choices share the remaining probability. The
+    target's token is drawn with these probabilities, so a draft of ``sharpness`` 1 is calibrated.
+
+    Args:
+        acceptance: mean probability that the target chooses the draft's first choice.
+        spread: sum of the parameters of the requests' beta distribution; the larger, the more alike requests are;
+            inf: all have the same mean.
+        evenness: likewise for the places within a request; small: the draft is either confident or clueless.
+        sibling: share of the remaining probability that each further choice gets.
+        sharpness: exponent of the probabilities that the draft reports; above 1: the draft is over-confident.
+        num_children: candidates per place.
+        matched: share of steps in which a request gets any proposal, as with prompt lookup.
+
+    Raises:
+        InvalidInputError: a parameter is out of its range.
     """
 
-    acceptance: float = 0.8  # mean probability that the target takes the draft's first choice
-    spread: float = 12.0  # of requests around it: parameters of the beta distribution sum to this; inf: none
-    evenness: float = 2.0  # of places within a request, likewise: small means sure or clueless, hardly in between
-    sibling: float = 0.5  # each further choice's part of what those before it left
-    sharpness: float = 1.0  # the draft shows probabilities to this power: above 1 it is too sure of itself
-    num_children: int = 4
-    matched: float = 1.0  # share of steps in which a request has anything proposed, as with prompt lookup
+    acceptance: float = Field(gt=0, lt=1)
+    spread: float = Field(gt=0)
+    evenness: float = Field(2.0, gt=0)
+    sibling: float = Field(0.5, ge=0, le=1)
+    sharpness: float = Field(1.0, gt=0)
+    num_children: int = Field(NUM_CHILDREN, ge=1)
+    matched: float = Field(1.0, ge=0, le=1)
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.acceptance < 1.0:
-            raise InvalidInputError(f"acceptance must lie between 0 and 1, got {self.acceptance}")
-        for name in ("spread", "evenness", "sharpness"):
-            if not getattr(self, name) > 0.0:
-                raise InvalidInputError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0.0 <= self.sibling <= 1.0:
-            raise InvalidInputError(f"sibling must lie within 0..1, got {self.sibling}")
-        if not 0.0 <= self.matched <= 1.0:
-            raise InvalidInputError(f"matched must lie within 0..1, got {self.matched}")
-        if self.num_children < 1:
-            raise InvalidInputError(f"num_children must be at least 1, got {self.num_children}")
+    def __init__(self, acceptance: float = 0.8, spread: float = 12.0, **others: float) -> None:
+        super().__init__(acceptance=acceptance, spread=spread, **others)
 
     def write(self, rng: np.random.Generator, length: int) -> Text:
+        """Return a random text of ``length`` tokens."""
         own = _beta(rng, np.array(self.acceptance), self.spread)
         first = _beta(rng, np.full(length, own), self.evenness)
         parts = self.sibling * (1.0 - self.sibling) ** np.arange(self.num_children - 1)
         probs = np.concatenate((first[:, None], (1.0 - first)[:, None] * parts), axis=1)
         drawn = rng.random(length)[:, None] >= np.cumsum(probs, axis=1)
-        return Text(*_ranked(self._shown(probs), drawn.sum(axis=1)))
+        return Text(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
 
-    def _shown(self, probs: FloatArray) -> FloatArray:
+    def _reported(self, probs: FloatArray) -> FloatArray:
         powers = probs**self.sharpness
         rest = np.maximum(1.0 - probs.sum(axis=1), 0.0) ** self.sharpness
-        shown: FloatArray = powers / np.maximum(powers.sum(axis=1) + rest, 1e-300)[:, None]
-        return shown
+        reported: FloatArray = powers / np.maximum(powers.sum(axis=1) + rest, 1e-300)[:, None]
+        return reported
 
 
 def _beta(rng: np.random.Generator, mean: FloatArray, total: float) -> FloatArray:
@@ -88,8 +94,8 @@ def _beta(rng: np.random.Generator, mean: FloatArray, total: float) -> FloatArra
     return np.asarray(rng.beta(total * mean, total * (1.0 - mean)), np.float64)
 
 
-def _ranked(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
-    """Children in descending order, and where the chosen ones went."""
+def _sorted_by_prob(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
+    """Return each place's children by descending probability, and the new positions of the chosen ones."""
     order = np.argsort(-probs, axis=1, kind="stable")
     places = np.argsort(order, axis=1)
     padded = np.concatenate((places, np.full((len(probs), 1), probs.shape[1])), axis=1)
@@ -97,13 +103,14 @@ def _ranked(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
 
 
 class Library:
-    """Texts of all requests in one set of arrays."""
+    """Texts of all requests, concatenated.
+
+    Args:
+        texts: ``texts[i]`` is the output of request ``i``; all have the same number of children.
+        matched: share of steps in which a request gets any proposal.
+    """
 
     def __init__(self, texts: Sequence[Text], matched: float = 1.0):
-        """``texts[i]`` is what request ``i`` writes; all have equally many children.
-
-        ``matched`` is the share of steps in which a request has anything proposed.
-        """
         self.matched = matched
         self.lengths = np.array([len(text) for text in texts])
         self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
@@ -112,6 +119,7 @@ class Library:
 
     @property
     def num_children(self) -> int:
+        """Children of every place."""
         return int(self.child_probs.shape[1])
 
     @cached_property
@@ -119,18 +127,18 @@ class Library:
         return [self.ranks[b : b + n].tolist() for b, n in zip(self.starts, self.lengths, strict=True)]
 
     def token(self, index: int, place: int) -> int:
-        """What the target writes there; beyond its end a text goes on as it ended."""
+        """Return the target's token at a place of a text; beyond the end, the last token is repeated."""
         own = self._tokens[index]
         return own[min(place, len(own) - 1)]
 
     def places(self, indices: IntArray, places: IntArray) -> IntArray:
-        """Rows of :attr:`child_probs` and :attr:`ranks` of places in texts.  -> [len(indices)]"""
+        """Return indices into :attr:`child_probs` and :attr:`ranks` of places in texts.  -> [len(indices)] int64"""
         rows: IntArray = self.starts[indices] + np.minimum(places, self.lengths[indices] - 1)
         return rows
 
 
 class RecordedText(BaseModel):
-    """One output of a real run."""
+    """One recorded output of a real run. ``input_tokens`` is its prompt's length, for information only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -139,26 +147,27 @@ class RecordedText(BaseModel):
     ranks: list[int]
 
     @model_validator(mode="after")
-    def _fits(self) -> RecordedText:
+    def _check(self) -> RecordedText:
         width = len(self.child_probs[0])
         if not width or any(len(row) != width for row in self.child_probs):
-            raise ValueError("child_probs must hold equally many probabilities, at least one, for every token")
+            raise ValueError("child_probs must have the same number of probabilities, at least one, for every token")
         if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
             raise ValueError("child_probs must lie within 0..1")
-        if any(sum(row) > 1.001 for row in self.child_probs):  # they are rounded
+        if any(sum(row) > 1.001 for row in self.child_probs):  # the recorded values are rounded
             raise ValueError("child_probs of a place must not sum to more than 1")
         if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
-            raise ValueError("child_probs must descend")
+            raise ValueError("child_probs must be in descending order")
         if len(self.ranks) != len(self.child_probs) or any(not 0 <= rank <= width for rank in self.ranks):
-            raise ValueError(f"ranks must name one of the {width} children, or {width} for none, for every token")
+            raise ValueError(f"ranks must be the index of one of the {width} children, or {width}, for every token")
         return self
 
     def text(self) -> Text:
+        """Return the text as arrays."""
         return Text(np.minimum(np.array(self.child_probs), 1.0), np.array(self.ranks))
 
 
 class Recording(BaseModel):
-    """What ``bench --record`` writes: how the draft saw what the target wrote."""
+    """Texts recorded by ``bench --record``: the target's tokens with the draft's probabilities."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -167,15 +176,16 @@ class Recording(BaseModel):
     texts: list[RecordedText] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _is_even(self) -> Recording:
+    def _check_width(self) -> Recording:
         if len({len(text.child_probs[0]) for text in self.texts}) > 1:
-            raise ValueError("all texts must have equally many children")
+            raise ValueError("all texts must have the same number of children")
         return self
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        """Raises InvalidFileError with the line and column at fault."""
+        """Read a recording; raises InvalidFileError with line and column of each fault."""
         return validated(cls, path, *read_json(path))
 
     def write(self, path: Path) -> None:
+        """Write the recording as JSON."""
         path.write_text(json.dumps(self.model_dump(), separators=(",", ":")) + "\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""The embedded pair, its inflation to larger sizes, and loading of models for commands."""
+"""The embedded pair of models, its inflation to larger sizes, and the loading of models for commands."""

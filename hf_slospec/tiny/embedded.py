@@ -1,4 +1,4 @@
-"""The embedded pair: a small trained target, draft and tokenizer that ship with the package."""
+"""The embedded pair: a small trained target, draft and tokenizer that are part of the package."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FOLDER = Path(__file__).parent / "pair"
 def load_tiny_pair(
     dtype: torch.dtype | str = torch.float32,
 ) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The embedded target, draft and tokenizer; nothing is downloaded.
+    """Return the embedded target, draft and tokenizer, without a download.
 
-    Both models were trained on the Python standard library's source and write Python-looking text.
+    Both models were trained on the source of Python's standard library and write Python-like text.
 
     Args:
         dtype: of the weights; ``torch.float32`` for exact identity with ``generate``, ``torch.bfloat16`` for speed.
@@ -27,5 +27,6 @@ def load_tiny_pair(
 
 
 def tiny_prompts() -> list[str]:
-    """Runs of source lines from standard-library modules that the embedded pair was not trained on."""
-    return json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
+    """Return prompts: lines of standard-library modules that the embedded pair was not trained on."""
+    prompts: list[str] = json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
+    return prompts

@@ -1,12 +1,12 @@
-"""Function-preserving inflation: the same outputs at the cost of a larger model.
+"""Function-preserving inflation: a model of larger size with the same outputs.
 
-Extra hidden channels carry exactly zero, extra heads, MLP neurons and layers contribute exactly zero. What is added is
-multiplied like everything else, so text and acceptance stay real while time and memory are those of the larger shape.
+Additional hidden channels are exactly zero; additional heads, MLP neurons and layers contribute exactly zero. They are
+computed like all others, so that texts and acceptance are real while time and memory are those of the larger shape.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,7 +20,7 @@ class Shape(NamedTuple):
     num_layers: int
 
 
-# Hidden sizes are 4**n times the embedded target's 256, where rescaling the norms is exact in any float format.
+# Hidden sizes are 4**n times the embedded target's 256, which makes the scaling of norms exact in any float format.
 SHAPES = {
     "0.1B": Shape(1024, 3072, 8),
     "0.3B": Shape(1024, 5120, 16),
@@ -32,19 +32,19 @@ SHAPES = {
 
 @torch.no_grad()
 def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
-    """A larger model with the logits of ``model``, up to the rounding of longer sums.
+    """Return a larger model with the logits of ``model``, up to the rounding of longer sums.
 
     Args:
         model: a Llama without biases.
-        shape: its new size, nowhere smaller than the old one. Heads grow in proportion to the hidden size.
-        seed: of the random weights that fill what cannot influence the output.
+        shape: the new size, no dimension smaller than before. The number of heads is scaled with the hidden size.
+        seed: of the random weights that do not affect the output.
 
     Raises:
         ValueError: the shape is smaller than the model, or not a multiple of its hidden size; the model has biases.
     """
-    old = model.config
+    old: Any = model.config
     if old.attention_bias or old.mlp_bias:
-        raise ValueError("a model with biases cannot be inflated")
+        raise ValueError("a model with biases cannot be inflated; use one without attention and MLP biases")
     factor, remainder = divmod(shape.hidden_size, old.hidden_size)
     if (
         remainder
@@ -53,7 +53,7 @@ def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCau
         or shape.num_layers < old.num_hidden_layers
     ):
         raise ValueError(
-            f"{shape} does not hold this model: it needs a multiple of hidden size {old.hidden_size}, at least "
+            f"{shape} cannot hold this model: it must have a multiple of hidden size {old.hidden_size}, at least "
             f"{old.intermediate_size} MLP neurons and at least {old.num_hidden_layers} layers"
         )
     config = LlamaConfig(**old.to_dict() | {
@@ -63,11 +63,11 @@ def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCau
         "num_attention_heads": old.num_attention_heads * factor,
         "num_key_value_heads": old.num_key_value_heads * factor,
         "head_dim": old.head_dim,
-        # The mean square over mostly-zero channels is smaller by the factor; so must be what is added to it.
+        # The mean square is smaller by the factor, because most channels are zero; so epsilon must be, too.
         "rms_norm_eps": old.rms_norm_eps / factor,
     })  # fmt: skip
     with torch.device(model.device):
-        larger = LlamaForCausalLM._from_config(config, dtype=model.dtype).eval()
+        larger: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=model.dtype).eval()
     generator = torch.Generator(model.device).manual_seed(seed)
     sources = dict(model.named_parameters())
     for name, parameter in larger.named_parameters():
@@ -79,7 +79,7 @@ def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCau
 def _fill(
     name: str, parameter: torch.Tensor, source: torch.Tensor | None, factor: int, generator: torch.Generator
 ) -> None:
-    """Put the old weights in the corner; zero whatever writes to hidden channels; the rest is read by nothing."""
+    """Copy the old weights; set weights that write to hidden channels to zero, and unused weights to random values."""
     writes_hidden = name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight"))
     if name.endswith("norm.weight"):
         parameter.fill_(factor**-0.5)

@@ -28,7 +28,7 @@ from hf_slospec.cli.gpu_check.variants import VARIANTS
 from hf_slospec.models.attention import kernel_choice
 from tests.support.flash_stand_in import StandIn
 
-RUN = CliRunner()
+RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 ON_CPU = ["gpu-check", "--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]
 
 
@@ -125,12 +125,12 @@ def test_who_fails_is_left_out_and_the_rest_goes_on(at_repeat: int, monkeypatch:
     errors = {CONTINUOUS: RuntimeError("no block table"), ASSISTED: torch.OutOfMemoryError("CUDA out of memory")}
     plain = Bench.time
 
-    def time(self: Bench, contestant: Any, repeat: int) -> Any:
-        if contestant.name in calls:
-            calls[contestant.name] += 1
-            if calls[contestant.name] > at_repeat:
-                raise errors[contestant.name]
-        return plain(self, contestant, repeat)
+    def time(self: Bench, method: Any, repeat: int) -> Any:
+        if method.name in calls:
+            calls[method.name] += 1
+            if calls[method.name] > at_repeat:
+                raise errors[method.name]
+        return plain(self, method, repeat)
 
     monkeypatch.setattr(Bench, "time", time)
     budget = Budget(1000.0)
@@ -252,7 +252,7 @@ def test_gpu_tests_are_counted(tmp_path: Path) -> None:
     assert gpu_tests(0.0, tmp_path)["status"] == "cut off"
     (tmp_path / "tests" / "gpu" / "test_small.py").write_text("import pytest\npytestmark = pytest.mark.gpu\n" + SKIPPED)
     record = gpu_tests(300.0, tmp_path)
-    assert (record["status"], record["reason"]) == ("failed", "none of them ran")
+    assert (record["status"], record["reason"]) == ("failed", "no test was run")
     (tmp_path / "tests" / "gpu" / "test_small.py").write_text("import nothing_of_that_name")
     assert gpu_tests(300.0, tmp_path)["status"] == "failed"
     assert gpu_tests(300.0, tmp_path / "elsewhere")["status"] == "not present"

@@ -27,7 +27,7 @@ def test_table_json_csv_and_picture(tmp_path: Path) -> None:
     options = ("--rate", 2, "--rate", 5, "--seed", 3, "--json", made, "--csv", lines, "--plot", plot)
     result = run(*SMALL, *options)
     assert result.exit_code == 0, result.output
-    assert all(word in result.output for word in ("auto", "vllm", "2/s", "5/s", "drawn to"))
+    assert all(word in result.output for word in ("auto", "vllm", "2/s", "5/s", "plotted to"))
     written = json.loads(made.read_text())
     facts = written["provenance"]
     assert facts["seed"] == 3 and facts["rates"] == [2, 5] and facts["hardware"] == "llama-70b-4xa100"
@@ -122,12 +122,13 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     assert result.exit_code not in (0, 2) and not (tmp_path / "r.json").exists()
 
 
-def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
+def test_the_table_is_complete_in_a_narrow_terminal(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,4\n")
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(
         app, ["simulate", "--trace", str(trace), "--system", "vllm-spec4", "--rate", "12.25"]
     )
     assert all(word in result.output for word in ("12.25/s", "vllm-spec4", "attained", "tok/step", "nodes")), (
         result.output
     )
+    assert "…" not in result.output and max(map(len, result.output.splitlines())) <= 80

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import (
-    batch_with_targets,
+    batch_with_slos,
     custom_drafter,
     custom_policy,
     hub_models,
@@ -71,13 +71,13 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert "identical tokens: yes" in said
 
 
-def test_batch_with_targets(capsys: pytest.CaptureFixture[str]) -> None:
-    batch_with_targets.main(new_tokens=16)
+def test_batch_with_slos(capsys: pytest.CaptureFixture[str]) -> None:
+    batch_with_slos.main(new_tokens=16)
     said = capsys.readouterr().out
     rows = rows_of(said)
-    targets = [rows[name][0] for name in ("tight", "middling", "relaxed")]
-    assert targets == sorted(targets, key=float) and float(targets[0]) < float(targets[2])
-    assert rows["no target"][0] == rows["no target"][3] == ""
+    slos = [rows[name][0] for name in ("tight", "middling", "relaxed")]
+    assert slos == sorted(slos, key=float) and float(slos[0]) < float(slos[2])
+    assert rows["no SLO"][0] == rows["no SLO"][3] == ""
     assert rows["in two stages"][0] == rows["relaxed"][0]  # of the stage it ended in
     for own in rows.values():
         assert number(own[1]) > 0.0 and number(own[6]) <= number(own[5])
@@ -101,7 +101,7 @@ def test_many_users(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(said)
     assert list(rows) == list(many_users.USERS)
     assert rows["impossible"][2:4] == ["no", "no"]
-    assert rows["batch job"][2:4] == rows["no promise"][2:4] == ["no", ""]
+    assert rows["batch job"][2:4] == rows["no SLO"][2:4] == ["no", ""]
     assert rows["one line"][5] == "stop" and all(own[5] == "length" for name, own in rows.items() if name != "one line")
     assert all(own[4] == "24" for own in rows.values() if own[5] == "length")
 

@@ -55,7 +55,7 @@ class Watched(Simulation):
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [visit.request.tokens for visit in self._visits]
+        return [routed.request.tokens for routed in self._requests]
 
 
 def some_jobs(seed: int, number: int) -> list[Job]:
@@ -166,16 +166,16 @@ def test_higher_priorities_take_the_room_of_lower_ones() -> None:
 
 
 def test_declined_requests_go_round_all_replicas_and_none_is_lost() -> None:
-    hopeless = [Job(0.1 * index, 50, 20, tpot_s=0.001) for index in range(6)]
-    easy = [Job(0.1 * index, 50, 20, tpot_s=5.0) for index in range(6)]
+    hopeless = [Job(0.1 * index, 50, 20, tpot_slo_s=0.001) for index in range(6)]
+    easy = [Job(0.1 * index, 50, 20, tpot_slo_s=5.0) for index in range(6)]
     run = Watched(hopeless, replicas=3, system="auto").run()
-    assert [outcome.hops for outcome in run.outcomes] == [2] * 6
-    assert run.declined == 6 and not any(outcome.guaranteed for outcome in run.outcomes)
-    run = Watched(hopeless, replicas=3, max_hops=1, system="auto").run()
-    assert [(outcome.hops, outcome.replica) for outcome in run.outcomes] == [(1, (i + 1) % 3) for i in range(6)]
+    assert [outcome.reroutes for outcome in run.outcomes] == [2] * 6
+    assert run.not_guaranteed == 6 and not any(outcome.guaranteed for outcome in run.outcomes)
+    run = Watched(hopeless, replicas=3, max_reroutes=1, system="auto").run()
+    assert [(outcome.reroutes, outcome.replica) for outcome in run.outcomes] == [(1, (i + 1) % 3) for i in range(6)]
     run = Watched(easy, replicas=3, system="auto").run()
-    assert [(outcome.hops, outcome.replica) for outcome in run.outcomes] == [(0, i % 3) for i in range(6)]
-    assert run.declined == 0
+    assert [(outcome.reroutes, outcome.replica) for outcome in run.outcomes] == [(0, i % 3) for i in range(6)]
+    assert run.not_guaranteed == 0
 
 
 def test_an_interrupt_while_tokens_are_chosen_ends_the_run() -> None:
@@ -198,14 +198,14 @@ JOB = Job(0.0, 100, 50)
         ([], "vllm", {}, "no requests"),
         ([JOB], "vllm", {"replicas": 0}, "replicas"),
         ([JOB], "vllm", {"replicas": 10**9}, "replicas"),
-        ([JOB, JOB], 'vllm {"kv_tokens": 149}', {}, "request 0 needs 150 tokens .* there are 149"),
-        ([JOB, replace(JOB, output_tokens=10**4)], "vllm", {}, "request 1 needs 10100 .* there are 5000"),
-        ([replace(JOB, max_new_tokens=10**4)], "vllm", {}, "request 0 needs 10100 .* there are 5000"),
+        ([JOB, JOB], 'vllm {"kv_tokens": 149}', {}, "request 0 needs 150 tokens .* has 149"),
+        ([JOB, replace(JOB, output_tokens=10**4)], "vllm", {}, "request 1 needs 10100 .* has 5000"),
+        ([replace(JOB, max_new_tokens=10**4)], "vllm", {}, "request 0 needs 10100 .* has 5000"),
         ([replace(JOB, input_tokens=10**15)], "vllm", {}, "request 0 needs 10+50 "),
-        ([JOB], 'adaserve {"max_width": 5}', {}, "max_width is 5, and the texts hold 4"),
-        ([replace(JOB, arrival_s=1e300)], "vllm", {}, "come within"),
-        ([replace(JOB, arrival_s=math.nan)], "vllm", {}, "come within"),
-        ([JOB], "vllm", {"hindsight": True, "make_policy": SmartSpecPolicy}, "two policies"),
+        ([JOB], 'adaserve {"max_width": 5}', {}, "max_width is 5, but the texts have only 4"),
+        ([replace(JOB, arrival_s=1e300)], "vllm", {}, "arrive within"),
+        ([replace(JOB, arrival_s=math.nan)], "vllm", {}, "arrive within"),
+        ([JOB], "vllm", {"oracle": True, "make_policy": SmartSpecPolicy}, "exclude each other"),
     ],
 )
 def test_impossible_simulations_are_refused(jobs: list[Job], system: str, options: dict, fault: str) -> None:
@@ -214,7 +214,7 @@ def test_impossible_simulations_are_refused(jobs: list[Job], system: str, option
 
 
 def test_every_request_needs_a_text() -> None:
-    with pytest.raises(InvalidInputError, match="2 requests and 1 texts"):
+    with pytest.raises(InvalidInputError, match="2 requests, 1 texts"):
         Simulation([JOB, JOB], library_of([JOB]), HARDWARE, config_of("vllm"))
 
 
@@ -247,7 +247,7 @@ def test_what_is_wrong_with_its_decisions_is_said() -> None:
 
 def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:
     jobs = [Job(0.0, 20, 60) for _ in range(6)]
-    oracle = Watched(jobs, "oracle", hindsight=True)
+    oracle = Watched(jobs, "oracle", oracle=True)
     run = oracle.run()
     assert run.totals.nodes == run.totals.committed == run.totals.expected
     assert sum(outcome.drafted for outcome in run.outcomes) == sum(outcome.accepted for outcome in run.outcomes) > 0

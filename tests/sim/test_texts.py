@@ -135,14 +135,14 @@ GOOD = '{"texts": [\n {"input_tokens": 2,\n  "child_probs": [[0.9, 0.05], [0.5, 
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("0.9, 0.05", "0.05, 0.9", r":2:2: texts\.0: child_probs must descend"),
-        ("0.9, 0.05", "0.9", r":2:2: texts\.0: child_probs must hold equally many"),
+        ("0.9, 0.05", "0.05, 0.9", r":2:2: texts\.0: child_probs must be in descending order"),
+        ("0.9, 0.05", "0.9", r":2:2: texts\.0: child_probs must have the same number"),
         ("0.9, 0.05", "1.9, 0.05", r":2:2: texts\.0: child_probs must lie within 0\.\.1"),
         ("0.9, 0.05", "0.9, 0.9", r":2:2: texts\.0: child_probs of a place must not sum"),
         ("0.9, 0.05", "NaN, 0.05", r":2:2: texts\.0: child_probs must lie"),
         ("0.9, 0.05", '0.9, "x"', r":3:25: texts\.0\.child_probs\.0\.1: "),
-        ("[0, 2]", "[0, 3]", r":2:2: texts\.0: ranks must name"),
-        ("[0, 2]", "[0]", r":2:2: texts\.0: ranks must name"),
+        ("[0, 2]", "[0, 3]", r":2:2: texts\.0: ranks must be the index"),
+        ("[0, 2]", "[0]", r":2:2: texts\.0: ranks must be the index"),
         ("[0, 2]", "[0, 1.5]", r":4:16: texts\.0\.ranks\.1: "),
         ('"input_tokens": 2', '"input_tokens": 0', r":2:19: texts\.0\.input_tokens: "),
         ('"input_tokens": 2', '"input_token": 2', r":2:2: texts\.0\.input_tokens: Field required"),
@@ -163,7 +163,7 @@ def test_texts_of_different_width_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     narrow = '{"input_tokens": 1, "child_probs": [[0.5]], "ranks": [1]}'
     path.write_text(GOOD.replace("]}", "]}, " + narrow, 1))
-    with pytest.raises(InvalidFileError, match="equally many children"):
+    with pytest.raises(InvalidFileError, match="same number of children"):
         Recording.read(path)
 
 

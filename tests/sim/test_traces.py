@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.errors import InvalidFileError, InvalidInputError
-from hf_slospec.sim.traces import read_trace, write_trace
+from hf_slospec.sim.traces import REQUIRED, read_trace
 from hf_slospec.sim.workload import Job
 
 TARGETS = st.none() | st.floats(1e-6, 100.0)
@@ -36,7 +37,10 @@ def a_job(draw: st.DrawFn) -> Job:
 @settings(deadline=None, max_examples=50)
 def test_traces_are_read_as_they_were_written(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("trace") / "load.csv"
-    write_trace(jobs, path)
+    rows = [(j.arrival_s, j.input_tokens, j.output_tokens, j.tpot_slo_s, j.ttft_slo_s, j.kind, j.priority,
+             j.max_new_tokens) for j in jobs]  # fmt: skip
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([(*REQUIRED, "slo", "ttft_s", "class", "priority", "max_new_tokens"), *rows])
     assert read_trace(path) == sorted(jobs, key=lambda job: job.arrival_s)
 
 
@@ -75,7 +79,7 @@ def test_optional_fields_may_be_empty_or_missing(tmp_path: Path) -> None:
 
 def test_ratios_multiply_a_base_and_negative_ones_are_milliseconds(tmp_path: Path) -> None:
     path = written(tmp_path, "arrival_s,input_tokens,output_tokens,slo_ratio\n0,1,1,1.2\n1,1,1,-50\n2,1,1,\n")
-    assert [job.tpot_s for job in read_trace(path, 0.03)] == [pytest.approx(0.036), 0.05, None]
+    assert [job.tpot_slo_s for job in read_trace(path, 0.03)] == [pytest.approx(0.036), 0.05, None]
     with pytest.raises(InvalidInputError, match="--base-tpot"):
         read_trace(path)
     for base_s in (0.0, -1.0, float("nan"), float("inf")):
@@ -92,21 +96,21 @@ LINE = "0,5,5,0.1"
         (",5,5,0.1", "arrival_s: is empty"),
         ("0,5", "output_tokens: is empty"),
         ("  ", "is empty"),
-        ("-1,5,5,0.1", "arrival_s: '-1' does not lie"),
-        ("nan,5,5,0.1", "arrival_s: 'nan' does not lie"),
-        ("inf,5,5,0.1", "arrival_s: 'inf' does not lie"),
-        ("1e300,5,5,0.1", "arrival_s: '1e300' does not lie"),
+        ("-1,5,5,0.1", "arrival_s: '-1' is not within"),
+        ("nan,5,5,0.1", "arrival_s: 'nan' is not within"),
+        ("inf,5,5,0.1", "arrival_s: 'inf' is not within"),
+        ("1e300,5,5,0.1", "arrival_s: '1e300' is not within"),
         ("soon,5,5,0.1", "arrival_s: 'soon' is not a number"),
-        ("0,0,5,0.1", "input_tokens: '0' does not lie"),
+        ("0,0,5,0.1", "input_tokens: '0' is not within"),
         ("0,2.5,5,0.1", "input_tokens: '2.5' is not a whole number"),
-        ("0,100000000000,5,0.1", "input_tokens: '100000000000' does not lie"),
-        ("0," + "9" * 400 + ",5,0.1", "input_tokens: '9{40}...' does not lie"),
+        ("0,100000000000,5,0.1", "input_tokens: '100000000000' is not within"),
+        ("0," + "9" * 400 + ",5,0.1", "input_tokens: '9{40}...' is not within"),
         ("0," + "9" * 5000 + ",5,0.1", "input_tokens: '9{40}...' is not"),
         ("0,5\0,5,0.1", "input_tokens: |NUL"),
-        ("0,5,0,0.1", "output_tokens: '0' does not lie"),
-        ("0,5,100000000000,0.1", "output_tokens: '100000000000' does not lie"),
-        ("0,5,5,0", "slo: 0 is no target"),
-        ("0,5,5,-0.1", "slo: '-0.1' does not lie"),
+        ("0,5,0,0.1", "output_tokens: '0' is not within"),
+        ("0,5,100000000000,0.1", "output_tokens: '100000000000' is not within"),
+        ("0,5,5,0", "slo: an SLO of 0"),
+        ("0,5,5,-0.1", "slo: '-0.1' is not within"),
         ("0,5,5,fast", "slo: 'fast' is not a number"),
         ("0,5,5,0.1,7", "more fields than the header"),
         ("0,5,5," + "1" * 200_000, "field limit"),
@@ -123,12 +127,12 @@ def test_malformed_lines_are_named(line: str, fault: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("column", "value", "fault"),
     [
-        ("ttft_s", "0", "0 is no target"),
-        ("ttft_s", "-2", "does not lie"),
+        ("ttft_s", "0", "an SLO of 0"),
+        ("ttft_s", "-2", "is not within"),
         ("priority", "high", "is not a whole number"),
-        ("priority", "9" * 400, "does not lie"),
+        ("priority", "9" * 400, "is not within"),
         ("max_new_tokens", "4", "4 is less than the 5 output_tokens"),
-        ("max_new_tokens", "0", "does not lie"),
+        ("max_new_tokens", "0", "is not within"),
     ],
 )
 def test_malformed_optional_fields_are_named(column: str, value: str, fault: str, tmp_path: Path) -> None:
@@ -147,14 +151,14 @@ def test_malformed_ratios_are_named(value: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("", ":1: no column arrival_s"),
-        ("arrival_s;input_tokens;output_tokens\n0;1;1\n", ":1: no column .* there are: arrival_s;"),
-        ("arrival_s,input_tokens\n0,1\n", ":1: no column output_tokens;"),
+        ("", ":1: column arrival_s, input_tokens, output_tokens is missing"),
+        ("arrival_s;input_tokens;output_tokens\n0;1;1\n", ":1: column .* is missing; found: arrival_s;"),
+        ("arrival_s,input_tokens\n0,1\n", ":1: column output_tokens is missing;"),
         (HEADER + ",speed\n", ":1: unknown column speed; known: "),
         (HEADER + ",\n", ":1: unknown column"),
-        (HEADER + ",slo_ratio\n", ":1: slo and slo_ratio exclude"),
-        (HEADER + ",slo\n", ":1: a column is named twice"),
-        (HEADER + "\n", ": holds no requests"),
+        (HEADER + ",slo_ratio\n", ":1: columns slo and slo_ratio exclude"),
+        (HEADER + ",slo\n", ":1: two columns have the same name"),
+        (HEADER + "\n", ": contains no requests"),
         (HEADER + '\n0,5,5,"0.1\n1,5,5,0.1\n', ":[23]: unexpected end of data"),
         ((HEADER + "\n" + LINE).encode("utf-16"), ": is not UTF-8"),
     ],

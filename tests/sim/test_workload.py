@@ -102,20 +102,20 @@ def test_mixes_have_the_mean_lengths_and_shares_of_their_sources(name: str) -> N
             (kind.input, [j.input_tokens for j in own]),
             (kind.output, [j.output_tokens for j in own]),
         ):
-            assert length.least <= min(drawn) and max(drawn) <= length.most
-            cut = 1.0 - math.exp(-((length.most - length.mean) / length.std))  # most cut off only little
+            assert length.min_tokens <= min(drawn) and max(drawn) <= length.max_tokens
+            cut = 1.0 - math.exp(-((length.max_tokens - length.mean) / length.std))  # most cut off only little
             assert np.mean(drawn) == pytest.approx(length.mean, rel=0.12 if cut > 0.8 else 0.25)
-        assert all((job.tpot_s, job.priority) == (kind.tpot_s, kind.priority) for job in own)
+        assert all((job.tpot_slo_s, job.priority) == (kind.tpot_slo_s, kind.priority) for job in own)
 
 
 def test_slowdowns_multiply_what_a_prompt_takes_alone() -> None:
-    exact, slow = Kind("e", 1.0, Length(5, 0, 9), Length(5, 0, 9), ttft_s=3.0, ttft_slowdown=9.0), MIXES["coder"][0]
+    exact, slow = Kind("e", 1.0, Length(5, 0, 9), Length(5, 0, 9), ttft_slo_s=3.0, ttft_slowdown=9.0), MIXES["coder"][0]
     for kind, expected in ((exact, lambda job: 3.0), (slow, lambda job: 5.0 * 2.0 * job.input_tokens)):
         for job in jobs_of([kind], np.zeros(20), np.random.default_rng(0), lambda tokens: 2.0 * tokens):
-            assert job.ttft_s == pytest.approx(expected(job))
-    none = jobs_of([dataclasses.replace(exact, ttft_s=None, ttft_slowdown=None)], np.zeros(1), np.random.default_rng(0),
-                   float)  # fmt: skip
-    assert none[0].ttft_s is None and none[0].input_tokens == 5
+            assert job.ttft_slo_s == pytest.approx(expected(job))
+    plain = dataclasses.replace(exact, ttft_slo_s=None, ttft_slowdown=None)
+    none = jobs_of([plain], np.zeros(1), np.random.default_rng(0), float)
+    assert none[0].ttft_slo_s is None and none[0].input_tokens == 5
 
 
 def test_unknown_mixes_list_the_known_ones() -> None:
@@ -138,7 +138,7 @@ def test_at_rate_stretches_gaps_and_keeps_order_and_requests(times_s: list[float
 
 
 def test_at_rate_refuses_what_has_no_rate() -> None:
-    with pytest.raises(InvalidInputError, match="at once"):
+    with pytest.raises(InvalidInputError, match="at the same time"):
         at_rate([Job(1.0, 1, 1), Job(1.0, 1, 1)], 2.0)
     for rate in (0.0, math.nan, -1.0):
         with pytest.raises(InvalidInputError, match="rate"):
@@ -146,9 +146,9 @@ def test_at_rate_refuses_what_has_no_rate() -> None:
     assert at_rate([Job(1.0, 1, 1)], 2.0) == [Job(1.0, 1, 1)]
 
 
-def test_early_ends_keep_what_schedulers_are_told() -> None:
+def test_early_ends_keep_the_limit_that_schedulers_know() -> None:
     jobs = [Job(0.0, 3, 100)] * 3000
-    made = early_ends(jobs, np.random.default_rng(0), whole=0.25)
-    assert all(job.max_new_tokens == job.most_tokens == 100 and 5 <= job.output_tokens <= 100 for job in made)
+    made = early_ends(jobs, np.random.default_rng(0), full_share=0.25)
+    assert all(job.max_new_tokens == job.max_output_tokens == 100 and 5 <= job.output_tokens <= 100 for job in made)
     assert np.mean([job.output_tokens == 100 for job in made]) == pytest.approx(0.25 + 0.75 / 96, abs=0.03)
-    assert early_ends([Job(0.0, 3, 2)], np.random.default_rng(0), whole=0.0)[0].output_tokens == 2
+    assert early_ends([Job(0.0, 3, 2)], np.random.default_rng(0), full_share=0.0)[0].output_tokens == 2

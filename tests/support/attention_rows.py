@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hf_slospec.models.kv_cache.sequences import tree_after_chain
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import PackedBatch, Span
-from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape, Stored
+from hf_slospec.models.new_tokens import tree_after_chain
 
 TREES = [
     TokenTree.root_only(3),
@@ -76,7 +76,9 @@ def case(
     pool.keys[0].normal_()
     pool.values[0].normal_()
     order = range(len(spans)) if in_order else reversed(range(len(spans)))
-    sequences = {index: pool.allocate(capacities[index]) for index in order}
+    sequences = {index: CachedSequence() for index in order}
+    for index, sequence in sequences.items():
+        pool.place(sequence, capacities[index])
     own_spans: list[Span] = []
     tokens: list[Token] = []
     for index, (prefix_len, chain_len, tree) in enumerate(spans):

@@ -50,6 +50,9 @@ class OnDevice(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({self.held!r})"
 
+    def record_stream(self, stream: Any) -> None:
+        stream.recorded.add(self.data_ptr())
+
     def __deepcopy__(self, memo: Any) -> Any:
         memo[id(self)] = made = like(self, self.held.clone())
         return made
@@ -122,7 +125,13 @@ class Device:
         self.num_arrived = self.num_graphs = 0
         self._lock = threading.Lock()
         self._num_waits = Counter[int]()  # by thread
-        self.stream = self.default_stream = Stream()
+        self.default_stream = Stream()
+        self._streams: dict[int, Stream] = {}  # by thread, if it is not the default one
+
+    @property
+    def stream(self) -> Stream:
+        """Of this thread."""
+        return self._streams.get(threading.get_ident(), self.default_stream)
 
     @property
     def tape(self) -> Tape | None:
@@ -276,11 +285,12 @@ class Device:
 
     @contextlib.contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
-        before, self.stream = self.stream, stream
+        before = self.stream
+        self._streams[threading.get_ident()] = stream
         try:
             yield
         finally:
-            self.stream = before
+            self._streams[threading.get_ident()] = before
 
     def set_sync_debug_mode(self, mode: str) -> None:
         self.sync_debug_mode = mode
@@ -295,10 +305,11 @@ class Stream:
     stream_id = device_index = 0
 
     def __init__(self, *_: Any):
-        pass
+        self.waited_for: list[Stream] = []
+        self.recorded: set[int] = set()  # addresses of tensors
 
     def wait_stream(self, other: Stream) -> None:
-        pass
+        self.waited_for.append(other)
 
     def synchronize(self) -> None:
         device.synchronize()

@@ -114,8 +114,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_replays_are_what_forwards_compute(kernel: FlashKernel, captures: list[None], family: str) -> None:
     model = on_cuda(tiny_model(family), torch.bfloat16)
     replayed, plain = Bench(model), Bench(model)
-    assert plain.sequences.pool.graphs is not None
-    plain.sequences.pool.graphs.patience = 10**9  # padded all the same
+    assert plain.graphs is not None
+    plain.graphs.patience = 10**9  # padded all the same
     for _ in range(8):
         torch.testing.assert_close(replayed.verify(), plain.verify())
         for bench in (replayed, plain):
@@ -134,9 +134,9 @@ def serve(num_requests: int, new_tokens: int) -> None:
 
 def test_too_much_memory_ends_it(kernel: FlashKernel, captures: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
-    monkeypatch.setattr(bench.sequences.pool.graphs._maker, "max_bytes", 0)
+    monkeypatch.setattr(bench.graphs._capturer, "max_bytes", 0)
     out = [bench.verify() for _ in range(4)]
-    assert len(captures) == 1 and bench.sequences.pool.graphs.is_off
+    assert len(captures) == 1 and bench.graphs.is_off
     torch.testing.assert_close(out[-1], out[0])
 
 
@@ -152,7 +152,7 @@ def test_a_capture_that_fails_leaves_cuda_usable(kernel: FlashKernel, captures: 
     layer.forward = waiting
     bench = Bench(model)
     out = [bench.verify() for _ in range(4)]
-    assert not captures and bench.sequences.pool.graphs.is_off
+    assert not captures and bench.graphs.is_off
     torch.testing.assert_close(out[-1], out[0])
     assert torch.cuda.current_stream(CUDA) == torch.cuda.default_stream(CUDA)
     torch.cuda.empty_cache()
@@ -172,8 +172,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     drafter.draft(bench.requests, plan)  # feeds the prompts
     monkeypatch.setattr(drafter, "_trees", lambda requests, layers: [])  # the copy to the host
     for is_watched in (False, False, True):
-        for sequences in (drafter.sequences, bench.sequences):
-            sequences.pool.graphs.patience = patience
+        bench.graphs.patience = patience
         for request in bench.requests:
             drafter.sequences.of(request).length -= 1
         torch.cuda.set_sync_debug_mode("error" if is_watched else "default")

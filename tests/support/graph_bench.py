@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from hf_slospec.models.kv_cache.sequences import Sequences
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.cuda.graphs import Graphs
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.packed import PackedModel
 
 CPU = torch.device("cpu")
@@ -26,10 +27,14 @@ class Bench:
         self.requests = [
             Request(i, torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30) for i, n in enumerate(num_cached)
         ]
-        self.sequences = Sequences(self.packed, max_nodes=8)
+        self.sequences = RequestSequences(self.packed, max_nodes=8)
         self.sequences.reserve(self.requests)
         for request in self.requests:
-            self.sequences.feed(request, request.prompt_len - 1)
+            self.sequences.prefill(request, request.prompt_len - 1)
+
+    @property
+    def graphs(self) -> Graphs | None:
+        return self.packed.graphs_of(self.sequences.cache.pool)
 
     def parts(self) -> list[NewTokens]:
         trees = [tree(request, TREES[request.index % 3]) for request in self.requests]
@@ -43,7 +48,7 @@ class Bench:
     def grow(self, num_tokens: int) -> None:
         for request in self.requests:
             request.tokens += [(7 * len(request.tokens)) % 97 + 3] * num_tokens
-            self.sequences.feed(request, num_tokens)
+            self.sequences.prefill(request, num_tokens)
 
 
 def tree(request: Request, parents: tuple[int, ...]) -> TokenTree:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from hf_slospec.models.kv_cache.sequences import Sequences
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import PackedBatch, masked_attention
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.packed import PackedModel
 
 PROMPTS = (90, 7, 30)  # the first is fed as a long chain, as the causal kernel gets it
@@ -48,7 +48,7 @@ def compare_layers(model: Any, tolerance: float) -> int:
     requests = [
         Request(i, torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0) for i, n in enumerate(PROMPTS)
     ]
-    sequences = Sequences(packed, max_nodes=max(map(len, PARENTS)))
+    sequences = RequestSequences(packed, max_nodes=max(map(len, PARENTS)))
     sequences.reserve(requests)
     none, device = torch.empty(0, dtype=torch.int64, device=packed.device), packed.device
     sequences.forward([sequences.chain(request, request.tokens[:-3]) for request in requests], none)

@@ -1,4 +1,4 @@
-"""``hf_slospec bench``: ours against stock generate and assisted generation."""
+"""``hf_slospec bench``: speed against stock ``generate``, assisted generation and prompt lookup."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hf_slospec.cli import benchmark
@@ -19,6 +18,7 @@ from hf_slospec.cli.options import (
     ResultPath,
     Size,
     TargetModel,
+    console,
     pair_of,
     settings_of,
     write_results,
@@ -34,25 +34,25 @@ def bench(
     size: Size = "0.6B",
     dtype: DType = "bfloat16",
     device: Device = "cpu",
-    batch: Annotated[list[int], typer.Option(help="Batch sizes; give several times.")] = [1, 8],  # noqa: B006
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are cut to this many tokens.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens every row writes.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="Times each contestant runs, each time on other prompts.")] = 5,
+    batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of every row.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each method, each with other prompts.")] = 5,
     tune: Annotated[
-        bool, typer.Option(help="Also try assisted generation with 1..8 constant assistant tokens.")
+        bool, typer.Option(help="Also run assisted generation with 1 to 8 constant assistant tokens.")
     ] = True,
     config: ConfigJSON = "{}",
     trace: Annotated[
-        Path | None, typer.Option(help="Write the steps of our last run as a Chrome trace to this file.")
+        Path | None, typer.Option(help="Write the steps of hf_slospec's last run as a Chrome trace to this file.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Write how the draft saw our texts, for `simulate --recording`, to this file.")
+        Path | None, typer.Option(help="Write the draft's probabilities for `simulate --recording` to this file.")
     ] = None,
     json_path: ResultPath = None,
 ) -> None:
-    """Compare ours with stock generate, assisted generation and prompt lookup on this machine.
+    """Compare hf_slospec with stock generate, assisted generation and prompt lookup on this machine.
 
-    All contestants are interleaved in one process; speed-ups are medians of ratios within a repeat.
+    All methods take turns in one process; speed-ups are medians of the ratios within a repeat.
 
     Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
@@ -67,10 +67,10 @@ def bench(
     runner = benchmark.Bench(
         *models, tiny_prompts(), prompt_tokens, new_tokens, settings, times_forwards=models.target.device.type == "cpu"
     )
-    contestants = runner.contestants(sorted(set(batch)), list(range(1, 9)) if tune else [])
-    samples = runner.run(contestants, repeats)
+    methods = runner.methods(sorted(set(batch)), list(range(1, 9)) if tune else [])
+    samples = runner.run(methods, repeats)
     rows = benchmark.summarize(samples, new_tokens)
-    Console().print(_table(rows))
+    console().print(_table(rows))
     if trace is not None:
         write_chrome_trace(samples[benchmark.OURS, max(batch)][-1].steps, trace)
     if record is not None:
@@ -81,9 +81,10 @@ def bench(
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    title = "Speed against stock generate, same batch, same repeat (medians)"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)  # within 80 columns
-    table.caption = "host: time outside of forwards; equal: rows with generate's tokens"
+    """Return the results as a table within 80 columns."""
+    title = "Speed against stock generate at the same batch size, medians over repeats"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+    table.caption = "host: time outside of forwards; equal: rows with the tokens of generate"
     table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("method", no_wrap=True)
     for heading in ("speed-up", "tokens/s", "ms/token", "host", "tok/step", "equal"):

@@ -21,25 +21,27 @@ def demo(
     dtype: DType = Options.dtype,
     device: Device = Options.device,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 0.0.0.0 lets others in. Default: this machine only.")
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
     ] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free port from 7860.")] = None,
     password: Annotated[
         str | None,
-        typer.Option(envvar="HF_SLOSPEC_DEMO_PASSWORD", help="Ask for it; better given by the environment variable."),
+        typer.Option(
+            envvar="HF_SLOSPEC_DEMO_PASSWORD", help="Required of visitors; preferably set by the environment variable."
+        ),
     ] = None,
 ) -> None:
-    """Watch several users of one model get different, promised speeds, in a browser.
+    """Show several users of one model, each with a speed target, in a browser.
 
-    A coding copilot, a chat, a summary and a batch job share one engine with whoever opens the page. Move their
-    targets, switch the policy, see who is served. Nothing leaves the machine. Ends with Ctrl-C.
+    A coding copilot, a chat, a summary and a batch job share one engine with the page's visitors. Change their speed
+    targets, switch the policy and see the speed of each user. No data leaves the machine. Stop with Ctrl-C.
 
     Example, with a slower model:  hf_slospec demo --size 0.3B --port 7860
 
-    With real models, for colleagues:
+    With other models, for other machines:
     hf_slospec demo --target org/name --assistant org/draft --device cuda --host 0.0.0.0 --password ...
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     try:
         serve(Options(target, assistant, size, dtype, device, host, port, password), console.print)
     except ModuleNotFoundError as error:

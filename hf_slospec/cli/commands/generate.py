@@ -1,4 +1,4 @@
-"""``hf_slospec generate``: one text, as it is written."""
+"""``hf_slospec generate``: one streamed text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle, RequestResult
 
-FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a wrong call
+FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a usage error
 
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The text to go on from. '-', or nothing in a pipe: standard input.")
+        str | None, typer.Argument(help="The prompt. '-', or no prompt in a pipe: standard input.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
-    slo_tpot: Annotated[float | None, typer.Option(help="Target: seconds per token. Default: none.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 128,
+    slo_tpot: Annotated[float | None, typer.Option(help="TPOT SLO in seconds per token. Default: none.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most probable token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest with this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among so many; 0: all.")] = 0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of sampling; drawn if omitted.")] = None,
-    stop: Annotated[list[str], typer.Option(help="End with this text; give several times.")] = [],  # noqa: B006
-    chat: Annotated[bool, typer.Option(help="Put the prompt into the tokenizer's chat template.")] = False,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the most probable tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: from all.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling. Default: random.")] = None,
+    stop: Annotated[list[str], typer.Option(help="Stop string; repeatable.")] = [],  # noqa: B006
+    chat: Annotated[bool, typer.Option(help="Apply the tokenizer's chat template to the prompt.")] = False,
     target: TargetModel = None,
     assistant: Assistant = None,
     size: Size = "tiny",
@@ -41,20 +43,22 @@ def generate(
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
-        typer.Option("--json", help="Write text and metrics to this file; '-': to the output, as all of it."),
+        typer.Option(
+            "--json", help="Write text and metrics to this file; '-': to standard output, instead of the text."
+        ),
     ] = None,
-    strict: Annotated[bool, typer.Option(help=f"Exit with {MISSED} if the target was missed.")] = False,
+    strict: Annotated[bool, typer.Option(help=f"Exit with {MISSED} if the SLO was missed.")] = False,
 ) -> None:
-    """Write on from a prompt, as fast as a target asks for, and say how fast it was.
+    """Continue a prompt under a TPOT SLO and report the speed.
 
-    The text streams to the output, the figures go to standard error.
+    The text is streamed to standard output, the figures go to standard error.
 
     Example:  hf_slospec generate "def fibonacci(n):" --slo-tpot 0.02
 
     From a pipe, sampled, for a script:
     cat main.py | hf_slospec generate --temperature 0.7 --seed 1 --json - | jq .metrics.tpot_s
 
-    Exit codes: 0 written, 1 failed, 2 wrong call, 3 target missed (with --strict), 130 interrupted.
+    Exit codes: 0 finished, 1 failed, 2 usage error, 3 SLO missed (with --strict), 130 interrupted.
     """
     text, settings = _prompt(prompt, file), settings_of(config)
     sampling: dict[str, Any] = {}
@@ -64,7 +68,7 @@ def generate(
     console = Console(stderr=True)
     pair = pair_of(target, assistant, size, dtype, device)
     try:
-        with console.status("measuring how fast the models are (kept for next time)"):
+        with console.status("measuring the speed of the models (stored for later runs)"):
             generator = SLOSpecGenerator(*pair, settings).start()
         with generator:
             handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
@@ -84,6 +88,7 @@ def generate(
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
+    """Return the prompt from the argument, the file or standard input."""
     if prompt not in (None, "-") and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both")
     if file is not None:
@@ -93,7 +98,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
             raise typer.BadParameter(f"--file: {error}") from error
     elif prompt in (None, "-"):
         if sys.stdin.isatty():
-            raise typer.BadParameter("give a prompt, --file, or a text in a pipe")
+            raise typer.BadParameter("give a prompt, --file, or a prompt by standard input")
         text = sys.stdin.read()
     else:
         text = str(prompt)
@@ -103,6 +108,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
+    """Print the text while it is decoded.  -> the result"""
     for piece in handle:
         if is_shown:
             print(piece, end="", flush=True)
@@ -112,12 +118,12 @@ def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
 
 
 def summary(metrics: RequestMetrics) -> str:
-    """The figures of one request in a line."""
+    """Return the figures of one request in a line."""
     parts = [f"{metrics.tokens} token{'' if metrics.tokens == 1 else 's'}"]
     if metrics.tpot_s:
         parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token ({1 / metrics.tpot_s:.1f} tokens/s)")
     if metrics.tpot_slo_s is not None:
-        parts.append(f"target {1e3 * metrics.tpot_slo_s:g} ms {'met' if metrics.attained else 'missed'}")
+        parts.append(f"SLO of {1e3 * metrics.tpot_slo_s:g} ms {'met' if metrics.attained else 'missed'}")
     if metrics.ttft_s is not None:
         parts.append(f"first token after {1e3 * metrics.ttft_s:.0f} ms")
     if metrics.acceptance_length:
@@ -126,7 +132,7 @@ def summary(metrics: RequestMetrics) -> str:
 
 
 def record(prompt: str, result: RequestResult, handle: RequestHandle) -> dict[str, Any]:
-    """What ``--json`` writes."""
+    """Return the content of ``--json``."""
     metrics = dataclasses.asdict(result.metrics) | {"acceptance_length": result.metrics.acceptance_length}
     return {
         "prompt": prompt,

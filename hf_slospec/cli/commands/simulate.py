@@ -1,4 +1,4 @@
-"""``hf_slospec simulate``: systems under the same loads on simulated models."""
+"""``hf_slospec simulate``: several systems under the same loads, on simulated models."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from hf_slospec.cli import benchmark
-from hf_slospec.cli.options import ResultPath, write_results
+from hf_slospec.cli.options import ResultPath, console, write_results
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.sim import comparison
@@ -23,56 +22,66 @@ from hf_slospec.sim.traces import read_trace
 from hf_slospec.sim.workload import ARRIVALS, MIXES, jobs_of, mix_of
 from hf_slospec.sim.workload import arrivals as arrival_times
 
+DEFAULT_RATE = 2.0  # requests per second
+
 
 def simulate(
     context: typer.Context,
     system: Annotated[
         list[str],
-        typer.Option(help=f"{', '.join(SYSTEMS)}; with settings: 'auto {{...}}'. Give several times."),
+        typer.Option(help=f"{', '.join(SYSTEMS)}; with settings: 'auto {{...}}'. Repeatable."),
     ] = ["auto", "adaserve", "vllm-spec4", "sarathi", "vllm"],  # noqa: B006
     hardware: Annotated[
-        str, typer.Option(help=f"{', '.join(HARDWARE)}; or a latency file, as `profile --json` writes it.")
+        str, typer.Option(help=f"{', '.join(HARDWARE)}; or a latency file, such as `profile --json` writes.")
     ] = "llama-70b-4xa100",
     trace: Annotated[
-        Path | None, typer.Option(help="CSV: arrival_s, input_tokens, output_tokens, slo; in place of a mix.")
+        Path | None, typer.Option(help="CSV file with arrival_s, input_tokens, output_tokens, slo; replaces --mix.")
     ] = None,
-    base_tpot: Annotated[float | None, typer.Option(help="Seconds that a trace's slo_ratio multiplies.")] = None,
-    mix: Annotated[str, typer.Option(help=f"Lengths and targets: {', '.join(MIXES)}.")] = "adaserve",
-    arrivals: Annotated[str, typer.Option(help=f"{', '.join(ARRIVALS)}.")] = "poisson",
+    base_tpot: Annotated[
+        float | None, typer.Option(help="Seconds per token that the trace's slo_ratio multiplies.")
+    ] = None,
+    mix: Annotated[str, typer.Option(help=f"Lengths and SLOs: {', '.join(MIXES)}.")] = "adaserve",
+    arrivals: Annotated[str, typer.Option(help=f"Arrival process: {', '.join(ARRIVALS)}.")] = "poisson",
     variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 3.0,
     rate: Annotated[
-        list[float], typer.Option(help="Requests per second; several times. Default: 2, or as traced.")
+        list[float], typer.Option(help="Requests per second; repeatable. Default: 2, or the rate of the trace.")
     ] = [],  # noqa: B006
     number: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 400,
     recording: Annotated[
-        Path | None, typer.Option(help="Texts of real runs, as `bench --record` writes them; else they are made up.")
+        Path | None, typer.Option(help="Texts recorded by `bench --record`. Default: synthetic texts.")
     ] = None,
-    acceptance: Annotated[float, typer.Option(help="Made-up texts: how often the first choice is right.")] = 0.8,
-    spread: Annotated[float, typer.Option(help="Made-up texts: the larger, the more alike requests are.")] = 12.0,
-    replicas: Annotated[int, typer.Option(min=1, help="Engines that share the load; who declines hands on.")] = 1,
-    metric: Annotated[str, typer.Option(help=f"Attained as defined by {', '.join(METRICS)}.")] = "tpot",
-    seed: Annotated[int, typer.Option(min=0, help="Everything follows from it.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG.")] = None,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every request to this file.")] = None,
+    acceptance: Annotated[
+        float, typer.Option(help="Synthetic texts: acceptance rate of the draft's first choice.")
+    ] = 0.8,
+    spread: Annotated[float, typer.Option(help="Synthetic texts: the larger, the more alike requests are.")] = 12.0,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engines that share the load; requests without guarantee are rerouted.")
+    ] = 1,
+    metric: Annotated[str, typer.Option(help=f"Definition of attainment: {', '.join(METRICS)}.")] = "tpot",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Plot the results to this PNG.")] = None,
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write a line for every request to this file.")] = None,
     json_path: ResultPath = None,
 ) -> None:
-    """Replay a load under several systems on simulated models: the real scheduler and policies, a virtual clock.
+    """Simulate several systems under the same loads: the real scheduler and policies, simulated models and time.
 
     Example:  hf_slospec simulate --system auto --system vllm --rate 2 --rate 4 --plot attained.png
     """
     if metric not in METRICS:
-        raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}")
+        raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}, got {metric!r}")
     _refuse_unused(context, trace, recording, arrivals)
-    _prepare(plot, csv_path, json_path)
+    _check_outputs(plot, csv_path, json_path)
     try:
         device = hardware_of(hardware)
-        num_children = comparison.widest(system)
+        num_children = comparison.num_children_for(system)
         texts = Recording.read(recording) if recording else TextModel(acceptance, spread, num_children=num_children)
         traced = None if trace is None else read_trace(trace, base_tpot)
         loads = []
-        for own_rate in rate or [None if traced else 2.0]:
+        rates: list[float | None] = [*rate] or [None if traced else DEFAULT_RATE]
+        for own_rate in rates:
             rng = np.random.default_rng(seed)
             if traced is None:
+                assert own_rate is not None
                 times_s = arrival_times(arrivals, rng, own_rate, number, variation)
                 jobs = jobs_of(mix_of(mix), times_s, rng, lambda tokens: float(device.target(tokens, 1, tokens)))
             else:
@@ -82,11 +91,11 @@ def simulate(
             runs = comparison.compare(system, loads, device, replicas=replicas, seed=seed)
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console()
-    console.print(comparison.table(runs, loads, metric))
+    output = console(min_width=comparison.TABLE_WIDTH)
+    output.print(comparison.table(runs, loads, metric))
     if plot is not None:
         comparison.draw(runs, loads, metric, plot)
-        console.print(f"drawn to {plot}")
+        output.print(f"plotted to {plot}", soft_wrap=True)
     if csv_path is not None:
         pairs = [(load.label, run) for own in runs.values() for load, run in zip(loads, own, strict=True)]
         write_requests(pairs, METRICS[metric], csv_path)
@@ -102,25 +111,25 @@ def simulate(
 
 
 def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str) -> None:
-    """Options that what else was given leaves without any effect."""
+    """Raise BadParameter for options that have no effect beside the others."""
     without_effect = [
         (trace is not None, "--trace", ("mix", "arrivals", "variation", "number")),
         (trace is None, "no --trace", ("base_tpot",)),
         (recording is not None, "--recording", ("acceptance", "spread")),
         (arrivals != "gamma", f"--arrivals {arrivals}", ("variation",)),
     ]
-    for is_so, reason, names in without_effect:
+    for is_true, reason, names in without_effect:
         for name in names:
             source = context.get_parameter_source(name)
-            if is_so and source is not None and source.name == "COMMANDLINE":
+            if is_true and source is not None and source.name == "COMMANDLINE":
                 raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {reason}")
 
 
-def _prepare(plot: Path | None, *others: Path | None) -> None:
-    """Refuse places that nothing can be written to, before any work."""
+def _check_outputs(plot: Path | None, *others: Path | None) -> None:
+    """Raise BadParameter for output files that cannot be written; create their folders."""
     if plot is not None:
         if plot.suffix.lower() != ".png":
-            raise typer.BadParameter(f"--plot writes a PNG, and {plot} does not end in .png")
+            raise typer.BadParameter(f"--plot writes a PNG, so {plot} must end in .png")
         if importlib.util.find_spec("matplotlib") is None:
             raise typer.BadParameter("--plot needs matplotlib: pip install 'hf_slospec[plot]'")
     for path in (plot, *others):
@@ -130,4 +139,4 @@ def _prepare(plot: Path | None, *others: Path | None) -> None:
             except OSError as error:
                 raise typer.BadParameter(f"{path}: cannot be written ({error.strerror})") from error
             if path.is_dir():
-                raise typer.BadParameter(f"{path} is a folder")
+                raise typer.BadParameter(f"{path} is a folder, not a file")

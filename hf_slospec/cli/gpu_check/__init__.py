@@ -1,4 +1,4 @@
-"""``python -m hf_slospec gpu-check``: one command that says whether a GPU decodes rightly, and how fast."""
+"""The GPU check: tests, identity with stock ``generate``, speed, and the memory floor."""
 
 from hf_slospec.cli.gpu_check.environment import why_no_device
 from hf_slospec.cli.gpu_check.phases import Plan, check, exit_code

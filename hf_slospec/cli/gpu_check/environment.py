@@ -1,4 +1,4 @@
-"""The GPU and the software on it."""
+"""The GPU and its software."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from hf_slospec.models.attention.kernel_choice import kernel_on
 from hf_slospec.models.attention.kernels import HALF, FlashKernel
 
 HEAD_DIM = 64  # of the embedded target, inflated or not
-ASKED = (
+NVIDIA_SMI_FIELDS = (
     "name,driver_version,pstate,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,"
     "temperature.gpu,memory.total,utilization.gpu"
 )
 
 
 def why_no_device(device: str) -> str | None:
-    """Why the check cannot run on it and the way out; None if it can."""
+    """Return why the check cannot run on this device and what to do; None if it can."""
     if torch.device(device).type != "cuda" or torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
-        why = (
+        reason = (
             f"torch {torch.__version__} was built without CUDA; install a CUDA build (https://pytorch.org/get-started)"
         )
     else:
         count = torch.cuda.device_count()
-        why = (
-            f"torch {torch.__version__}, built for {torch.version.cuda or torch.version.hip}, sees {count} devices; "
-            "see whether `nvidia-smi` lists one, whether the driver is as new as that build wants, and "
-            "what CUDA_VISIBLE_DEVICES says"
+        reason = (
+            f"torch {torch.__version__}, built for {torch.version.cuda or torch.version.hip}, finds {count} devices; "
+            "check that `nvidia-smi` lists a device, that the driver is recent enough for this build, and the value of "
+            "CUDA_VISIBLE_DEVICES"
         )
-    return f"no CUDA device: torch.cuda.is_available() is False. {why}. `hf_slospec bench` runs on a CPU."
+    return f"no CUDA device: torch.cuda.is_available() is False. {reason}. `hf_slospec bench` runs on a CPU."
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What decides how fast it is, as far as it can be read."""
+    """Return the properties of the device and its software that affect speed."""
     facts: dict[str, Any] = {
         "device": str(device),
         "flash_attn": _version("flash-attn"),
@@ -62,8 +62,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def nvidia_smi(uuid: Any) -> dict[str, str] | None:
-    """Driver, clocks and load at this moment; None where it cannot be had."""
-    command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader"]
+    """Return the current driver, clocks and load by ``nvidia-smi``; None if it fails."""
+    command = ["nvidia-smi", f"--query-gpu={NVIDIA_SMI_FIELDS}", "--format=csv,noheader"]
     if uuid is not None:
         command.append(f"--id=GPU-{uuid}")
     try:
@@ -71,7 +71,9 @@ def nvidia_smi(uuid: Any) -> dict[str, str] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     lines = found.stdout.strip().splitlines()
-    return dict(zip(ASKED.split(","), (each.strip() for each in lines[0].split(",")), strict=False)) if lines else None
+    if not lines:
+        return None
+    return dict(zip(NVIDIA_SMI_FIELDS.split(","), map(str.strip, lines[0].split(",")), strict=False))
 
 
 def _kernel(device: torch.device, dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""What a verify step must move through memory, against what it takes."""
+"""Time of a verify step against the time to read its bytes from memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from hf_slospec.models.compatibility.probe import evaluating
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed import PackedModel
 
-COPIES = 10
-FORWARDS = 10
+NUM_COPIES = NUM_FORWARDS = 10
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
-GOAL = 1.15  # of the floor, at batch 1
+GOAL = 1.15  # verify time over the floor, at batch 1
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy within the device moves, reads and writes counted; the best of some."""
+    """Return the bytes per second, read and written, of the fastest of several large copies on the device."""
     num_bytes = COPY_BYTES[device.type]
     if device.type == "cuda":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
@@ -30,7 +29,7 @@ def copy_bandwidth(device: torch.device) -> float:
     destination = torch.empty_like(source)
     destination.copy_(source)
     seconds = []
-    for _ in range(COPIES):
+    for _ in range(NUM_COPIES):
         synchronize(device)
         begun_s = time.perf_counter()
         destination.copy_(source)
@@ -39,20 +38,27 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * num_bytes / min(seconds)
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Of all weights that a forward reads whole: not of an embedding table, unless it is the output's too."""
-    read = sum(parameter.nbytes for parameter in model.parameters())
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of the weights that a forward reads completely: all but an untied embedding table."""
+    num_bytes: int = sum(parameter.nbytes for parameter in model.parameters())
     table, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return read if table is output else read - table.nbytes
+    return num_bytes if table is output else num_bytes - int(table.nbytes)
 
 
 def floor(
     target: PreTrainedModel, batch: int, keys_each: int, steps: dict[str, float] | None, bandwidth: float
 ) -> dict[str, Any]:
-    """The verify step of a batch whose texts have ``keys_each`` tokens, of as many tokens as ours verified (``steps``).
+    """Compare a verify step with its floor.
 
-    ``floor_ms``: weights, cached K and V at that bandwidth. ``forward_ms``: a packed forward alone, by the backend that
-    auto picks. ``verify_ms``: what whole verify phases took while ours was benched, choice of tokens included.
+    Args:
+        keys_each: cached tokens of each request.
+        steps: median ``tokens`` and ``verify_ms`` of hf_slospec's verify phases in the speed comparison; None if there
+            were none, then one token per request is assumed.
+        bandwidth: bytes per second.
+
+    Returns:
+        Among others ``floor_ms``: weights and K/V cache at this bandwidth; ``forward_ms``: a packed forward alone, by
+        the backend of ``auto``; ``verify_ms``: whole verify phases, the choice of tokens included.
     """
     num_tokens = max(batch, round(steps["tokens"])) if steps else batch
     with evaluating(target):
@@ -61,7 +67,7 @@ def floor(
         size = Size(num_tokens, batch, keys_each)
         forward_s = Forwards(packed)
         forward_s(size)
-        seconds = statistics.median(forward_s(size) for _ in range(FORWARDS))
+        seconds = statistics.median(forward_s(size) for _ in range(NUM_FORWARDS))
     weights = weight_bytes(target)
     floor_s = (weights + kv_bytes) / bandwidth
     verify_ms = steps["verify_ms"] if steps else None

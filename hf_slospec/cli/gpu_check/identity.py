@@ -1,4 +1,4 @@
-"""Whether speculated output is stock's: token for token in fp32, up to near-ties in bf16."""
+"""Comparison of outputs with stock ``generate``: identical in fp32, identical up to near-ties in bf16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RULES = {"float32": "identical", "bfloat16": "near-ties only"}
 
 
 def identity(device: torch.device, size: str, new_tokens: int, budget: Budget) -> Iterator[dict[str, Any]]:
-    """One record per dtype and variant, as they are had."""
+    """Yield one record per dtype and variant."""
     for dtype, rule in RULES.items():
         pair: Pair | None = None
         for name, config in VARIANTS.items():

@@ -1,4 +1,4 @@
-"""The phases of a check, each within its share of the time."""
+"""The phases of a check, each with its share of the time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hf_slospec.cli.gpu_check.variants import VARIANTS
 from hf_slospec.tiny.embedded import tiny_prompts
 from hf_slospec.tiny.load import SIZES, load_pair
 
-BEGIN_SHARE = 0.95  # of the time; what is begun by then may end later
-TESTS_SHARE, IDENTITY_SHARE = 0.42, 0.15  # of the time, at most; the rest is for speed
-LEAST_S = 15.0  # no shape is built with less time than this left
+BEGIN_SHARE = 0.95  # of the time limit, until which measurements are started
+TESTS_SHARE, IDENTITY_SHARE = 0.42, 0.15  # of the time limit, at most; the rest is for speed
+MIN_BUILD_S = 15.0  # no model is built when less time is left
 
 Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to check, and on what."""
+    """Settings of a check."""
 
     device: str
     sizes: tuple[str, ...]
@@ -42,23 +42,28 @@ class Plan:
     identity_size: str
 
 
-def check(plan: Plan, on_phase: Callable[[Results], None], say: Callable[[str], None]) -> Results:
-    """Run all phases; ``on_phase`` is given the results so far after each, and ``say`` what happens."""
+def check(plan: Plan, on_phase: Callable[[Results], None], report: Callable[[str], None]) -> Results:
+    """Run all phases.
+
+    Args:
+        on_phase: called with the results so far after each phase.
+        report: called with messages about the progress.
+    """
     budget, device = Budget(BEGIN_SHARE * plan.budget_s), torch.device(plan.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     results: Results = {"environment": environment(device)}
     on_phase(results)
-    say("gpu tests")
+    report("gpu tests")
     results["tests"] = _tests(plan, device, budget)
     on_phase(results)
-    say(f"identity of the output at {plan.identity_size}")
+    report(f"identity of the output at {plan.identity_size}")
     results["identity"] = []
     share = budget.share(IDENTITY_SHARE * plan.budget_s)
     for record in identity(device, plan.identity_size, plan.new_tokens, share):
         results["identity"].append(record)
         on_phase(results)
-    for cells in _speed(plan, device, budget, say):
+    for cells in _speed(plan, device, budget, report):
         results |= cells
         on_phase(results)
     results["environment"]["nvidia_smi_at_the_end"] = environment(device).get("nvidia_smi")
@@ -68,7 +73,10 @@ def check(plan: Plan, on_phase: Callable[[Results], None], say: Callable[[str], 
 
 
 def exit_code(results: Results) -> int:
-    """1 if a test or identity failed, or was not looked at in fp32, or ours failed, unless for memory; else 0."""
+    """Return the exit code of a check.
+
+    1: a test or a comparison failed, hf_slospec failed other than by lack of memory, or no output was compared in fp32.
+    """
     ours = [row for cell in results.get("speed", ()) for row in cell.get("contestants", ()) if row["name"] in VARIANTS]
     records = [results.get("tests", {}), *results.get("identity", ()), *ours]
     is_identical = any(r["status"] == "passed" and r["dtype"] == "float32" for r in results.get("identity", ()))
@@ -77,14 +85,14 @@ def exit_code(results: Results) -> int:
 
 def _tests(plan: Plan, device: torch.device, budget: Budget) -> dict[str, Any]:
     if not plan.runs_tests:
-        return {"status": "skipped", "reason": "as asked"}
+        return {"status": "skipped", "reason": "--skip-tests was given"}
     if device.type != "cuda":
         return {"status": "skipped", "reason": "they need a CUDA device"}
     return gpu_tests(budget.share(TESTS_SHARE * plan.budget_s).limit_s)
 
 
 def order_of(sizes: Sequence[str], batches: Sequence[int]) -> list[tuple[str, int]]:
-    """Small batches first, the largest shape first at the smallest; neighbours share a shape where they can."""
+    """Return sizes and batch sizes in order: small batches first, few changes of the model, the largest size first."""
     largest_first = sorted(sizes, key=SIZES.index, reverse=True)
     cells = []
     for index, batch in enumerate(sorted(batches)):
@@ -92,26 +100,26 @@ def order_of(sizes: Sequence[str], batches: Sequence[int]) -> list[tuple[str, in
     return cells
 
 
-def _speed(plan: Plan, device: torch.device, budget: Budget, say: Callable[[str], None]) -> Iterator[Results]:
-    """Results of the phase so far, after each shape and batch size."""
+def _speed(plan: Plan, device: torch.device, budget: Budget, report: Callable[[str], None]) -> Iterator[Results]:
+    """Yield the results of the phase so far after each size and batch size."""
     bandwidth = copy_bandwidth(device)
     results: Results = {"copy_gb_per_s": round(bandwidth / 1e9, 2), "speed": [], "floor": []}
     yield results
     order = order_of(plan.sizes, plan.batches)
     bench: Bench | None = None
-    built: str | None = None  # its size
+    built: str | None = None  # size of the model in bench
     too_large: dict[str, dict[str, str]] = {}
     for index, (size, batch) in enumerate(order):
         cell: Results = {"size": size, "batch": batch}
         results["speed"].append(cell)
-        if size in too_large or budget.left_s < LEAST_S:
+        if size in too_large or budget.left_s < MIN_BUILD_S:
             cell |= too_large.get(size, {"status": "skipped", "reason": "no time was left"})
             continue
-        say(f"{size} at batch {batch}; {budget.left_s:.0f} s left")
+        report(f"{size} at batch {batch}; {budget.left_s:.0f} s left")
         begun_s = budget.spent_s
         try:
             if built != size:
-                bench = built = None  # two shapes may not fit beside each other
+                bench = built = None  # the memory may not suffice for two models
                 release_memory()
                 bench, built = _bench(plan, device, size), size
         except Exception as error:  # noqa: BLE001  recorded

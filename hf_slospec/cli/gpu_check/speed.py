@@ -1,4 +1,4 @@
-"""Everybody's speed at one shape and batch size."""
+"""Speed of all methods at one size and batch size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, Contestant, Sample, summarize
+from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, Method, Sample, summarize
 from hf_slospec.cli.gpu_check.budget import Budget
 from hf_slospec.cli.gpu_check.continuous import ContinuousBatching
 from hf_slospec.cli.gpu_check.failures import outcome_of, release_memory
@@ -18,26 +18,32 @@ from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.models.packed import PackedModel
 
 CONTINUOUS = "continuous batching"
-FEWEST = 2  # repeats that are worth a median; fewer only where there is no time for them
+MIN_REPEATS = 2  # for a median, unless the time limit of the check ends before
 
 
 def measure_speed(bench: Bench, batch: int, repeats: int, budget: Budget, own_s: float) -> dict[str, Any]:
-    """Interleaved repeats, two at least and more for about ``own_s`` seconds; who fails is left out from then on."""
-    return _Race(bench, batch, budget, budget.share(own_s)).run(repeats)
+    """Measure all methods in interleaved repeats; a method that fails is left out of the following ones.
+
+    Args:
+        repeats: number of repeats, as far as the time allows.
+        budget: time limit of the check, for the first :data:`MIN_REPEATS` repeats.
+        own_s: seconds for the repeats after these.
+    """
+    return _SpeedComparison(bench, batch, budget, budget.share(own_s)).run(repeats)
 
 
-class _Race:
+class _SpeedComparison:
     def __init__(self, bench: Bench, batch: int, budget: Budget, own: Budget):
         self.bench, self.batch, self.budget, self.own = bench, batch, budget, own
         self.continuous = ContinuousBatching(bench.target, batch, bench.prompt_tokens, bench.new_tokens)
-        self.running: dict[str, Contestant] = {}
+        self.running: dict[str, Method] = {}
         self.samples: dict[str, list[Sample]] = {}
         self.device = bench.target.device
-        self.held: dict[str, int] = {}  # bytes allocated before a contestant's first run
-        self.memory: dict[str, tuple[float, float]] = {}  # GiB: at most, and of that, beyond what was held before
+        self.held: dict[str, int] = {}  # bytes allocated before a method's first run
+        self.memory: dict[str, tuple[float, float]] = {}  # peak GiB: in all, and beyond those held before
         self.facts: dict[str, dict[str, Any]] = {}
-        self._round_s = self._longest_s = 0.0  # of calls: what a round takes, as far as is known, and the longest one
-        self._seen: dict[tuple[Any, ...], str] = {}  # what comes of a config -> the variant that has it
+        self._round_s = self._longest_s = 0.0  # seconds of a round of all methods, as measured so far; longest call
+        self._seen: dict[tuple[Any, ...], str] = {}  # effective settings -> the variant that has them
 
     def run(self, repeats: int) -> dict[str, Any]:
         try:
@@ -57,23 +63,23 @@ class _Race:
             "steps": self._steps(),
         }
 
-    def _makers(self) -> dict[str, Callable[[], Contestant]]:
-        """By name, most wanted first: who is warmed up last finds least time left."""
+    def _makers(self) -> dict[str, Callable[[], Method]]:
+        """Return constructors of the methods, most important first: the last ones may be skipped for lack of time."""
         bench, batch = self.bench, self.batch
-        found: dict[str, Callable[[], Contestant]] = {PLAIN: lambda: Contestant(PLAIN, batch, bench.stock())}
+        found: dict[str, Callable[[], Method]] = {PLAIN: lambda: Method(PLAIN, batch, bench.stock())}
         variants = {
-            name: lambda name=name, config=config: Contestant(name, batch, self._ours(name, config))
+            name: lambda name=name, config=config: Method(name, batch, self._ours(name, config))
             for name, config in VARIANTS.items()
         }
         found[OURS] = variants.pop(OURS)
-        if batch == 1:  # it refuses more
-            found[ASSISTED] = lambda: Contestant(ASSISTED, batch, bench.stock(assistant_model=bench.draft))
+        if batch == 1:  # assisted generation supports no larger batch
+            found[ASSISTED] = lambda: Method(ASSISTED, batch, bench.stock(assistant_model=bench.draft))
 
         def run_continuous(encoded: dict[str, torch.Tensor]) -> torch.Tensor:
             self.facts[CONTINUOUS] = self.continuous.facts
             return self.continuous(encoded)
 
-        found[CONTINUOUS] = lambda: Contestant(CONTINUOUS, batch, run_continuous, self.continuous.running)
+        found[CONTINUOUS] = lambda: Method(CONTINUOUS, batch, run_continuous, self.continuous.running)
         return found | variants
 
     def _ours(self, name: str, config: SLOSpecConfig) -> Callable[[dict[str, torch.Tensor]], Any]:
@@ -84,39 +90,39 @@ class _Race:
             raise _SameAsError(other)
         return self.bench.ours(config)
 
-    def _warm_up(self, name: str, make: Callable[[], Contestant]) -> None:
+    def _warm_up(self, name: str, make: Callable[[], Method]) -> None:
         if self.budget.left_s <= self._longest_s:
             self.facts[name] = {"status": "skipped", "reason": "no time was left"}
             return
-        # What a contestant keeps between its calls counts as its own.
+        # Memory that a method keeps between its calls counts as its own.
         self.held[name] = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         try:
-            contestant = make()
-            seconds = self.bench.time(contestant, 0).seconds
+            method = make()
+            seconds = self.bench.time(method, 0).seconds
         except _SameAsError as same:
             self.facts[name] |= {"status": "skipped", "reason": f"it would be the same as {same}"}
         except Exception as error:  # noqa: BLE001  recorded
             self._drop(name, error)
         else:
-            self.running[name], self.samples[name] = contestant, []
+            self.running[name], self.samples[name] = method, []
             self._round_s, self._longest_s = self._round_s + seconds, max(self._longest_s, seconds)
 
     def _rounds(self, repeats: int) -> int:
         done = 0
         while self.running and done < repeats:
-            if (self.own if done >= FEWEST else self.budget).left_s <= self._round_s:
+            if (self.own if done >= MIN_REPEATS else self.budget).left_s <= self._round_s:
                 break
             begun_s = self.budget.spent_s
-            for name, contestant in list(self.running.items()):
-                self._repeat(name, contestant, done)
+            for name, method in list(self.running.items()):
+                self._repeat(name, method, done)
             self._round_s, done = self.budget.spent_s - begun_s, done + 1
         return done
 
-    def _repeat(self, name: str, contestant: Contestant, repeat: int) -> None:
+    def _repeat(self, name: str, method: Method, repeat: int) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            self.samples[name].append(self.bench.time(contestant, repeat))
+            self.samples[name].append(self.bench.time(method, repeat))
         except Exception as error:  # noqa: BLE001  recorded
             self._drop(name, error)
             return
@@ -129,7 +135,7 @@ class _Race:
         self.running.pop(name, None)
         self.samples.pop(name, None)
         self.facts[name] = self.facts.get(name, {}) | outcome_of(error)
-        error.__traceback__ = None  # it would keep what the call made
+        error.__traceback__ = None  # it would keep the call's tensors alive
         if name == CONTINUOUS:
             self.continuous.close()
         release_memory()
@@ -144,7 +150,7 @@ class _Race:
         return {"status": "measured"} | row | facts | memory | ({} if phases is None else {"ms_per_step": phases})
 
     def _steps(self) -> dict[str, float] | None:
-        """What a decoding step of ours was, as the floor wants to know; None if there was none."""
+        """Return medians over hf_slospec's decoding steps; None if there were none."""
         events = [event for sample in self.samples.get(OURS, ()) for event in sample.steps if event.num_decoding]
         if not events:
             return None
@@ -155,11 +161,11 @@ class _Race:
 
 
 class _SameAsError(Exception):
-    """A variant that another one is already."""
+    """A variant with the same effective settings as another one."""
 
 
 def _phases(samples: list[Sample]) -> dict[str, float] | None:
-    """Mean milliseconds of a decoding step by phase."""
+    """Return the mean milliseconds of a decoding step by phase."""
     events = [event for sample in samples for event in sample.steps or () if event.num_decoding]
     if not events:
         return None

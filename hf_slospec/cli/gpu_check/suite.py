@@ -1,4 +1,4 @@
-"""The tests marked ``gpu``, in a process of their own."""
+"""The tests marked ``gpu``, in a separate process."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 import hf_slospec
 
 ROOT = Path(hf_slospec.__file__).parent.parent
-# `file::name OUTCOME (reason) [ 12%]`; a name may hold blanks and words like these
+# `file::name OUTCOME (reason) [ 12%]`; a name may contain spaces and these words
 OUTCOME = re.compile(
     r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?: +\[ *\d+%\])?$", re.MULTILINE
 )
-SHOWN = 40  # lines of a failing run's output that are kept
+MAX_LINES = 40  # of the end of a failing run's output
 
 
 def gpu_tests(limit_s: float, root: Path = ROOT) -> dict[str, Any]:
-    """Run them for so long at most; what has run by then is counted."""
+    """Run the tests for at most ``limit_s`` seconds; tests that finished by then are counted."""
     files = sorted((root / "tests" / "gpu").glob("test_*.py"))
     if not files:
         return {"status": "not present", "reason": "tests are not installed; run this from a clone of the repository"}
     if missing := [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]:
-        return {"status": "not present", "reason": f"{', '.join(missing)} missing; pip install --group dev"}
+        return {"status": "not present", "reason": f"{', '.join(missing)} not installed; run pip install --group dev"}
     names = [str(path.relative_to(root)) for path in files]
-    # What CUDA's Python packages warn of while they are imported is not ours: -W comes after pyproject.toml's errors.
+    # CUDA's Python packages warn on import; -W default overrides the filter of pyproject.toml that makes them errors.
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-W", "default", "-p", "no:cacheprovider", *names]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
@@ -57,9 +57,9 @@ def gpu_tests(limit_s: float, root: Path = ROOT) -> dict[str, Any]:
         "failed": failed,
     }
     if code is None:
-        record["reason"] = f"{limit_s:.0f} s were over"
+        record["reason"] = f"time limit of {limit_s:.0f} s reached"
     elif not has_run and not failed:
-        record["reason"] = "none of them ran"
+        record["reason"] = "no test was run"
     if status == "failed":
-        record["output"] = text.splitlines()[-SHOWN:]
+        record["output"] = text.splitlines()[-MAX_LINES:]
     return record

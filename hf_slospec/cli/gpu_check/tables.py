@@ -1,4 +1,4 @@
-"""A check's results for a terminal."""
+"""Results of a check as tables."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rich.text import Text
 
 from hf_slospec.cli.gpu_check.floor import GOAL
 
-SHOWN = 20  # names of failed tests; the JSON has all
+MAX_FAILED = 20  # names of failed tests; the JSON has all
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table | Text]:
-    """All of it, in order; under each table, what was not measured and why."""
+    """Yield all results in order; each table is followed by what was not measured, with the reason."""
     environment, tests, speed, floors = (results[name] for name in ("environment", "tests", "speed", "floor"))
     yield Text("\n".join(f"{name}: {value}" for name, value in environment.items()))
     counts = ", ".join(f"{number} {outcome}" for outcome, number in tests.get("counts", {}).items())
     yield Text("; ".join(filter(None, (f"gpu tests: {tests['status']}", counts, tests.get("reason")))))
-    yield from (Text(f"failed: {name}") for name in tests.get("failed", ())[:SHOWN])
+    yield from (Text(f"failed: {name}") for name in tests.get("failed", ())[:MAX_FAILED])
     yield _identity([r for r in results["identity"] if "tokens" in r])
     yield from (Text(f"{r['dtype']}, {r['name']}: {_why(r)}") for r in results["identity"] if "tokens" not in r)
     yield _speed(
         [(cell["size"], r) for cell in speed for r in cell.get("contestants", ()) if r["status"] == "measured"]
     )
-    reasons: dict[str, list[str]] = {}  # -> where
+    reasons: dict[str, list[str]] = {}  # reason -> sizes and batch sizes
     for cell in speed:
         for r in (cell, *cell.get("contestants", ())):
             if r["status"] != "measured":
@@ -50,7 +50,9 @@ def _table(title: str, names: tuple[str, ...], figures: tuple[str, ...]) -> Tabl
 
 
 def _identity(records: list[dict[str, Any]]) -> Table:
-    table = _table("Against stock's output", ("dtype", "method", "outcome"), ("tokens", "apart", "near-ties"))
+    table = _table(
+        "Outputs against stock generate", ("dtype", "method", "outcome"), ("tokens", "divergences", "near-ties")
+    )
     for r in records:
         figures = [str(r[key]) for key in ("tokens", "divergences", "near_ties")]
         table.add_row(f"{r['dtype']}: {r['rule']}", r["name"], r["status"], *figures)
@@ -59,7 +61,7 @@ def _identity(records: list[dict[str, Any]]) -> Table:
 
 def _speed(rows: list[tuple[str, dict[str, Any]]]) -> Table:
     table = _table(
-        "Speed against stock generate, same batch, same repeat (medians)",
+        "Speed against stock generate at the same batch size, medians over repeats",
         ("target", "batch", "method"),
         ("speed-up", "tok/s", "ms/tok", "accept", "equal", "GiB"),
     )
@@ -75,7 +77,7 @@ def _speed(rows: list[tuple[str, dict[str, Any]]]) -> Table:
 
 def _floor(rows: list[dict[str, Any]], gb_per_s: float) -> Table:
     table = _table(
-        f"A verify step against its floor: bytes at the {gb_per_s} GB/s of a copy here",
+        f"A verify step against its floor: its bytes at {gb_per_s} GB/s, the bandwidth of a copy",
         ("target", "batch"),
         ("tokens", "weights GB", "K/V GB", "floor ms", "alone ms", "ratio", "phase ms"),
     )
@@ -85,7 +87,7 @@ def _floor(rows: list[dict[str, Any]], gb_per_s: float) -> Table:
             f"{r['floor_ms']:.3f}", f"{r['forward_ms']:.3f}", f"{r['forward_over_floor']:.2f}x",
             _figure(r["verify_ms"], ".3f"),
         )  # fmt: skip
-    table.caption = f"alone: a packed forward; phase: whole verify phases of ours. Goal at batch 1: {GOAL}x"
+    table.caption = f"alone: one packed forward; phase: whole verify phases. Goal at batch 1: {GOAL}x"
     return table
 
 

@@ -1,11 +1,11 @@
-"""Which of our configurations are compared."""
+"""The configurations of hf_slospec that are compared."""
 
 from __future__ import annotations
 
 from hf_slospec.cli.benchmark import OURS
 from hf_slospec.config import SLOSpecConfig
 
-# By the name of the contestant; the first is what a user gets. A config is one more line.
+# By name of the method; the first is the default.
 VARIANTS: dict[str, SLOSpecConfig] = {
     OURS: SLOSpecConfig(),
     f"{OURS}, sdpa": SLOSpecConfig(attention="sdpa"),

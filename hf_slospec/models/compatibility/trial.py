@@ -75,13 +75,15 @@ def _plain(packed: PackedModel, tokens: list[int], copies: int = 1) -> torch.Ten
     """Return the logits after each of some tokens, by a forward as in ``generate``.  -> [num_tokens, vocab]"""
     input_ids = torch.tensor([tokens] * copies, device=packed.device)
     position_ids = torch.arange(len(tokens), device=packed.device)[None]
-    return packed.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits[0].cpu()
+    logits: torch.Tensor = packed.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    return logits[0].cpu()
 
 
 def _relative(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """Return the relative error of each token's centred logits.  -> [num_tokens] f64"""
     ours, plain = (logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain))
-    return (ours - plain).norm(dim=-1) / plain.norm(dim=-1)
+    errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1)
+    return errors
 
 
 def _tree(root: int, parents: tuple[int, ...], tokens: Iterator[int]) -> TokenTree:

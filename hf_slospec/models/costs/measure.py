@@ -53,7 +53,7 @@ class Measured:
     def fit(self) -> ForwardCost:
         """Fit a monotone curve in tokens, with linear terms for further requests and for the keys they see.
 
-        The terms come from few forwards; they are bounded, so that a pause during one does not make them absurd.
+        The terms are computed from few forwards and bounded, so that a pause during one does not make them absurd.
         """
         at_16, many, long = (self.seconds.get(size) for size in (Size(16), *SLOPES))
         per_key_s = per_request_s = 0.0

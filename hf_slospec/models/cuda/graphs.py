@@ -212,7 +212,7 @@ class GraphPreconditions:
         has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
         homes = [home for module in modules for home in (module._parameters, module._buffers)]
         self._homes = [(home, name) for home in homes for name, tensor in home.items() if tensor is not None]
-        weights = [home[name] for home, name in self._homes]
+        weights = [tensor for home in homes for tensor in home.values() if tensor is not None]
         are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
         configs = {
@@ -244,4 +244,4 @@ def _fixed(value: Any) -> Hashable:
         return type(value), tuple(map(_fixed, value))
     if isinstance(value, (bool, int, float, str, type(None), *FUNCTIONS)):
         return type(value), value
-    return type(value)
+    return (type(value),)

@@ -17,7 +17,7 @@ class CheckedDrafter:
     """Drafter of the user, whose candidate trees are checked before they are verified."""
 
     def __init__(self, drafter: Drafter, vocab_size: int, keeps_rng: bool = True):
-        """With ``keeps_rng`` the global generator, which the target samples from, is restored after drafting."""
+        """``keeps_rng`` restores the global generator, which the target samples from, after drafting."""
         self.drafter, self.vocab_size, self.keeps_rng = drafter, vocab_size, keeps_rng
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:

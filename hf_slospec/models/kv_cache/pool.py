@@ -177,6 +177,8 @@ class KVPool:
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copy the K/V of whole slots, all layers at once; reads all of them before it writes."""
+        if not source:
+            return
         for stack in self._stacks.values():
             from_slots, to_slots = to_device([torch.tensor(source), torch.tensor(destination)], stack.device)
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))

@@ -7,12 +7,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hf_slospec.models.kv_cache.sequences import tree_after_chain
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import AttentionLayer, active_forward
 from hf_slospec.models.kv_cache.pool import KVPool, LayerShape
+from hf_slospec.models.new_tokens import tree_after_chain
 from hf_slospec.models.packed import PackedModel
 from tests.support.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys import stored

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_slospec.models.kv_cache.sequences import Sequences
 from torch import nn
 
 from hf_slospec import SLOSpecGenerator, UnsupportedModelError
-from hf_slospec.models.kv_cache import sequences
+from hf_slospec.models import new_tokens
+from hf_slospec.models.compatibility import trial
 from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
-chain_and_tree = Sequences.chain_and_tree
-tree_after_chain = sequences.tree_after_chain
+chain_and_tree = trial.chain_and_tree
+tree_after_chain = new_tokens.tree_after_chain
 
 
 def siblings_see_each_other(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -32,18 +32,18 @@ def positions_by_slot(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray
 @pytest.mark.parametrize("fault", [siblings_see_each_other, positions_by_slot])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_wrong_masks_and_positions_are_found(monkeypatch: pytest.MonkeyPatch, fault: Any, family: str) -> None:
-    monkeypatch.setattr(sequences, "tree_after_chain", fault)
+    monkeypatch.setattr(new_tokens, "tree_after_chain", fault)
     with pytest.raises(UnsupportedModelError, match="trial tree"):
         SLOSpecGenerator(tiny_model(family))
 
 
-def test_a_fault_in_one_request_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong_token(self: Any, request: Any, chain: Any, tree: Any) -> Any:
-        fresh = chain_and_tree(self, request, chain, tree)
-        fresh.input_ids = fresh.input_ids + request.index
-        return fresh
+def test_a_fault_in_one_sequence_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_token(packed: Any, sequence: Any, chain: Any, tree: Any) -> Any:
+        new = chain_and_tree(packed, sequence, chain, tree)
+        new.input_ids = new.input_ids + (sequence.start > 0)
+        return new
 
-    monkeypatch.setattr(Sequences, "chain_and_tree", wrong_token)
+    monkeypatch.setattr(trial, "chain_and_tree", wrong_token)
     with pytest.raises(UnsupportedModelError, match="trial tree"):
         SLOSpecGenerator(tiny_model("llama"))
 

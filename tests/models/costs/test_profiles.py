@@ -152,7 +152,7 @@ def test_a_model_is_measured_once_and_again_after_its_profile_was_lost(
         calls.append(limit_s)
         return Measured()
 
-    monkeypatch.setattr("hf_slospec.generate.speculator.measure", measure)
+    monkeypatch.setattr("hf_slospec.models.checked_model.measure", measure)
 
     def cost() -> ForwardCost:
         return CheckedModel(tiny_model("llama"), SLOSpecConfig(), 1.5).cost

@@ -21,5 +21,5 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     monkeypatch.setattr(kernel_choice, "KERNELS", (OpaqueStandIn,))
     monkeypatch.setattr(packed, "capturer_for", lambda device: made)
     monkeypatch.setattr(graphs, "PATIENCE", 1)
-    monkeypatch.setattr("hf_slospec.generate.speculator.load_profile", lambda packed: COST)
+    monkeypatch.setattr("hf_slospec.models.checked_model.load_profile", lambda packed: COST)
     return made

@@ -15,7 +15,8 @@ import torch
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models import packed
 from hf_slospec.models.cuda import graphs
-from hf_slospec.models.kv_cache import sequences as sequences_module
+from hf_slospec.models.kv_cache import request_sequences
+from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 from tests.support.graph_stand_in import OpaqueStandIn, Tapes
@@ -36,8 +37,8 @@ def test_whole_models_token_for_token(family: str, tapes: Tapes) -> None:
 
 
 def test_pools_that_grow(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of a pool go with it."""
-    monkeypatch.setattr(sequences_module, "FIRST_ROOM", 12)
+    """Graphs of a pool are dropped with it."""
+    monkeypatch.setattr(request_sequences, "FIRST_ROOM", 12)
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=60)
@@ -70,13 +71,16 @@ def test_switched_off(tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, config=CONFIG.model_copy(update=dict(cuda_graphs=False)))
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=12)
     assert not tapes.num_captured
-    assert not PackedModel(model, "flash", cuda_graphs=False).new_pool(10).num_padding_slots
+    cache = PackedModel(model, "flash", cuda_graphs=False).kv_cache
+    cache.reserve({CachedSequence(): 10})
+    assert cache.num_bytes and not cache.pool.num_padding_slots
 
 
 def test_no_graphs_and_no_padding_on_a_cpu() -> None:
     model = PackedModel(tiny_model("llama"))
-    pool = model.new_pool(10)
-    assert not model.has_graphs and pool.graphs is None and len(pool.keys[0]) == 10
+    cache = model.kv_cache
+    cache.reserve({CachedSequence(): 10})
+    assert not model.has_graphs and model.graphs_of(cache.pool) is None and len(cache.pool.keys[0]) == 10
 
 
 def test_a_model_that_asks_the_device_runs_without_graphs(tapes: Tapes, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,11 +123,11 @@ class WrongTapes(Tapes):
         return lambda: out
 
 
-@pytest.mark.parametrize("maker", [BrokenTapes, WrongTapes])
+@pytest.mark.parametrize("capturer", [BrokenTapes, WrongTapes])
 def test_a_capture_that_fails_ends_it_and_nothing_else(
-    maker: Any, tapes: Tapes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    capturer: Any, tapes: Tapes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packed, "capturer_for", lambda device: maker())
+    monkeypatch.setattr(packed, "capturer_for", lambda device: capturer())
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, config=CONFIG)
     with caplog.at_level(logging.INFO, "hf_slospec.models.cuda.graphs"):
@@ -142,7 +146,7 @@ def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
         assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
         captured.append(tapes.num_captured - before)
     assert captured[0] and not captured[-1]
-    assert all(model.kept_bytes for model in generator.decoder.speculator.models)
+    assert all(model.kv_bytes for model in generator.decoder.speculator.models)
     replayed = tapes.num_replayed
     assert_same_as_stock(model, generator.generate, inputs, do_sample=True, max_new_tokens=20)
     assert tapes.num_replayed > replayed
@@ -172,11 +176,11 @@ def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
     layer.forward = lambda hidden: -plain(hidden)
     found.append(check())
     assert len({str(sequences.tolist()) for sequences in found}) == len(found)
-    granted = graphs.GraphPreconditions(model)
-    before = granted.now()
+    preconditions = graphs.GraphPreconditions(model)
+    before = preconditions.now()
     model.config.some_softcapping = 3.0
-    granted.renew()
-    assert granted.now() != before
+    preconditions.renew()
+    assert preconditions.now() != before
 
 
 def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
@@ -195,14 +199,14 @@ def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(
     sizes = []
     for batch in (4, 5, 5):  # more, and the same again
         generator.generate(**ragged_prompts(batch), **GREEDY, max_new_tokens=30)
-        sizes.append(sum(own.kept_bytes for own in models))
+        sizes.append(sum(own.kv_bytes for own in models))
     assert sizes[0] < sizes[1] < 1.5 * sizes[0] and sizes[2] == sizes[1]
     with pytest.raises(MemoryError), as_memory_error():
         raise torch.OutOfMemoryError
-    assert not any(own.kept_bytes for own in models)
+    assert not any(own.kv_bytes for own in models)
 
 
-def test_calls_of_several_threads_have_pools_of_their_own(tapes: Tapes) -> None:
+def test_calls_of_several_threads_share_a_pool(tapes: Tapes) -> None:
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     inputs = [ragged_prompts(2, seed) for seed in range(6)]
@@ -212,7 +216,7 @@ def test_calls_of_several_threads_have_pools_of_their_own(tapes: Tapes) -> None:
         assert torch.equal(output, model.generate(**own, **GREEDY, max_new_tokens=20))
 
 
-def test_what_a_broken_call_leaves_is_not_taken_over(tapes: Tapes) -> None:
+def test_a_broken_call_leaves_no_sequences_in_the_pool(tapes: Tapes) -> None:
     def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] > 40:
             raise ValueError("broken")
@@ -222,5 +226,5 @@ def test_what_a_broken_call_leaves_is_not_taken_over(tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     with pytest.raises(ValueError, match="broken"):
         generator.generate(**ragged_prompts(1), **GREEDY, max_new_tokens=40, logits_processor=[broken])
-    assert tapes.num_captured and not any(own.kept_bytes for own in generator.decoder.speculator.models)
+    assert tapes.num_captured and not any(own.kv_cache.num_held for own in generator.decoder.speculator.models)
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)

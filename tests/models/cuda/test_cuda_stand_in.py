@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
 from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
 from tests.support.cuda_stand_in import CUDA, Device, stand_in_cuda
@@ -189,6 +191,29 @@ def test_the_host_waits_twice_a_step(
 def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
     cuda_tests.serve(5, 8)
     assert captures
+
+
+def test_streams_that_share_a_cache_wait_for_each_other() -> None:
+    cache = PackedModel(on_cuda(tiny_model("llama"))).kv_cache
+    cache.reserve({CachedSequence(): 9})
+    default, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    addresses = {stack.data_ptr() for stack in cache.pool._stacks.values()}
+    with torch.cuda.stream(other):
+        assert [cache.pool, cache.pool] and other.waited_for == [default] and other.recorded == addresses
+    assert [cache.pool, cache.pool] and default.waited_for == [other] and default.recorded == addresses
+
+
+def test_calls_on_another_stream_beside_the_batcher() -> None:
+    model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
+    inputs, other = moved(ragged_prompts(2)), torch.cuda.Stream()
+    alone = model.generate(**inputs, **GREEDY, max_new_tokens=12)
+    config = SLOSpecConfig(policy="fixed", check_invariants=True)
+    with SLOSpecGenerator(model, draft, config=config) as generator, torch.cuda.stream(other):
+        handle = generator.submit([5, 6, 7], max_new_tokens=40, **GREEDY)
+        for _ in range(3):
+            assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=12), alone)
+        handle.result(120)
+    assert other.waited_for and torch.cuda.current_stream().waited_for
 
 
 def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:

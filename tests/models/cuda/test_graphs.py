@@ -41,7 +41,7 @@ def test_graphs_are_captured_when_they_recur_and_the_oldest_go(monkeypatch: pyte
     assert held.run(inputs_of(4, factor=5), scaled, 0).tolist() == [0, 5, 10, 15]
 
 
-def test_graphs_go_when_what_they_take_for_granted_changes() -> None:
+def test_graphs_go_when_what_they_take_for_preconditions_changes() -> None:
     held = Graphs(Tapes(), CPU)
     held.patience = 0
     held.run(inputs_of(3), scaled, "here")
@@ -69,19 +69,19 @@ def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) 
 
 def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-    granted = graphs.GraphPreconditions(model)
-    first = granted.now()
+    preconditions = graphs.GraphPreconditions(model)
+    first = preconditions.now()
     model[0].weight.data.mul_(2.0)
-    assert granted.now() == first  # graphs read the weights where they are
+    assert preconditions.now() == first  # graphs read the weights where they are
     model[0].weight.data = model[0].weight.data.clone()
-    second = granted.now()
+    second = preconditions.now()
     assert second != first
     model[0].weight = torch.nn.Parameter(torch.ones(2, 2))
-    third = granted.now()
+    third = preconditions.now()
     assert third != second
     model[1].eps = 1.0
-    granted.renew()
-    assert granted.now() != third and granted.is_plain
+    preconditions.renew()
+    assert preconditions.now() != third and preconditions.is_plain
     model[1].register_forward_hook(lambda *_: None)
-    granted.renew()
-    assert not granted.is_plain
+    preconditions.renew()
+    assert not preconditions.is_plain

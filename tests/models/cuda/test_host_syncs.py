@@ -45,8 +45,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     layers = list[Any]()
     monkeypatch.setattr(drafter, "_trees", lambda requests, made: layers.extend(made) or [])  # the copy to the host
     monkeypatch.setattr(DeferredFlags, "next", lambda self, answer: False)  # what waits is a level behind
-    for sequences in (drafter.sequences, bench.sequences):
-        sequences.pool.graphs.patience = patience
+    bench.graphs.patience = patience  # of both, as they share the model's K/V cache
     for request in bench.requests:
         drafter.sequences.of(request).length -= 1
     if patience == 0:  # captures look at their first result

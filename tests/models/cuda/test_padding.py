@@ -33,10 +33,10 @@ def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None
     assert more[: len(parts)] == parts and len(more) in BUCKETS
     assert sum(len(part.input_ids) for part in more) in BUCKETS and len(logit_rows) in (0, 1, *BUCKETS)
     assert logit_rows[:num_logits].tolist() == list(range(num_logits)) and not logit_rows[num_logits:].any()
-    slots = [slot for ghost in more[len(parts) :] for slot in own_slots(ghost)]
+    slots = [slot for added in more[len(parts) :] for slot in own_slots(added)]
     assert slots == list(range(1000, 1000 + len(slots))) and len(slots) <= MAX_PADDING_SLOTS
-    for ghost in more[len(parts) :]:
-        assert len(ghost.input_ids) and torch.equal(ghost.mask, torch.eye(len(ghost.input_ids)).bool())
+    for added in more[len(parts) :]:
+        assert len(added.input_ids) and torch.equal(added.mask, torch.eye(len(added.input_ids)).bool())
 
 
 def own_slots(part: NewTokens) -> range:
@@ -45,10 +45,10 @@ def own_slots(part: NewTokens) -> range:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_ghosts_touch_nothing_and_are_not_seen(family: str, tapes: Tapes) -> None:
+def test_padding_touches_nothing_and_is_not_seen(family: str, tapes: Tapes) -> None:
     """Whatever their slots hold; before the capture, with it, and replayed as texts grow over their window."""
     ours, plain = Bench(tiny_model(family)), Bench(tiny_model(family), cuda_graphs=False)
-    pool = ours.sequences.pool
+    pool = ours.sequences.cache.pool
     for _ in range(8):
         own = [slot for part in ours.parts() for slot in own_slots(part)]
         others = torch.ones(pool.num_slots, dtype=torch.bool).index_fill(0, torch.tensor(own), False)

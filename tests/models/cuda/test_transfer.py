@@ -21,7 +21,7 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
     def inputs(trees: list[tuple[int, ...]] = TREES) -> Any:
         pairs = zip(bench.requests, trees, strict=True)
         parts = [bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents)) for r, parents in pairs]
-        larger = padded(parts, torch.arange(5), bench.sequences.pool)
+        larger = padded(parts, torch.arange(5), bench.sequences.cache.pool)
         assert larger is not None
         return bench.packed._inputs(packed.PackedBatch.of(larger[0], is_padded=True), *larger)
 

@@ -49,9 +49,9 @@ class Allocations(RuleBasedStateMachine):
         fitting = [start for start, end in self.gaps() if end - start >= capacity]
         if not fitting:
             with pytest.raises(MemoryError, match=f"{capacity} KV slots"):
-                self.pool.allocate(capacity)
+                self.pool.place(CachedSequence(), capacity)
             return multiple()
-        sequence = self.pool.allocate(capacity)
+        self.pool.place(sequence := CachedSequence(), capacity)
         assert (sequence.start, sequence.capacity, sequence.length) == (fitting[0], capacity, 0)
         self.sequences.append(sequence)
         return sequence
@@ -69,7 +69,7 @@ class Allocations(RuleBasedStateMachine):
     def teardown(self) -> None:
         for sequence in self.sequences:
             self.pool.release(sequence)
-        assert self.pool.allocate(NUM_SLOTS).start == 0  # merged back into one range
+        assert self.pool.largest_free == NUM_SLOTS  # merged back into one range
 
 
 TestAllocations = Allocations.TestCase

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hf_slospec.models.kv_cache.sequences import Sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.request import Request
-from hf_slospec.models.kv_cache import sequences as module
+from hf_slospec.models.kv_cache import request_sequences as module
+from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from tests.support.toys import SEEDS
 
@@ -22,21 +23,19 @@ SHAPE = LayerShape(*[Stored(1, 1, torch.float32, torch.device("cpu"))] * 2)
 class Packed:
     """As much of a packed model as storage asks for."""
 
-    device = torch.device("cpu")
-
-    def new_pool(self, num_slots: int) -> KVPool:
-        return KVPool([SHAPE], num_slots)
+    def __init__(self) -> None:
+        self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
 
 
-def mark(sequences: Sequences, request: Request) -> None:
+def mark(sequences: RequestSequences, request: Request) -> None:
     """Write each cached token's own value, and rubbish behind them, as steps do."""
     own = sequences.of(request)
-    slots = sequences.pool.keys[0][own.start : own.start + own.capacity, 0, 0]
+    slots = sequences.cache.pool.keys[0][own.start : own.start + own.capacity, 0, 0]
     slots[: own.length] = torch.arange(own.length) + 1000.0 * request.index
     slots[own.length :] = -1.0
 
 
-def check(sequences: Sequences, requests: list[Request]) -> None:
+def check(sequences: RequestSequences, requests: list[Request]) -> None:
     sequences.check(requests)
     for request in requests:
         (key, _), *_ = sequences.read(request)
@@ -50,7 +49,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
     first_room, module.FIRST_ROOM = module.FIRST_ROOM, room
     try:
         most = 60
-        sequences = Sequences(Packed(), MAX_NODES, most if limited else None)  # type: ignore[arg-type]
+        sequences = RequestSequences(Packed(), MAX_NODES, most if limited else None)  # type: ignore[arg-type]
         requests: list[Request] = []
 
         def longest(request: Request) -> int:
@@ -75,16 +74,16 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
             for request in requests:
                 sequences.of(request).length = len(request.tokens) - 1
                 mark(sequences, request)
-            assert not limited or sequences.pool.num_slots <= most
+            assert not limited or sequences.cache.pool.num_slots <= most
         for request in requests:
             sequences.release(request)
-        assert sequences.pool.num_free == sequences.pool.num_slots
+        assert sequences.cache.pool.num_free == sequences.cache.pool.num_slots
     finally:
         module.FIRST_ROOM = first_room
 
 
 def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
-    sequences = Sequences(Packed(), MAX_NODES, 20)  # type: ignore[arg-type]
+    sequences = RequestSequences(Packed(), MAX_NODES, 20)  # type: ignore[arg-type]
     held, large = Request(0, [0] * 5, 2), Request(1, [0] * 15, 2)
     sequences.reserve([held])
     sequences.of(held).length = 4
