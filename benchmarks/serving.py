@@ -153,7 +153,7 @@ def load(
     with SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS["plain"])) as plain:
         plain_token_s(plain, tokenizer)
         token_s = plain_token_s(plain, tokenizer)
-    verify = plain._decoder.speculator.costs.verify
+    verify = plain.decoder.speculator.costs.verify
     prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # of a request, processed in a large step
     rate = pressure / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)
     for generator in generators.values():

@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/concepts.md: ``python docs/pictures.py``.
+"""Draw the pictures of docs/concepts.md: ``python docs/pictures.py``.
 
 Everything in them comes from the library: trees that the embedded draft proposes for real prompts, the mask of a real
-packed forward, the nodes that the default policy's selection takes at measured step times, the steps of a real run.
+packed forward, the nodes that the default policy selects at measured step times, the steps of a real run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROW_COLOURS = (BLUE, ORANGE, GREEN)
 
 
 class Drawer:
-    """The embedded pair, and what it makes of prompts."""
+    """The embedded pair, its candidate trees and its choices."""
 
     def __init__(self) -> None:
         self.target, self.draft, self.tokenizer = load_tiny_pair()
@@ -57,11 +57,11 @@ class Drawer:
         return drafter.draft(requests, Plan(DEPTH, width))
 
     def shown(self, token: int) -> str:
-        """A token as a label: spaces and line ends visible."""
+        """Return a token as a label with visible spaces and line ends."""
         return self.tokenizer.decode([token]).replace("\n", "↵").replace(" ", "·")
 
     def walk(self, request: Request, tree: TokenTree) -> tuple[list[int], str]:
-        """The nodes that plain decoding goes through, and the token it chooses after the last one."""
+        """Return the nodes that plain decoding follows, and the token that it chooses after the last one."""
         ids = torch.tensor([request.tokens])
         out = self.target.generate(ids, max_new_tokens=tree.max_depth + 1, do_sample=False)[0, ids.shape[1] :].tolist()
         path = [ROOT]
@@ -117,33 +117,33 @@ def draw_tree(drawer: Drawer) -> None:
     save(figure, "token-tree.png")
 
 
-def draw_packed_row(drawer: Drawer) -> None:
+def draw_packed_batch(drawer: Drawer) -> None:
     requests = [drawer.request(text, index) for index, text in enumerate(("for i in range(", "with open(path"))]
     trees = [tree.subtree(np.arange(nodes)) for tree, nodes in zip(drawer.candidates(requests), (6, 5), strict=True)]
-    packed, rows = PackedModel(drawer.target), []
+    packed, batches = PackedModel(drawer.target), []
     sequences = RequestSequences(packed, max_nodes=max(tree.num_nodes for tree in trees))
     sequences.reserve(requests)
     for request in requests:
         sequences.prefill(request, len(request.tokens) - 1)
 
-    def attend(query: Any, keys: Any, values: Any, row: Any, *rest: Any) -> Any:
-        rows.append(row)
-        return masked_attention(query, keys, values, row, *rest)
+    def attend(query: Any, keys: Any, values: Any, batch: Any, *rest: Any) -> Any:
+        batches.append(batch)
+        return masked_attention(query, keys, values, batch, *rest)
 
     packed.backend = attend
     parts = [sequences.chain_and_tree(r, r.tokens[-1:], tree) for r, tree in zip(requests, trees, strict=True)]
     sequences.forward(parts, torch.arange(sum(tree.num_nodes for tree in trees)))
 
-    spans = rows[0].spans
+    spans = batches[0].spans
     num_tokens, num_keys = spans[-1].end, sum(span.num_visible for span in spans)
     figure, axes = pyplot.subplots(figsize=(10, 6.4), layout="constrained")
     columns, left = list[str](), 0
     for span, request, tree, colour in zip(spans, requests, trees, ROW_COLOURS, strict=False):
         is_seen = (span.mask(None, torch.zeros(())) == 0).numpy()  # [num_tokens, num_visible] of this request
         committed = span.sequence.length
-        for row, column in np.argwhere(is_seen):
+        for line, column in np.argwhere(is_seen):
             alpha = 0.35 if column < committed else 1.0
-            axes.add_patch(Rectangle((left + column, span.begin + row), 1, 1, facecolor=colour, alpha=alpha))
+            axes.add_patch(Rectangle((left + column, span.begin + line), 1, 1, facecolor=colour, alpha=alpha))
         end = left + span.num_visible
         axes.add_patch(
             Rectangle((left, span.begin), end - left, span.num_tokens, fill=False, edgecolor=colour, linewidth=2)
@@ -170,13 +170,13 @@ def draw_packed_row(drawer: Drawer) -> None:
     axes.vlines(range(num_keys + 1), 0, num_tokens, color=PALE, linewidth=0.6, zorder=0)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel("what may be attended to")
-    axes.set_ylabel("tokens of the packed row, in order")
-    save(figure, "packed-row.png")
+    axes.set_xlabel("keys that a token may attend to")
+    axes.set_ylabel("tokens of the packed batch, in order")
+    save(figure, "packed-batch.png")
 
 
 def step_seconds(num_rows: int) -> Any:
-    """Seconds of a step with four draft levels, by its nodes, as measured for the 0.6 B pair on two CPU cores."""
+    """Return the seconds of a step with four draft levels by its nodes, measured for the 0.6 B pair on two cores."""
     results = json.loads(PROFILE.read_text())["results"]
     costs = StepCosts(*(cost_of(results[name]["fit"]) for name in ("target", "draft")))
     draft_s = costs.draft_s(num_rows, DEPTH, WIDTH)
@@ -217,11 +217,11 @@ def draw_selection(drawer: Drawer) -> None:
     requests = [drawer.request(text, index) for index, text in enumerate(ROWS)]
     trees = drawer.candidates(requests)
     forest, seconds = Forest.of(trees), step_seconds(len(ROWS))
-    late = np.array([-np.inf, -2.0, 2.0])  # tokens: no target, ahead, late
+    late = np.array([-np.inf, -2.0, 2.0])  # tokens: no SLO, ahead, late
     weights = urgency(late, np.zeros(3), np.zeros(3, np.bool_), SLOSpecConfig().urgency)
-    names = ("no target", "ahead", "2 tokens late")
+    names = ("no SLO", "ahead", "2 tokens late")
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
-    for panel, w, title in zip(panels, (np.ones(3), weights), ("nobody has a target", "with targets"), strict=True):
+    for panel, w, title in zip(panels, (np.ones(3), weights), ("without SLOs", "with SLOs"), strict=True):
         taken = best_ratio_nodes(forest, w[forest.tree_of] * forest.path_probs, len(forest.depths), seconds)
         x, ticks = 0.0, []
         for index, (name, colour) in enumerate(zip(names, ROW_COLOURS, strict=True)):
@@ -286,7 +286,7 @@ def save(figure: Any, name: str) -> None:
 
 def main() -> None:
     drawer = Drawer()
-    for draw in (draw_tree, draw_packed_row, draw_budget, draw_selection, draw_steps):
+    for draw in (draw_tree, draw_packed_batch, draw_budget, draw_selection, draw_steps):
         draw(drawer)
 
 

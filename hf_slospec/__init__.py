@@ -1,4 +1,4 @@
-"""Lossless batched tree speculation for Hugging Face models, with a speed target per request."""
+"""Lossless batched tree speculation for Hugging Face models, with a TPOT SLO per request."""
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig

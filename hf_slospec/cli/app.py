@@ -29,7 +29,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Tree speculation with a TPOT SLO per request."""
+    """Handle the options of the command line itself; the commands do the work."""
 
 
 for command in (generate, demo, bench, profile, gpu_check, simulate):

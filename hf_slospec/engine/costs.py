@@ -128,7 +128,7 @@ class DraftCorrection:
 class StepCosts:
     """Seconds of a step's parts: draft levels, then one verify forward with everything else a step does.
 
-    The costs come from a profile. The engine feeds every step to :meth:`observe`, which corrects them; policies and
+    The costs come from a profile. The engine passes every step to :meth:`observe`, which corrects them; policies and
     schedulers read them. A profile taken on a busy machine heals: once corrections have stayed far from 1, what was
     measured takes the profile's place.
     """

@@ -24,7 +24,7 @@ class Plan:
     min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in sum
     min_confidence: float = 0.0  # stop drafting once every path holds a token that is less probable than this
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
-    state: Any = None  # what the policy wants handed back in select and observe; nothing else reads it
+    state: Any = None  # data of the policy for its own select and observe; nothing else reads it
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def decode(call: Call) -> Any:
         sampler.end(rows.num_new)
         with speculator.lock:
             if holds_finished:
-                rows.feed_padding(target.sequences, sampler)
+                rows.forward_padding(target.sequences, sampler)
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
     finally:

@@ -21,7 +21,7 @@ from hf_slospec.models.sampling import StockSampler
 
 
 class StockCall(NamedTuple):
-    """What stock ``generate`` hands to its decoding method."""
+    """Arguments that stock ``generate`` passes to its decoding method."""
 
     input_ids: torch.Tensor  # [batch, padded_len] int64
     processors: Any

@@ -169,7 +169,7 @@ class Rows:
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
         return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
 
-    def feed_padding(self, sequences: RequestSequences, sampler: StockSampler) -> None:
+    def forward_padding(self, sequences: RequestSequences, sampler: StockSampler) -> None:
         """Forward the padding that stock appends to finished rows until the longest row ends.
 
         Only scores, logits and the cache need it, where they are returned.

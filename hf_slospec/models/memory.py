@@ -23,7 +23,8 @@ GROUPS = (  # files of a control group, version 2 and 1: limit, usage, and the p
 class FreesMemory(Protocol):
     """Object that keeps memory only to save time."""
 
-    def free_idle_memory(self) -> None: ...
+    def free_idle_memory(self) -> None:
+        """Free that memory."""
 
 
 holders_of_idle_memory: WeakSet[FreesMemory] = WeakSet()

@@ -93,10 +93,12 @@ class PackedModel:
 
     @property
     def vocab_size(self) -> int:
+        """Size of the vocabulary in the model's config."""
         return vocab_size(self.model)
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes, over all layers."""
         return sum(stored.num_bytes for layer in self.layers for stored in layer.shape)
 
     @property

@@ -89,9 +89,11 @@ class Record:
 
     @property
     def is_wanted(self) -> bool:
+        """Return whether logits or scores are recorded."""
         return self._logits is not None or self._scores is not None
 
     def add(self, row: int, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Record a row's next committed token by its logits and scores, both [vocab]."""
         for rows, value in ((self._logits, logits), (self._scores, scores)):
             if rows is not None:
                 rows[row].append(value.clone())  # a view would keep the logits of all nodes in memory
@@ -244,9 +246,11 @@ class RequestSamplers:
         self._of: dict[Request, StockSampler] = {}
 
     def add(self, request: Request, sampler: StockSampler) -> None:
+        """Choose the tokens of a request by its own sampler."""
         self._of[request] = sampler
 
     def remove(self, request: Request) -> None:
+        """Drop the sampler of a request, if it has one."""
         self._of.pop(request, None)
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:

@@ -1,4 +1,4 @@
-"""For commands that show in their own way what the package would log."""
+"""Log level of the package, for commands that show in their own way what it would log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def only_errors_logged() -> Iterator[None]:
-    """Within, nobody hears of single requests that are late."""
+    """Log only errors of the package inside the context: no warnings about the SLOs of single requests."""
     logger = logging.getLogger("hf_slospec")
     level = logger.level
     logger.setLevel(logging.ERROR)

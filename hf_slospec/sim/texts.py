@@ -17,7 +17,7 @@ from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.errors import InputModel
 from hf_slospec.sim.files import read_json, validated
 
-NUM_CHILDREN = 4  # default of synthetic texts
+NUM_CHILDREN = 4  # of synthetic texts, where nothing else is asked for
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Library:
 
     @property
     def num_children(self) -> int:
-        """Candidates per place."""
+        """Children of every place."""
         return int(self.child_probs.shape[1])
 
     @cached_property

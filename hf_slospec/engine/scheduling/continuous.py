@@ -17,9 +17,8 @@ from hf_slospec.engine.scheduling.admission import guaranteeable, prefill_deadli
 from hf_slospec.engine.scheduling.prefill import prefill_budget
 
 LAST_RANK = 2  # in the queue: of requests that may preempt no other
-MIN_CHUNK = (
-    16  # prefill tokens of a step for guaranteed requests, and now and then for others, even where it makes late
-)
+# Prefill tokens of a step for guaranteed requests, and in some steps for others, even if decoding requests become late.
+MIN_CHUNK = 16
 AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
 SAVES = 1.05  # factor of a step's seconds that leaving best-effort requests out must save
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its room

@@ -48,14 +48,17 @@ class Span:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens in this forward."""
         return self.end - self.begin
 
     @property
     def num_staged(self) -> int:
+        """Tokens staged in this step, those of this forward included."""
         return len(self.staged_positions)
 
     @property
     def num_visible(self) -> int:
+        """Committed and staged tokens."""
         return self.sequence.length + self.num_staged
 
     @property
@@ -133,14 +136,17 @@ class PlannedBatch:
         self._plans = {key: plan.with_bias() for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:
+        """Return a plan that was made before the forward."""
         return self._plans[key]
 
     @property
     def spans(self) -> list[Span]:
+        """Raise RuntimeError: spans depend on sequence lengths."""
         raise RuntimeError(NO_LENGTHS)
 
     @property
     def visible(self) -> list[slice]:
+        """Raise RuntimeError: visible slots depend on sequence lengths."""
         raise RuntimeError(NO_LENGTHS)
 
 

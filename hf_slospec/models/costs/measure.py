@@ -27,6 +27,7 @@ class Size:
 
     @property
     def num_keys(self) -> int:
+        """Cached tokens of all requests together."""
         return self.num_requests * self.keys_each
 
 
@@ -46,6 +47,7 @@ class Measured:
     seconds: dict[Size, float] = field(default_factory=dict)
 
     def add(self, size: Size, seconds: float) -> None:
+        """Keep the time of a forward if it is the fastest of its size."""
         self.seconds[size] = min(seconds, self.seconds.get(size, seconds))
 
     def fit(self) -> ForwardCost:

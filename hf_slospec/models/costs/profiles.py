@@ -44,6 +44,7 @@ class Profile(BaseModel):
 
     @classmethod
     def from_cost(cls, cost: ForwardCost, identity: dict[str, Any]) -> Profile:
+        """Return the profile of a cost, for the model and machine described by ``identity``."""
         return cls(
             of=identity,
             num_tokens=cost.curve.num_tokens,
@@ -53,6 +54,7 @@ class Profile(BaseModel):
         )
 
     def cost(self) -> ForwardCost:
+        """Return the profiled cost."""
         return ForwardCost(LatencyCurve(self.num_tokens, self.seconds), self.per_request_s, self.per_key_s)
 
 

@@ -113,6 +113,7 @@ class PrepackedLinears:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the copies."""
         return sum(copy.num_bytes for copy in self._copies.values())
 
     def __len__(self) -> int:

@@ -31,6 +31,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the pool."""
         return self._pool.num_bytes
 
     @property
@@ -70,7 +71,7 @@ class KVCache:
 
     @contextlib.contextmanager
     def temporary(self, capacities: Sequence[int]) -> Iterator[list[CachedSequence]]:
-        """Sequences of these capacities, which are released at the end."""
+        """Yield new sequences of these capacities, and release them at the end."""
         sequences = [CachedSequence() for _ in capacities]
         self.reserve(dict(zip(sequences, capacities, strict=True)))
         try:

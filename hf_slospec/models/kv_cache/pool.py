@@ -92,6 +92,7 @@ class KVPool:
 
     @property
     def num_free(self) -> int:
+        """Slots that no sequence holds."""
         return sum(end - start for start, end in self._free)
 
     @property
@@ -101,6 +102,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all K and V tensors."""
         return sum(stack.nbytes for stack in self._stacks.values())
 
     def follow_streams(self) -> None:

@@ -38,6 +38,7 @@ class RequestSequences:
         return self._cache
 
     def of(self, request: Request) -> CachedSequence:
+        """Return the sequence of a request, for which room was reserved."""
         return self._by_request[request]
 
     def num_cached(self, request: Request) -> int:
@@ -107,6 +108,7 @@ class RequestSequences:
         self.cache.pool.check()
 
     def forward(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
+        """Forward new tokens of requests; see :meth:`PackedModel.forward`."""
         return self.packed.forward(self.cache.pool, parts, logit_rows)
 
     def uncached(self, request: Request) -> list[int]:

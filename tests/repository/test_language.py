@@ -1,0 +1,236 @@
+"""Docstrings, comments and messages are plain technical English: the part of that rule that a program can check.
+
+Sources are parsed, not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.paths import ROOT
+
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+PACKAGE = ROOT / "hf_slospec"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+
+# First words that make a fragment or a riddle of a summary.
+NOT_FIRST = {"How", "It", "Of", "That", "They", "Those", "What", "Whether", "Who", "Whoever", "Whom", "Whose", "Within"}
+# First words of the docstrings of functions and methods. A further verb is added here on purpose.
+VERBS = set(
+    """
+    Activate Add Advance Announce Append Assign Await Begin Cache Cancel Capture Change Check Choose Clamp
+    Clear Commit Compare Compute Concatenate Continue Copy Count Create Decode Do Drop Empty End Enqueue Fill
+    Find Fit Forward Free Give Grow Guarantee Halve Hand Handle Keep Lay Learn Leave Let Load Log Make Measure
+    Move Pass Plot Preempt Prepare Print Propose Publish Queue Raise Read Record Reduce Refuse Release Remove
+    Replace Reset Return Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Stream Submit
+    Take Time Update Use Validate Wait Walk Write Yield
+    """.split()
+)
+BANNED = (
+    *(r"nobody", r"somebody", r"everybody", r"anybody", r"who(m)?ever"),  # name the thread, request, user or caller
+    *(r"(gives?|gave|given|giving)[\s#]+up",),  # cancel, abort
+    *(r"hears?", r"heard"),  # is called, receives
+    *(r"fed", r"feeds?", r"feeding"),  # prefill, process, pass
+    *(r"promis(e|es|ed|ing)", r"hopeless(ly)?"),  # guarantee; cannot be met
+    *(r"ghosts?", r"parcels?", r"crowds?", r"hindsight"),
+    *(r"packed[\s#]+rows?",),  # packed batch
+    *(r"(TPOT|TTFT|latency|token)[\s#]+targets?",),  # SLO: the target is a model
+)
+WORDS = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
+ENDED = re.compile(r"[.:](\s+(->|\[).*)?\Z", re.DOTALL)  # a shape may follow the last sentence
+
+
+class Thing(NamedTuple):
+    """A module, class, function or method."""
+
+    name: str  # with the names of the classes around it
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    owner: ast.ClassDef | None
+
+    @property
+    def docstring(self) -> str | None:
+        return ast.get_docstring(self.node)
+
+    @property
+    def is_public(self) -> bool:
+        return not any(part.startswith("_") for part in self.name.split("."))
+
+    @property
+    def does_something(self) -> bool:
+        """Return whether it is a function whose name is its own choice, and no property."""
+        if isinstance(self.node, (ast.Module, ast.ClassDef)):
+            return False
+        decorators = {ast.unparse(decorator).split(".")[-1] for decorator in self.node.decorator_list}
+        return not decorators & {"property", "cached_property", "setter"} and not self.node.name.startswith("__")
+
+
+def things(source: str, name: str) -> Iterator[Thing]:
+    """Yield a module, and all of its classes, functions and methods but those within functions."""
+    module = ast.parse(source)
+    yield Thing(name, module, None)
+    stack: list[Thing] = [Thing("", module, None)]
+    while stack:
+        around = stack.pop()
+        for node in around.node.body:
+            if isinstance(node, (ast.ClassDef, *FUNCTION)):
+                owner = around.node if isinstance(around.node, ast.ClassDef) else None
+                thing = Thing(f"{around.name}.{node.name}".lstrip("."), node, owner)
+                yield thing
+                if isinstance(node, ast.ClassDef):
+                    stack.append(thing)
+
+
+def documented_elsewhere(everything: Mapping[Path, Sequence[Thing]]) -> set[tuple[str, str]]:
+    """Return (class, method) of what a base class in the package, or a protocol that the class has, documents."""
+    nodes = [thing.node for own in everything.values() for thing in own]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    bases = {
+        name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases} for name, node in classes.items()
+    }
+    methods = {
+        name: {member.name: ast.get_docstring(member) for member in node.body if isinstance(member, FUNCTION)}
+        for name, node in classes.items()
+    }
+    protocols = [own.keys() for name, own in methods.items() if "Protocol" in bases[name]]
+
+    def inherited(name: str) -> set[str]:
+        above = [
+            inherited(base) | {own for own, doc in methods[base].items() if doc}
+            for base in bases[name] & classes.keys()
+        ]
+        return set().union(*above)
+
+    def all_methods(name: str) -> set[str]:
+        return methods[name].keys() | set().union(*(all_methods(base) for base in bases[name] & classes.keys()))
+
+    found = {(name, method) for name in classes for method in inherited(name)}
+    return found | {
+        (name, method)
+        for name in classes
+        for protocol in protocols
+        if protocol <= all_methods(name)
+        for method in protocol
+    }
+
+
+def undocumented(everything: Mapping[Path, Sequence[Thing]]) -> Iterator[str]:
+    """Yield public names without a docstring."""
+    elsewhere = documented_elsewhere(everything)
+    for path, own in everything.items():
+        for thing in own:
+            owner = "" if thing.owner is None else thing.owner.name
+            if thing.is_public and not thing.docstring and (owner, thing.name.split(".")[-1]) not in elsewhere:
+                yield f"{path.relative_to(ROOT)}: {thing.name} has no docstring"
+
+
+def bad_summaries(own: Sequence[Thing]) -> Iterator[str]:
+    """Yield what is wrong with the summaries of docstrings."""
+    for thing in own:
+        if not (docstring := thing.docstring):
+            continue
+        summary = docstring.split("\n\n")[0]
+        first = re.match(r"[\w-]*", summary)
+        word = "" if first is None else first[0]
+        if not ENDED.search(summary):
+            yield f"{thing.name} does not end its summary: {summary!r}"
+        if word in NOT_FIRST:
+            yield f"{thing.name} begins with {word!r}: {summary!r}"
+        elif thing.does_something and word not in VERBS:
+            yield f"{thing.name} begins with {word!r}, which is no verb of VERBS: {summary!r}"
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments and strings of a module, with their lines."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind in ("COMMENT", "STRING") or kind.startswith("FSTRING"):
+            yield token.start[0], token.string
+
+
+def prose(page: str) -> str:
+    """Return a page without its code; lines stay where they are."""
+    page = re.sub(r"^```.*?^```$", lambda found: "\n" * found[0].count("\n"), page, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]+`|\]\([^)\n]*\)", "", page)
+
+
+def banned(line: int, text: str) -> Iterator[str]:
+    """Yield the words of a text that the package does not use, with their lines; the text begins at ``line``."""
+    for found in WORDS.finditer(text):
+        yield f"{line + text.count(chr(10), 0, found.start())}: {found[0]!r}"
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[Path, list[Thing]]:
+    return {path: list(things(path.read_text(encoding="utf-8"), path.stem.strip("_"))) for path in MODULES}
+
+
+def test_every_public_name_has_a_docstring(everything: Mapping[Path, Sequence[Thing]]) -> None:
+    assert list(undocumented(everything)) == []
+
+
+def test_summaries_say_what_it_does_or_name_the_thing(everything: Mapping[Path, Sequence[Thing]]) -> None:
+    assert [f"{path.relative_to(ROOT)}: {bad}" for path, own in everything.items() for bad in bad_summaries(own)] == []
+
+
+def test_words_of_the_code() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{word}"
+        for path in MODULES
+        for line, text in texts(path.read_text(encoding="utf-8"))
+        for word in banned(line, text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_words_of_the_documentation(page: Path) -> None:
+    assert list(banned(1, prose(page.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    ["Whether it is late.", "Of a call that is over: for the next one.", "Return the depth", "Depth of the tree."],
+)
+def test_bad_summaries_are_found(docstring: str) -> None:
+    source = f'class Tree:\n    """Token tree."""\n\n    def depth(self):\n        """{docstring}"""\n'
+    assert list(bad_summaries(list(things(source, "tree"))))
+
+
+@pytest.mark.parametrize("docstring", ["Return it.", "Return depths.  -> [num_nodes] int64", "Compute:\n\n- depth"])
+def test_good_summaries_are_not(docstring: str) -> None:
+    assert not list(bad_summaries(list(things(f'def depth(tree):\n    """{docstring}"""\n', "tree"))))
+
+
+def test_missing_docstrings_are_found() -> None:
+    source = """
+    class Policy(Protocol):
+        def plan(self):
+            "Plan a step."
+        def select(self):
+            "Select nodes."
+    class Fixed:
+        def plan(self): ...
+        def select(self): ...
+        def _own(self): ...
+    class Other:
+        def plan(self): ...
+    """
+    found = undocumented({ROOT / "fixed.py": list(things(textwrap.dedent(source), "fixed"))})
+    assert [line.split()[1] for line in found] == ["fixed", "Policy", "Fixed", "Other", "Other.plan"]
+
+
+@pytest.mark.parametrize("text", ["nobody hears", "gives\n# up", "it is Promised", "a packed\nrow", "TPOT target"])
+def test_banned_words_are_found(text: str) -> None:
+    assert list(banned(1, text))
+    assert list(banned(1, prose(f"{text}\n```python\nnobody\n```\nand `whoever`"))) == list(banned(1, text))
