@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -13,11 +14,12 @@ from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import StepEvent
 
 Count = IntArray | FloatArray | float
-OnReplaced = Callable[[Literal["verify", "draft"], ForwardCost], None]
+OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and what takes its place
 
 WEIGHT = 0.1  # of one step in the averages over recent steps
 MAX_CATCH_UP = 64  # tokens per request; drafters spread longer stretches over several steps
 FAR, PATIENCE = math.log(1.5), 64  # a correction that stayed this far from 1 for so many steps replaces the profile
+LEAST = 1e-3  # factor of a replaced draft cost, which must not become free
 ROUNDING = 0.05  # of the seconds in `step_curve`, so that equal curves recur and results for them can be cached
 
 
@@ -133,14 +135,18 @@ class StepCosts:
     measured takes the profile's place.
     """
 
-    def __init__(
-        self, verify: ForwardCost, draft_level: ForwardCost, on_replaced: OnReplaced = lambda which, cost: None
-    ):
+    def __init__(self, verify: ForwardCost, draft_level: ForwardCost, on_replaced: OnReplaced = lambda old, new: None):
         """Start from profiled costs; ``on_replaced`` is called with a cost that took the place of a profile's."""
         self.verify, self.draft_level, self.on_replaced = verify, draft_level, on_replaced
         self.recent = RecentSteps()
         self._verify_correction, self._draft_correction = SizeCorrection(), DraftCorrection()
         self._num_far = {"verify": 0, "draft": 0}  # observations in a row with a correction far from 1
+
+    def for_own_engine(self) -> StepCosts:
+        """Return the same cost model with averages over recent steps of its own, for an engine beside others."""
+        own = copy.copy(self)
+        own.recent = RecentSteps()
+        return own
 
     def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> FloatArray:
         """Return the seconds of everything in a step but drafting, by the tokens of its forward.
@@ -197,6 +203,8 @@ class StepCosts:
         self.recent.observe(step)
         nodes, num_requests = sum(request.nodes for request in step.decoding), max(step.num_decoding, 1)
         num_tokens = nodes + step.prefill_tokens
+        if not num_tokens:
+            return
         profiled_s = float(self.verify(num_tokens, num_requests, step.num_keys))
         measured_s = step.phases.total_s - step.phases.draft_s
         if profiled_s > 0.0 and measured_s > 0.0:
@@ -210,7 +218,11 @@ class StepCosts:
             )
             if profiled_s > 0.0 and step.phases.draft_s > 0.0:
                 self._draft_correction.observe(profiled_s, step.phases.draft_s)
-                self._heal("draft", math.log(max(self._draft_correction.factor, 1e-3)))
+                corrected_s = float(self._draft_correction(np.asarray(profiled_s)))
+                logs = (
+                    math.log(max(ratio, LEAST)) for ratio in (self._draft_correction.factor, corrected_s / profiled_s)
+                )
+                self._heal("draft", min(logs, key=abs))  # a constant cost of drafting is no fault of the profile
 
     def _profiled_draft_s(
         self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int, num_catch_up: float
@@ -225,17 +237,18 @@ class StepCosts:
         if self._num_far[which] < PATIENCE:
             return
         self._num_far[which] = 0
+        old = self.verify if which == "verify" else self.draft_level
         if which == "verify":
             sizes = self.verify.curve.num_tokens
             factors = self._verify_correction(np.array(sizes)).tolist()
             self.verify = cost = self.verify.scaled(factors, math.exp(log_factor))
             self._verify_correction = SizeCorrection()
         else:
-            factor, constant_s = self._draft_correction.factor, self._draft_correction.constant_s
+            factor, constant_s = max(self._draft_correction.factor, LEAST), self._draft_correction.constant_s
             self.draft_level = cost = self.draft_level.scaled([factor] * len(self.draft_level.curve.num_tokens), factor)
             self._draft_correction = DraftCorrection()
             self._draft_correction.constant_s = constant_s
-        self.on_replaced(which, cost)
+        self.on_replaced(old, cost)
 
 
 def rounded(value: float) -> float:

@@ -80,8 +80,9 @@ class Engine(Generic[S]):
         drafting = _drafting(schedule, plan)
         drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True)) if drafting else {}
         num_catch_up = sum(request.num_draft_behind for request in drafting)
-        for request in drafting:
-            request.num_draft_seen = len(request.tokens)
+        for request, tree in drafted.items():
+            if tree.max_depth:  # drafters that still process the request's prompt return a root
+                request.num_draft_seen = len(request.tokens)
         watch.lap("draft_s")
         trees = [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in schedule.decoding]
         return trees, num_catch_up

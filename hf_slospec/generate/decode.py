@@ -59,6 +59,7 @@ class Decoder:
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
         self._override: tuple[PreTrainedModel, Speculator] | None = None  # of the last call's own assistant model
+        self._lookup: tuple[tuple[int, int], Speculator] | None = None  # of the last call by prompt lookup
         self._refusal = ""
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
@@ -82,7 +83,7 @@ class Decoder:
     def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any]) -> Call:
         """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
         speculator = self.speculator_for(arguments.get("assistant_model"))
-        return prepare(speculator, slo_tpot, arguments, self._own_drafter(arguments))
+        return prepare(self._by_lookup(arguments) or speculator, slo_tpot, arguments)
 
     @property
     def speculator(self) -> Speculator:
@@ -104,13 +105,19 @@ class Decoder:
             raise UnsupportedModelError(self._refusal)
         return self._speculator
 
-    def _own_drafter(self, arguments: dict[str, Any]) -> Drafter | None:
-        """Return the drafter of a call that asks for prompt lookup as stock does."""
+    def _by_lookup(self, arguments: dict[str, Any]) -> Speculator | None:
+        """Return the speculator of a call that asks for prompt lookup as stock does; it has costs of its own."""
         num_tokens = configured("prompt_lookup_num_tokens", self.model, arguments)
-        if num_tokens is None:
+        if num_tokens is None or self._target is None:
             return None
         max_ngram = configured("max_matching_ngram_size", self.model, arguments) or MAX_NGRAM
-        return PromptLookupDrafter(max_ngram, num_tokens)
+        if self._lookup is None or self._lookup[0] != (max_ngram, num_tokens):
+            drafter = PromptLookupDrafter(max_ngram, num_tokens)
+            self._lookup = (
+                (max_ngram, num_tokens),
+                Speculator(self._target, None, self.config, drafter, self.make_policy),
+            )
+        return self._lookup[1]
 
 
 @torch.no_grad()
@@ -135,7 +142,7 @@ def decode(call: Call) -> Any:
         with speculator.lock:
             rows.prompt.load_into(rows.requests, target.sequences)
         rows.begin()
-        speculator.run(rows.requests, target, rows.on_step, call.drafter)
+        speculator.run(rows.requests, target, rows.on_step)
         rows.end()
         sampler.end(rows.num_new)
         with speculator.lock:

@@ -90,7 +90,8 @@ def enable(
 def _generate_of_adapted(model: Any, default_fallback: bool, *args: Any, **kwargs: Any) -> Any:
     """Run a PEFT model's own ``generate``, which hooks every layer before it calls ours; refuse ``adapter_names``."""
     if kwargs.get("adapter_names") is not None and kwargs.get("slo_tpot") is not None:
-        if not (kwargs.pop("fallback", None) or default_fallback):
+        given = kwargs.pop("fallback", None)
+        if not (default_fallback if given is None else given):
             raise UnsupportedOptionError(
                 "adapter_names, one adapter per row, cannot be combined with slo_tpot; set_adapter one for the batch"
             )

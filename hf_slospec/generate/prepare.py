@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-from hf_slospec.engine.protocols import Drafter
 from hf_slospec.generate.processors import ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
@@ -37,7 +36,6 @@ class Call:
     rows: Rows
     stock: StockCall
     speculator: Speculator
-    drafter: Drafter | None  # drafts for this call only, in place of the speculator's own
 
     def sampler(self, seed: int | None = None) -> StockSampler:
         """Return the sampler of its rows; noise is the global generator's, or that of a seed."""
@@ -55,14 +53,11 @@ class Call:
 
 
 @torch.no_grad()
-def prepare(
-    speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], drafter: Drafter | None = None
-) -> Call:
+def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]) -> Call:
     """Check a call and return it as stock ``generate`` would begin to decode it.
 
     Args:
         arguments: those of stock ``generate``, by name.
-        drafter: drafts for this call only.
 
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError, IncompatibleDraftError: the
@@ -79,7 +74,7 @@ def prepare(
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
     rows = Rows(stock.input_ids, prompt, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer"))
     check_prompts(rows, speculator.target.packed)
-    return Call(rows, stock, speculator, drafter)
+    return Call(rows, stock, speculator)
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:

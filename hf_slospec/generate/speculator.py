@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
@@ -78,23 +78,23 @@ class Speculator:
                 self._costs = StepCosts(verify, draft_level, self._replace_cost)
             return self._costs
 
-    def _replace_cost(self, which: Literal["verify", "draft"], cost: ForwardCost) -> None:
-        model = self.target if which == "verify" else self.draft
-        assert model is not None
-        model.replace_cost(cost)
+    def _replace_cost(self, old: ForwardCost, cost: ForwardCost) -> None:
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.replace_cost(old, cost)
 
     @property
     def max_nodes(self) -> int:
         """Nodes of one request's draft tree at most, its root not counted."""
         return max_nodes_per_request(self.config, self.make_policy)
 
-    def policy(self, config: SLOSpecConfig | None = None) -> Policy:
+    def policy(self, costs: StepCosts, config: SLOSpecConfig | None = None) -> Policy:
         """Return a policy for one run, that of another config if one is given; what it learns is kept."""
         make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
         history = self.history if is_same_shape else SpeculationHistory(config)
-        return new_policy(config, self.costs, history, make_policy, vocab_size(self.target.model))
+        return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
 
     def new_target(self, sampler: Sampler, max_slots: int | None = None, holds_finished: bool = False) -> PackedTarget:
         """Return the target for one engine; with ``holds_finished``, K/V of finished requests stays readable."""
@@ -111,24 +111,19 @@ class Speculator:
             return PromptLookupDrafter()
         return CheckedDrafter(self.drafter, vocab_size(self.target.model), keeps_rng)
 
-    def parts(self, target: PackedTarget, drafter: Drafter, config: SLOSpecConfig | None = None) -> Parts:
+    def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
         """Return an engine's parts, its policy that of another config if one is given."""
-        return Parts(target, drafter, self.policy(config), self.costs, clock)
+        return Parts(target, drafter, self.policy(costs, config), costs, clock)
 
     def run(
         self,
         requests: Sequence[Request],
         target: PackedTarget,
         on_step: Callable[[StepEvent], None],
-        drafter: Drafter | None = None,
     ) -> None:
-        """Decode all requests to their ends, calling ``on_step`` after each step.
-
-        Args:
-            drafter: drafts in this run only, in place of the speculator's own.
-        """
-        drafter = drafter or self.new_drafter()
-        engine = static_engine(self.config, self.parts(target, drafter), requests)
+        """Decode all requests to their ends, calling ``on_step`` after each step."""
+        drafter = self.new_drafter()
+        engine = static_engine(self.config, self.parts(target, drafter, self.costs, None), requests)
         try:
             while engine.scheduler.running:
                 with self.lock:

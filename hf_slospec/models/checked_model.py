@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from hf_slospec.models.compatibility.hooks import changing_hooks
 from hf_slospec.models.compatibility.probe import evaluating, input_device
 from hf_slospec.models.compatibility.trial import check_by_trial
 from hf_slospec.models.costs.measure import measure
-from hf_slospec.models.costs.profiles import load_profile, save_profile
+from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.cpu.threads import release_openmp_threads, warn_if_oversubscribed
 from hf_slospec.models.packed import PackedModel
 
@@ -22,7 +21,8 @@ from hf_slospec.models.packed import PackedModel
 class CheckedModel:
     """A model that passed the trial, checked again when it was moved or cast.
 
-    Threads that run it take turns by ``lock``, which is held while its K/V cache is used.
+    Threads that run it as a target take turns by ``lock``, which is held while K/V caches of the target and of its
+    drafts are used.
     """
 
     def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float):
@@ -33,7 +33,7 @@ class CheckedModel:
         """
         self.model, self.config, self.measure_s = model, config, measure_s
         self.lock = FairLock(release_openmp_threads)
-        self._renewing = threading.Lock()  # taken after `lock` where both are held
+        self._renewing = FairLock()  # taken after `lock` where both are held
         self._placement: tuple[Any, ...] | None = None
         self._cost: ForwardCost | None = None
         _ = self.packed
@@ -64,11 +64,12 @@ class CheckedModel:
                 save_profile(packed, self._cost)
             return self._cost
 
-    def replace_cost(self, cost: ForwardCost) -> None:
-        """Keep what steps measured in place of a profile that turned out wrong."""
+    def replace_cost(self, old: ForwardCost, new: ForwardCost) -> None:
+        """Use what steps measured in place of a profile that turned out wrong; the next process measures again."""
         with self._renewing:
-            self._cost = cost
-            save_profile(self._packed, cost)
+            if self._cost is old:  # otherwise the model was moved or measured since
+                self._cost = new
+                drop_profile(self._packed)
 
 
 def _placement(model: Any) -> tuple[Any, ...]:

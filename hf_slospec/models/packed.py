@@ -138,8 +138,13 @@ class PackedModel:
         return KVPool([layer.shape for layer in self.layers], num_slots, num_padding_slots)
 
     def keep_if_captured(self, cache: KVCache) -> None:
-        """Keep the pool of a cache that may become idle, if it is small and forwards were captured for it."""
+        """Keep the pool of a cache that may become idle, if it is small and forwards were captured for it.
+
+        Without captured forwards, an empty pool is freed at once: other users may refer to the cache for long.
+        """
         graphs = self._graphs.get(cache.pool)
+        if not graphs:
+            cache.trim()
         self._idle_pool = cache.pool if graphs is not None and graphs.may_keep(cache.num_bytes) else None
         holders_of_idle_memory.add(self)
 

@@ -155,7 +155,7 @@ class SLOSpecGenerator:
                 are not disturbed.
         """
         options = SubmitOptions.of(
-            slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=block, timeout=timeout
+            slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block), timeout=timeout
         )
         return self._service.submit(prompt, slo_tpot, options, kwargs)
 

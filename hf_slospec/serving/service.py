@@ -97,7 +97,10 @@ class BatchingService:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
         target = speculator.new_target(self._samplers, slots)
         drafter = speculator.new_drafter(slots, keeps_rng=False)  # every request has noise of its own
-        engine = continuous_engine(self.config, speculator.parts(target, drafter, self._policy_config), self.limits)
+        costs = speculator.costs.for_own_engine()  # generate calls beside it have other batches
+        engine = continuous_engine(
+            self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
+        )
         self._engine = ref(engine)
         return engine
 
@@ -116,7 +119,7 @@ class BatchingService:
         with speculator.lock:  # between two steps
             self._policy_config = config
             if (engine := self._engine()) is not None:
-                engine.policy = speculator.policy(config)
+                engine.policy = speculator.policy(engine.costs, config)
 
     # ---- observing the batcher
 

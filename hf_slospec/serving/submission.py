@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class SubmitOptions(BaseModel):
     def _is_no_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError("a bool is no number of seconds")
-        return value.item() if hasattr(value, "item") else value  # numpy scalars
+        return float(value) if isinstance(value, numbers.Real) else value  # numpy scalars
 
     @classmethod
     def of(cls, **values: Any) -> SubmitOptions:
@@ -74,7 +75,7 @@ def check_arguments_of_one(arguments: dict[str, Any]) -> None:
         for name in ("put", "end"):
             if not callable(getattr(streamer, name, None)):
                 raise InvalidTypeError(f"streamer must have a method {name!r}, got {type(streamer).__name__}")
-    if given := [name for name in NOT_FOR_ONE if arguments.get(name) not in (None, False)]:
+    if given := [name for name in NOT_FOR_ONE if not (arguments.get(name) is None or arguments[name] is False)]:
         raise UnsupportedOptionError(
             f"{', '.join(given)} cannot be given to submit, which takes one text and returns its tokens; use generate"
         )

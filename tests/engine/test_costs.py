@@ -193,7 +193,7 @@ def test_typical_steps_and_their_curve() -> None:
 def test_a_wrong_profile_is_replaced_by_what_was_seen(wrong: float) -> None:
     right = ForwardCost(LatencyCurve((1, 64), (1.0, 4.0)), 0.1, 0.001)
     draft = of_tokens((1, 64), (0.1, 0.2))
-    replaced: dict[str, ForwardCost] = {}
+    replaced: dict[ForwardCost, ForwardCost] = {}
     costs = StepCosts(right.scaled([wrong] * 2, wrong), draft.scaled([wrong] * 2, wrong), replaced.__setitem__)
     for _ in range(2 * PATIENCE):
         seconds = float(right(8, 2, 20))
@@ -202,12 +202,12 @@ def test_a_wrong_profile_is_replaced_by_what_was_seen(wrong: float) -> None:
     assert float(costs.verify_s(8, 2, 20)) == pytest.approx(float(right(8, 2, 20)), rel=0.05)
     assert float(costs.verify(8, 2, 20)) == pytest.approx(float(right(8, 2, 20)), rel=0.1)
     assert float(costs.draft_s(2, 3, 2, 20, 4)) == pytest.approx(draft_s, rel=0.1)
-    assert replaced == {"verify": costs.verify, "draft": costs.draft_level}
+    assert set(replaced.values()) == {costs.verify, costs.draft_level}
 
 
 def test_a_profile_that_is_right_within_half_is_kept() -> None:
-    verify, replaced = of_tokens((1, 64), (1.0, 4.0)), list[str]()
-    costs = StepCosts(verify, of_tokens((1,), (0.1,)), lambda which, cost: replaced.append(which))
+    verify, replaced = of_tokens((1, 64), (1.0, 4.0)), list[ForwardCost]()
+    costs = StepCosts(verify, of_tokens((1,), (0.1,)), lambda old, new: replaced.append(new))
     for index in range(4 * PATIENCE):
         factor = 1.3 if index % 2 else 0.8
         costs.observe(step(PhaseTimes(0.4, 0.0, factor * float(verify(8)), 0.0)))
@@ -222,3 +222,22 @@ def test_a_busy_hour_heals_in_both_directions() -> None:
             costs.observe(step(PhaseTimes(verify_s=factor * float(idle(8))), levels=0))
         assert float(costs.verify_s(8)) == pytest.approx(factor * float(idle(8)), rel=0.05)
     assert math.isclose(float(costs.verify(8)), float(idle(8)), rel_tol=0.15)
+
+
+def test_a_constant_cost_of_drafting_does_not_replace_the_profile() -> None:
+    draft, replaced = of_tokens((1, 64), (0.001, 0.002)), list[ForwardCost]()
+    costs = StepCosts(of_tokens((1, 64), (1.0, 4.0)), draft, lambda old, new: replaced.append(new))
+    for index in range(3 * PATIENCE):
+        levels = 1 + index % 4
+        profiled_s = levels * float(draft(4, 2, 20))
+        costs.observe(step(PhaseTimes(draft_s=0.005 + profiled_s, verify_s=float(costs.verify(8))), levels=levels))
+    assert not replaced and costs.draft_level is draft
+    assert float(costs.draft_s(2, 1, 2, 20, 4)) == pytest.approx(0.005 + float(draft(4, 2, 20)), rel=0.1)
+
+
+def test_engines_beside_each_other_share_corrections_and_not_their_recent_steps() -> None:
+    costs = StepCosts(of_tokens((1, 64), (1.0, 4.0)), of_tokens((1,), (0.0,)))
+    own = costs.for_own_engine()
+    own.observe(step(PhaseTimes(verify_s=2.0 * float(costs.verify(8))), committed=5))
+    assert own.recent.tokens > costs.recent.tokens == 1.0
+    assert float(own.verify_s(8)) == float(costs.verify_s(8)) > float(costs.verify(8))

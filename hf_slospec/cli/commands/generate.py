@@ -133,7 +133,12 @@ def summary(metrics: RequestMetrics) -> str:
 
 def record(prompt: str, result: RequestResult, handle: RequestHandle) -> dict[str, Any]:
     """Return the content of ``--json``."""
-    metrics = dataclasses.asdict(result.metrics) | {"acceptance_length": result.metrics.acceptance_length}
+    own = result.metrics
+    metrics = dataclasses.asdict(own) | {
+        "acceptance_length": own.acceptance_length,
+        "target_s": own.target_s,  # the names of version 0.1
+        "ttft_target_s": own.ttft_target_s,
+    }
     return {
         "prompt": prompt,
         "text": result.text,

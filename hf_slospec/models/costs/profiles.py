@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,16 +10,17 @@ import platform
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
 from huggingface_hub import cached_assets_path
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models.packed import PackedModel
 
+MAX_S = 1e4  # seconds of a forward that a profile may claim
 VERSION = 1  # of the file format
 
 
@@ -30,9 +32,9 @@ class Profile(BaseModel):
     version: int = VERSION
     of: dict[str, Any]  # the model and the machine that the profile is valid for, see `identity`
     num_tokens: tuple[int, ...]
-    seconds: tuple[FiniteFloat, ...]
-    per_request_s: FiniteFloat
-    per_key_s: FiniteFloat
+    seconds: tuple[Annotated[float, Field(gt=0, le=MAX_S)], ...]
+    per_request_s: Annotated[float, Field(ge=0, le=MAX_S)]
+    per_key_s: Annotated[float, Field(ge=0, le=MAX_S)]
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> Profile:
@@ -106,6 +108,12 @@ def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
         partial.replace(path)
     except (OSError, ValueError) as error:
         warnings.warn(f"the profile could not be saved ({error}); the model is measured again next time", stacklevel=2)
+
+
+def drop_profile(packed: PackedModel) -> None:
+    """Remove the saved cost, so that the next process measures the model again."""
+    with contextlib.suppress(OSError, ValueError):  # a directory that cannot be used holds no profile
+        _path(packed).unlink(missing_ok=True)
 
 
 def _path(packed: PackedModel) -> Path:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
@@ -79,7 +80,7 @@ class AssistantDrafter:
     """
 
     CATCH_UP = 1024  # tokens processed per step at most, over all requests that lack more than FEW
-    FEW = 64
+    FEW = MAX_CATCH_UP
 
     def __init__(self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None):
         """``max_nodes`` bounds depth times width of plans, ``vocab_size`` the proposed ids, ``max_slots`` all K/V."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 
 import torch
 
@@ -48,6 +51,10 @@ class KVCache:
         Raises:
             MemoryError: there is not enough memory; all sequences keep their K/V and new ones have no slots.
         """
+        with _uninterrupted():
+            self._reserve(capacities, max_slots)
+
+    def _reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None) -> None:
         larger = {sequence: slots for sequence, slots in capacities.items() if slots > sequence.capacity}
         pool = self.pool
         if sum(larger.values()) > pool.largest_free:
@@ -68,6 +75,11 @@ class KVCache:
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence's slots."""
         self._pool.release(sequence)
+
+    def trim(self) -> None:
+        """Free the storage if no sequence is left."""
+        if not self._pool.sequences:
+            self._pool = self._new_pool(0)
 
     @contextlib.contextmanager
     def temporary(self, capacities: Sequence[int]) -> Iterator[list[CachedSequence]]:
@@ -98,3 +110,20 @@ class KVCache:
         pool, own = self.pool, slice(sequence.start, sequence.start + sequence.length)
         pairs = zip(pool.keys, pool.values, strict=True)
         return [(key[own].transpose(0, 1), value[own].transpose(0, 1)) for key, value in pairs]
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hand KeyboardInterrupt on at the end: a move of K/V that is cut off would corrupt other users' sequences."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])

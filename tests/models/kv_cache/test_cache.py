@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -163,14 +164,38 @@ def test_storage_is_freed_after_its_last_user(packed: PackedModel) -> None:
     assert not packed.kv_bytes
 
 
-def test_an_idle_user_keeps_the_storage(packed: PackedModel) -> None:
+def test_an_idle_user_keeps_no_storage_that_others_needed(packed: PackedModel) -> None:
     idle, request = RequestSequences(packed, 1), Request(0, [1, 2, 3], 5)
     idle.reserve([request])
     idle.release(request)
-    pool, other = idle.cache.pool, RequestSequences(packed, 1)
+    other = RequestSequences(packed, 1)
     other.reserve([request])
+    assert idle.cache is other.cache and packed.kv_bytes
     other.close()
-    assert idle.cache.pool is pool and packed.kv_bytes
+    assert not packed.kv_bytes
+    continued(idle, request, 6)
+    assert packed.kv_bytes and idle.num_cached(request)
+
+
+def test_an_interrupt_waits_for_a_move_of_sequences(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    users, requests = [RequestSequences(packed, 1) for _ in range(2)], [Request(i, [5 + i, 6, 7], 30) for i in range(2)]
+    for user, request in zip(users, requests, strict=True):
+        continued(user, request, 4)
+    shift, shifted = KVPool.take_over, list[KVPool]()
+
+    def interrupted(pool: KVPool, *arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        shift(pool, *arguments)
+        shifted.append(pool)
+
+    monkeypatch.setattr(KVPool, "take_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        users[0].reserve_for(requests[0], 5000)
+    assert shifted and users[0].cache.pool is shifted[0]
+    monkeypatch.undo()
+    for user, request in zip(users, requests, strict=True):
+        continued(user, request, 4)
+        assert request.tokens[3:] == stock(request.tokens[:3], 8)
 
 
 def test_measuring_leaves_others_alone_and_nothing_behind(packed: PackedModel) -> None:
@@ -247,7 +272,7 @@ def test_the_batcher_and_calls_of_threads_at_once(generator: SLOSpecGenerator, m
         handles = [generator.submit(prompt, max_new_tokens=40, **GREEDY) for prompt in prompts]
         found = list(threads.map(call, inputs))
         assert [handle.result(120).token_ids for handle in handles] == [stock(prompt, 40) for prompt in prompts]
-        assert generator.stats().memory.target_kv == generator.decoder.speculator.models[0].kv_bytes > 0
+        assert generator.stats().memory.target_kv == generator.decoder.speculator.models[0].kv_bytes
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert not kv_bytes(generator)
 
