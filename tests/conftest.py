@@ -13,10 +13,13 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging
 
+from hf_slospec.generate.speculator import MEASURE_S
+
 settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing on a shared machine
 settings.load_profile("untimed")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+MEASURE_S.update(target=1.0, draft=0.2)  # step times decide the shapes of draft trees, never the text
 pytest.register_assert_rewrite("tests.support")  # before any test imports it
 
 

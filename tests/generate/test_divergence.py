@@ -23,6 +23,7 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.generate import divergence
 from hf_slospec.generate.divergence import first_difference, margin_noise, spacing
 from tests.support.tiny_models import ragged_prompts, tiny_model
 
@@ -33,17 +34,25 @@ def padded_len(inputs: dict[str, torch.Tensor]) -> int:
     return inputs["input_ids"].shape[1]
 
 
-def changed(generator: SLOSpecGenerator, change: Callable[[torch.Tensor], None]) -> SLOSpecGenerator:
-    """A generator whose new tokens [batch, new] are changed in place before it returns them."""
-    generate = generator.generate
+Replace = Callable[[Callable[[torch.Tensor], torch.Tensor | None]], None]
 
-    def wrong(**kwargs: Any) -> Any:
-        output = generate(**kwargs)
-        change(output.sequences[:, padded_len(kwargs) :])
-        return output
 
-    generator.generate = wrong  # type: ignore[method-assign]
-    return generator
+@pytest.fixture
+def replace_output(monkeypatch: pytest.MonkeyPatch) -> Replace:
+    """Has new tokens [batch, new] replaced, or changed in place, before the report compares them."""
+    decode = divergence.decode
+
+    def replace(change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        def wrong(call: Any) -> Any:
+            output, length = decode(call), call.rows.input_ids.shape[1]
+            prompt, new = output.sequences.tensor_split([length], 1)
+            replaced = change(new)
+            output.sequences = torch.cat((prompt, new if replaced is None else replaced), 1)
+            return output
+
+        monkeypatch.setattr(divergence, "decode", wrong)
+
+    return replace
 
 
 def plain_logits(model: Any, inputs: dict[str, torch.Tensor], row: int, new: list[int]) -> torch.Tensor:
@@ -112,7 +121,7 @@ def test_rows_that_end_early_count_their_own_tokens_only() -> None:
     assert report.num_tokens == sum(ends) and len(set(ends)) > 2
 
 
-def test_a_wrong_token_is_no_near_tie() -> None:
+def test_a_wrong_token_is_no_near_tie(replace_output: Replace) -> None:
     model, inputs = tiny_model("llama"), ragged_prompts(3)
 
     def change(new: torch.Tensor) -> None:
@@ -121,7 +130,8 @@ def test_a_wrong_token_is_no_near_tie() -> None:
         new[1, 9] = 3  # later differences of a row do not count
         new[2, 0] = (new[2, 0] + 1) % 100
 
-    report = divergence_report(changed(SLOSpecGenerator(model), change), inputs, **OPTIONS)
+    replace_output(change)
+    report = divergence_report(SLOSpecGenerator(model), inputs, **OPTIONS)
     assert [(d.row, d.position) for d in report.divergences] == [(1, 7), (2, 0)]
     assert not report.all_near_ties and not any(d.is_near_tie for d in report.divergences)
     assert report.num_tokens == 20 + 8 + 1
@@ -138,7 +148,7 @@ def test_a_wrong_token_is_no_near_tie() -> None:
     assert len({len(line) for line in lines[1:]}) == 1 and lines[-1].endswith("NO")
 
 
-def test_second_best_token_is_no_near_tie_in_bf16() -> None:
+def test_second_best_token_is_no_near_tie_in_bf16(replace_output: Replace) -> None:
     """Not only absurd tokens are told from near-ties: the runner-up is, where the model is sure of the first."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     inputs = dict(tokenizer(tiny_prompts()[:1], return_tensors="pt"))
@@ -149,27 +159,29 @@ def test_second_best_token_is_no_near_tie_in_bf16() -> None:
     def change(new: torch.Tensor) -> None:
         new[0, at] = best[at].indices[1]
 
-    (divergence,) = divergence_report(changed(SLOSpecGenerator(target, draft), change), inputs, **OPTIONS).divergences
-    assert divergence.position == at and not divergence.is_near_tie
-    assert divergence.rounding / 8 < divergence.noise < 0.5
+    replace_output(change)
+    (found,) = divergence_report(SLOSpecGenerator(target, draft), inputs, **OPTIONS).divergences
+    assert found.position == at and not found.is_near_tie
+    assert found.rounding / 8 < found.noise < 0.5
 
 
-def test_a_slightly_different_target_is_told_from_rounding() -> None:
+def test_a_slightly_different_target_is_told_from_rounding(replace_output: Replace) -> None:
     """What a small error in our forward would look like: weights off by 4% of their spread."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     other = copy.deepcopy(target)
     for parameter in other.parameters():
         if parameter.ndim > 1:
             parameter.data.add_(0.04 * parameter.data.std() * torch.randn_like(parameter))
-    generator = SLOSpecGenerator(target, draft)
-    generator.generate = SLOSpecGenerator(other, draft).generate  # type: ignore[method-assign]
     inputs = tokenizer([text[:150] for text in tiny_prompts()[:8]], return_tensors="pt", padding=True)
-    report = divergence_report(generator, inputs, **OPTIONS | dict(max_new_tokens=32))
+    options = OPTIONS | dict(max_new_tokens=32)
+    others = SLOSpecGenerator(other, draft).generate(**inputs, **options)
+    replace_output(lambda _: others[:, padded_len(inputs) :])
+    report = divergence_report(SLOSpecGenerator(target, draft), inputs, **options)
     assert report.divergences and not report.all_near_ties, str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype) -> None:
+def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype, replace_output: Replace) -> None:
     model, inputs = copy.deepcopy(tiny_model("llama")).to(dtype), ragged_prompts(2)
     stock = type(model).generate(model, **inputs, **OPTIONS)[:, padded_len(inputs) :]
     twin = next(token for token in range(100, 2, -1) if token not in set(stock.flatten().tolist()))
@@ -181,15 +193,16 @@ def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype) -> None:
     def change(new: torch.Tensor) -> None:
         new[1, at] = twin
 
-    report = divergence_report(changed(SLOSpecGenerator(model), change), inputs, **OPTIONS)
-    (divergence,) = (d for d in report.divergences if d.row == 1)
-    assert (divergence.stock_token, divergence.our_token, divergence.position) == (token, twin, at)
-    assert divergence.is_near_tie and divergence.rounding > 0
-    assert divergence.margin < 1e-6  # not always 0: the kernel may add up two equal rows in different orders
-    assert f"{divergence}".startswith("Divergence(row=1")
+    replace_output(change)
+    report = divergence_report(SLOSpecGenerator(model), inputs, **OPTIONS)
+    (found,) = (d for d in report.divergences if d.row == 1)
+    assert (found.stock_token, found.our_token, found.position) == (token, twin, at)
+    assert found.is_near_tie and found.rounding > 0
+    assert found.margin < 1e-6  # not always 0: the kernel may add up two equal rows in different orders
+    assert f"{found}".startswith("Divergence(row=1")
 
 
-def test_logits_are_those_the_choice_is_made_from() -> None:
+def test_logits_are_those_the_choice_is_made_from(replace_output: Replace) -> None:
     """A processor that rules a token out makes choosing it wrong, whatever the model thinks of it."""
     model, inputs = tiny_model("llama"), ragged_prompts(2)
     banned = int(type(model).generate(model, **inputs, **OPTIONS)[1, padded_len(inputs)])
@@ -197,29 +210,25 @@ def test_logits_are_those_the_choice_is_made_from() -> None:
     def change(new: torch.Tensor) -> None:
         new[1, 0] = banned
 
-    (divergence,) = divergence_report(
-        changed(SLOSpecGenerator(model), change), inputs, **OPTIONS, suppress_tokens=[banned], repetition_penalty=1.2
+    replace_output(change)
+    (found,) = divergence_report(
+        SLOSpecGenerator(model), inputs, **OPTIONS, suppress_tokens=[banned], repetition_penalty=1.2
     ).divergences
-    assert divergence.our_logit == -math.inf and divergence.margin == math.inf and not divergence.is_near_tie
+    assert found.our_logit == -math.inf and found.margin == math.inf and not found.is_near_tie
     logits = plain_logits(model, inputs, 1, [])
     prompt = inputs["input_ids"][1].tolist()  # padding included, as stock penalizes it
-    best, value = divergence.stock_token, float(logits[divergence.stock_token])
+    best, value = found.stock_token, float(logits[found.stock_token])
     expected = value if best not in prompt else value / 1.2 if value > 0 else value * 1.2
-    assert divergence.stock_logit == pytest.approx(expected, rel=1e-5)
+    assert found.stock_logit == pytest.approx(expected, rel=1e-5)
 
 
-def test_output_that_ends_too_early_or_too_late_differs() -> None:
+def test_output_that_ends_too_early_or_too_late_differs(replace_output: Replace) -> None:
     model, inputs = tiny_model("llama"), ragged_prompts(1)
-    generator = SLOSpecGenerator(model)
-    generate = generator.generate
+    output = SLOSpecGenerator(model).generate(**inputs, **OPTIONS | {"max_new_tokens": 30})[:, padded_len(inputs) :]
     for tokens in (5, 30):
-
-        def wrong(tokens: int = tokens, **kwargs: Any) -> Any:
-            return generate(**kwargs | {"max_new_tokens": tokens})
-
-        generator.generate = wrong  # type: ignore[method-assign]
-        (divergence,) = divergence_report(generator, inputs, **OPTIONS, pad_token_id=0).divergences
-        assert divergence.position == min(tokens, 20) and not divergence.is_near_tie
+        replace_output(lambda _, tokens=tokens: output[:, :tokens])
+        (found,) = divergence_report(SLOSpecGenerator(model), inputs, **OPTIONS, pad_token_id=0).divergences
+        assert found.position == min(tokens, 20) and not found.is_near_tie
 
 
 def test_bf16_pair_diverges_at_near_ties_only() -> None:
@@ -232,21 +241,15 @@ def test_bf16_pair_diverges_at_near_ties_only() -> None:
         assert report.all_near_ties, str(report)
 
 
-def test_enabled_model_speculates_whether_or_not_a_target_is_given() -> None:
+def test_enabled_model_speculates_whether_or_not_a_target_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     model = enable(copy.deepcopy(tiny_model("llama")), tiny_model("llama", noise=0.03))
-    calls = []
-    generate = model.generate
-
-    def spy(**kwargs: Any) -> Any:
-        calls.append(generate(**kwargs))
-        return calls[-1]
-
-    spy.replaced = None  # what marks an enabled model
-    model.__dict__["generate"] = spy
+    outputs: list[Any] = []
+    decode = divergence.decode
+    monkeypatch.setattr(divergence, "decode", lambda call: outputs.append(decode(call)) or outputs[-1])
     for options in ({}, {"slo_tpot": 0.5}, {"slo_tpot": [0.5, None]}, {"slo_tpot": None}):
         report = divergence_report(model, ragged_prompts(2), **OPTIONS, **options)
         assert report.divergences == [] and report.num_tokens == 40
-    assert len(calls) == 4 and all(call.slo[0].steps > 0 for call in calls)
+    assert len(outputs) == 4 and all(output.slo[0].steps > 0 for output in outputs)
 
 
 def test_stop_strings_and_return_dict_are_honoured_by_both() -> None:
@@ -273,7 +276,7 @@ def test_refusals_name_the_way_out() -> None:
         divergence_report(generator, inputs["input_ids"], max_new_tokens=4)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedOptionError, match="input_ids"):
         divergence_report(generator, {"inputs_embeds": torch.zeros(2, 9, 32)}, max_new_tokens=4)
-    with pytest.raises(InvalidTypeError, match="speculated must be"):
+    with pytest.raises(InvalidTypeError, match="must be a loaded transformers model"):
         divergence_report("llama", inputs, max_new_tokens=4)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"hf_slospec\.enable"):
         divergence_report(model, inputs, max_new_tokens=4)
@@ -281,14 +284,15 @@ def test_refusals_name_the_way_out() -> None:
         divergence_report(disable(enable(copy.deepcopy(model))), inputs, max_new_tokens=4)
 
 
-def test_report_leaves_the_model_as_it_was() -> None:
+def test_report_leaves_the_model_as_it_was(replace_output: Replace) -> None:
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def change(new: torch.Tensor) -> None:
         new[0, 3] = (new[0, 3] + 1) % 100
 
-    assert divergence_report(changed(SLOSpecGenerator(model), change), ragged_prompts(1), **OPTIONS).divergences
+    replace_output(change)
+    assert divergence_report(SLOSpecGenerator(model), ragged_prompts(1), **OPTIONS).divergences
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

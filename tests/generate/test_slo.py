@@ -1,4 +1,4 @@
-"""Targets as callers write them."""
+"""SLOs as callers write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import hf_slospec
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOStage
 from hf_slospec.engine.request import Stage
-from hf_slospec.generate.slo import parse_slo, slo_by_row, stages_of
+from hf_slospec.generate.slo import parse_slo, stages_by_row
 
 THINK, ANSWER = SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)
 AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
@@ -39,7 +39,7 @@ AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
         ([SLOStage(slo_tpot=None, tokens=3), ANSWER], (SLOStage(slo_tpot=None, tokens=3), ANSWER)),
     ],
 )
-def test_what_targets_mean(given: Any, expected: Any) -> None:
+def test_parsed_slos(given: Any, expected: Any) -> None:
     assert parse_slo(given) == expected
 
 
@@ -59,7 +59,7 @@ def test_what_targets_mean(given: Any, expected: Any) -> None:
         ([{"slo_tpot": 0.1, "tokens": 3, "until": "x"}], "not by both"),
     ],
 )
-def test_impossible_targets_are_named(bad: Any, why: str) -> None:
+def test_impossible_slos_are_named(bad: Any, why: str) -> None:
     with pytest.raises(InvalidInputError, match=f"slo_tpot(.|\n)*{why}"):
         parse_slo(bad)
 
@@ -67,39 +67,45 @@ def test_impossible_targets_are_named(bad: Any, why: str) -> None:
 @pytest.mark.parametrize(
     "bad", ["0.1", True, {"slo_tpot": 0.1}, ANSWER, [ANSWER, 0.1], [[]], [[0.1]], np.array([[0.1]])]
 )
-def test_targets_of_wrong_type_are_named(bad: Any) -> None:
+def test_slos_of_wrong_type_are_named(bad: Any) -> None:
     with pytest.raises(InvalidTypeError, match="slo_tpot must be"):
         parse_slo(bad)
 
 
-def test_one_target_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
-    assert slo_by_row(0.5, 3, 1) == [0.5] * 3
-    assert slo_by_row((THINK, ANSWER), 2, 1) == [(THINK, ANSWER)] * 2
-    assert slo_by_row([0.5, None], 4, 2) == [0.5, 0.5, None, None]
-    assert slo_by_row([1.0, 2.0, 3.0, 4.0], 4, 2) == [1.0, 2.0, 3.0, 4.0]
+def test_one_slo_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
+    for slo, num_rows, num_return_sequences, expected in (
+        (0.5, 3, 1, [0.5] * 3),
+        ([0.5, None], 4, 2, [0.5, 0.5, None, None]),
+        ([1.0, 2.0, 3.0, 4.0], 4, 2, [1.0, 2.0, 3.0, 4.0]),
+    ):
+        by_row = stages_by_row(parse_slo(slo), num_rows, num_return_sequences)
+        assert [stage.tpot_slo_s for (stage,) in by_row] == expected
     for wrong in ([], [0.5], [0.5] * 3):
         with pytest.raises(InvalidInputError, match=f"slo_tpot has {len(wrong)} entries for 4 rows"):
-            slo_by_row(wrong, 4, 2)
+            stages_by_row(parse_slo(wrong), 4, 2)
 
 
-@pytest.mark.parametrize("target", [None, 0.5])
-def test_a_number_is_one_stage(target: float | None) -> None:
-    (stage,) = stages_of(target, None)
-    assert (stage.tpot_slo_s, stage.num_tokens, stage.is_over([1, 2])) == (target, None, False)
+@pytest.mark.parametrize("slo", [None, 0.5])
+def test_a_number_is_one_stage(slo: float | None) -> None:
+    ((stage,),) = stages_by_row(slo, 1)
+    assert (stage.tpot_slo_s, stage.num_tokens, stage.is_over([1, 2])) == (slo, None, False)
 
 
 def test_stages_by_tokens_need_no_tokenizer() -> None:
-    stages = stages_of(parse_slo([{"slo_tpot": 0.1, "tokens": 3}, {"slo_tpot": None}]), None)
-    assert [(stage.tpot_slo_s, stage.num_tokens) for stage in stages] == [(0.1, 3), (None, None)]
+    by_row = stages_by_row(parse_slo([{"slo_tpot": 0.1, "tokens": 3}, {"slo_tpot": None}]), 2)
+    assert [[(stage.tpot_slo_s, stage.num_tokens) for stage in stages] for stages in by_row] == [
+        [(0.1, 3), (None, None)]
+    ] * 2
 
 
 def test_stages_by_text_end_with_the_token_that_completes_it() -> None:
     with pytest.raises(InvalidInputError, match="tokenizer"):
-        stages_of((THINK, ANSWER), None)
+        stages_by_row((THINK, ANSWER), 1)
     tokenizer = hf_slospec.load_tiny_pair()[2]
     text = "def f(self):\n    return self.x\n"
     ids = tokenizer(text)["input_ids"]
-    thinking, answer = stages_of((SLOStage(slo_tpot=0.1, until="return"), ANSWER), tokenizer)
+    stages = (SLOStage(slo_tpot=0.1, until="return"), ANSWER)
+    ((thinking, answer),) = stages_by_row(stages, 1, tokenizer=tokenizer)
     assert isinstance(thinking, Stage)
     over = [end for end in range(1, len(ids) + 1) if thinking.is_over(ids[:end])]
     first = next(end for end in range(1, len(ids) + 1) if "return" in tokenizer.decode(ids[:end]))

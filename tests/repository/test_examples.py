@@ -19,17 +19,10 @@ from examples import (
 )
 from examples.drop_in import CHAT_TEMPLATE
 from hf_slospec import load_tiny_pair, tiny_prompts
-from hf_slospec.generate.speculator import MEASURE_S
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "examples"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
-
-
-@pytest.fixture(autouse=True)
-def _short_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MEASURE_S, "target", 1.0)  # step times decide the shapes of trees, never the text
-    monkeypatch.setitem(MEASURE_S, "draft", 0.2)
 
 
 def rows_of(table: str) -> dict[str, list[str]]:
