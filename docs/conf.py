@@ -37,7 +37,10 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_preserve_defaults = True
-ALIASES = ("IntArray", "FloatArray", "BoolArray", "StepTime", "ShapeTime", "TreeTime", "Targets", "Prompt", "IsOver")
+ALIASES = (
+    *("IntArray", "FloatArray", "BoolArray", "Count", "StepTime", "ShapeTime", "TreeTime", "OnReplaced"),
+    *("SLOTpot", "SLOOrder", "NewPolicy", "Prompt", "IsOver"),
+)
 autodoc_type_aliases = {name: name for name in ALIASES}  # shown as they are written,
 TypeAliasForwardRef.__repr__ = lambda alias: alias.name  # within other types too
 napoleon_numpy_docstring = False
@@ -46,7 +49,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|annotated_types)\b.*"),
     ("py:.*", r"(collections|concurrent|pathlib|queue|threading|weakref)\b.*"),
-    ("py:.*", rf"{'|'.join(ALIASES)}|hf_slospec\.telemetry\.Collector"),
+    ("py:.*", rf"{'|'.join(ALIASES)}|hf_slospec\.serving\.telemetry\.Collector"),
 ]
 
 # The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds" only.
@@ -67,7 +70,7 @@ def describe_fields(app: Any, what: str, name: str, thing: Any, options: Any, li
 
 
 def keep_colons(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Of "tokens; 0: none" napoleon would make a type and a description."""
+    """Undo what napoleon makes of attributes: it takes "tokens; 0: none" for a type and a description."""
     lines[:] = _as_written.pop(name, lines)
 
 
