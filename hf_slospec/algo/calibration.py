@@ -122,9 +122,9 @@ class Reliability:
 
     @property
     def ece(self) -> float:
-        """Return the expected calibration error, the mean of |predicted - actual| over bins weighted by their counts.
+        """Return the expected calibration error; nan without observations.
 
-        It is nan without observations.
+        It is the mean of ``|predicted - actual|`` over bins, weighted by their counts.
         """
         return float(np.abs(self.predicted - self.accepted).sum() / self.count.sum()) if self.count.any() else np.nan
 
