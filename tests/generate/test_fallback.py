@@ -23,6 +23,9 @@ from tests.support.tiny_models import ragged_prompts, tiny_model
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(num_beams=2), "beam"),
+    (dict(num_beams=2, do_sample=True), "beam"),
+    (dict(penalty_alpha=0.6, top_k=4), "contrastive"),
+    (dict(custom_generate="org/repo"), "custom_generate"),
     (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions"),
     (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states"),
     (dict(cache_implementation="quantized"), "cache_implementation"),
@@ -35,7 +38,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "name"), UNSUPPORTED, ids=lambda value: str(value))
 def test_unsupported_options_are_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=name):
-        generator().generate(**ragged_prompts(2), do_sample=False, max_new_tokens=6, **options)
+        generator().generate(**ragged_prompts(2), **dict(do_sample=False, max_new_tokens=6) | options)
 
 
 def test_fallback_runs_stock_generate_and_says_so() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from transformers.generation import BaseStreamer
 
 
-class Recorder:
-    """Streams into a list."""
+class Recorder(BaseStreamer):
+    """Records everything that a streamer is given; its end as an empty list."""
 
     def __init__(self) -> None:
-        self.puts: list[list[int]] = []
+        self.puts: list[list[Any]] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value.flatten().tolist())
+        self.puts.append(value.tolist())
 
     def end(self) -> None:
         self.puts.append([])
