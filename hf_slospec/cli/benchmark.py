@@ -249,7 +249,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -164,7 +164,7 @@ class RequestHandle:
         """Await the output; see :meth:`result`."""
         try:
             await asyncio.wait_for(self._more(math.inf), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise TimeoutError(f"the request was not finished within {timeout} s; it goes on") from None
         return self._result()
 
