@@ -1,4 +1,4 @@
-"""Predicted path probabilities against what is committed, on drafts whose true worth is known."""
+"""Predicted path probabilities against committed tokens, on drafts of known quality."""
 
 from __future__ import annotations
 

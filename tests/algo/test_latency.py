@@ -1,4 +1,4 @@
-"""Latency curves: through the measured points, monotone, a line beyond them; corrected by what is measured."""
+"""Latency curves: monotone through the measured points, linear beyond them, and corrected by observed step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where requests stand against their targets, and what their tokens count for."""
+"""Progress of requests against their SLOs, and the weight of their tokens."""
 
 from __future__ import annotations
 

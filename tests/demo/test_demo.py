@@ -1,4 +1,4 @@
-"""The demo without a browser: what users may ask for, what they get, what is shown."""
+"""The demo without a browser: accepted input, generated text and displayed figures."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
+from hf_slospec.cli.gpu_check import floor
+from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed import PackedModel
@@ -38,7 +40,9 @@ GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.8, t
 
 
 @pytest.fixture(autouse=True)
-def device() -> Iterator[Device]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    for name in MEASURE_S:
+        monkeypatch.setitem(MEASURE_S, name, 0.0)  # three sizes: times of a stand-in say nothing
     with stand_in_cuda() as device:
         yield device
 
@@ -230,11 +234,13 @@ def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
         assert stock[0, len(prompt) :].tolist() == list(tokens)
 
 
-def test_gpu_check_runs_through(tmp_path: Path) -> None:
+def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but its own tests, and times that say nothing."""
+    monkeypatch.setitem(floor.COPY_BYTES, "cuda", 2**20)
+    monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     path = tmp_path / "result.json"
     shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
-    sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--json", str(path)]
+    sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--budget-s", "3600", "--json", str(path)]
     result = CliRunner().invoke(app, ["gpu-check", *shapes, *sizes])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())["results"]
