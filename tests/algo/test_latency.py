@@ -1,4 +1,4 @@
-"""Latency curves: monotone through the measured points, linear beyond them, and corrected by observed step times."""
+"""Latency curves: monotone through the measured points, linear beyond them, and corrected by observed times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy on an exact toy model: what plain decoding gives, and events that add up."""
+"""Every policy on an exact toy model: the tokens of plain decoding, and consistent step events."""
 
 from __future__ import annotations
 

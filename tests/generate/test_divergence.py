@@ -1,4 +1,4 @@
-"""The divergence report: what it compares, and what it calls a near-tie."""
+"""The divergence report: compared tokens and the classification of near-ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enable and disable: what is changed on a model, and that all of it is restored."""
+"""Enable and disable: changes to a model, and that all of them are undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and models that cannot be speculated for: refused by name, or given to stock ``generate``."""
+"""Options and models that cannot be speculated: refused by name, or run by stock ``generate``."""
 
 from __future__ import annotations
 

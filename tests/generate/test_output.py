@@ -1,4 +1,4 @@
-"""What ``generate`` returns beside tokens: metrics of rows and events of steps."""
+"""Output of ``generate`` beside tokens: metrics of rows and events of steps."""
 
 from __future__ import annotations
 

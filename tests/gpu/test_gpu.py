@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; `python -m pytest -m gpu` runs these alone."""
+"""Tests that need a CUDA device; `python -m pytest -m gpu` runs these alone."""
 
 from __future__ import annotations
 

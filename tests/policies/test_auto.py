@@ -1,4 +1,4 @@
-"""The default policy: depth that pays, nodes for late requests, what it learns from a few."""
+"""The default policy: depth that pays off, nodes for late requests, and acceptance learned from few requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own policy decides, the output stays stock's, and what it gets wrong is said."""
+"""A user's own policy: output equals stock's, and its errors are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs and shows what it says it shows; drop_in.py has a test of its own."""
+"""Every example runs and prints what its text describes; drop_in.py has its own test."""
 
 from __future__ import annotations
 

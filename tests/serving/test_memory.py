@@ -1,4 +1,4 @@
-"""Long prompts, preemption and shortage of memory: nothing changes in what requests get."""
+"""Long prompts, preemption and shortage of memory: the output of requests stays the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``submit`` on real models: what ``generate`` gives for the request alone, whatever else runs."""
+"""``submit`` on real models: the output of ``generate`` for each request alone, whatever else runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated models: beams as brute force finds them, time as the formula says, and texts whatever the trees."""
+"""Simulated models: beams against brute force, times against the formula, and texts for any draft trees."""
 
 from __future__ import annotations
 

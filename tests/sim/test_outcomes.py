@@ -1,4 +1,4 @@
-"""What counts as attained, on requests made by hand; and systems by name."""
+"""Attainment of hand-made requests, and systems by name."""
 
 from __future__ import annotations
 

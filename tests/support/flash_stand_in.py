@@ -1,4 +1,4 @@
-"""A flash-attention kernel in plain torch, for any device and dtype: what stands in for CUDA's in the tests."""
+"""A flash-attention kernel in plain torch, for any device and dtype, in place of CUDA's in the tests."""
 
 from __future__ import annotations
 

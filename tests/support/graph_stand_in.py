@@ -1,4 +1,4 @@
-"""What stands in for CUDA graphs in the tests: operators called again, with all frozen that was read on the host."""
+"""A stand-in for CUDA graphs: replays operators with all host-side values frozen at capture."""
 
 from __future__ import annotations
 

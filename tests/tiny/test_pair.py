@@ -1,4 +1,4 @@
-"""What ships: size, licence notes, and that the pair speculates as well as its card says."""
+"""The shipped pair: size, licence notes, and acceptance as stated on its card."""
 
 from __future__ import annotations
 

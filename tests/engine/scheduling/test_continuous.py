@@ -1,4 +1,4 @@
-"""Requests that come and go, on the toy model and a virtual clock: exact, within limits, and nobody starves."""
+"""Continuous batching on the toy model and a virtual clock: exact output, limits kept, no request starves."""
 
 from __future__ import annotations
 

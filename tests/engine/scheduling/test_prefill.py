@@ -1,4 +1,4 @@
-"""How much of waiting prompts a step takes: by hand, and against what the rate says."""
+"""Prefill tokens per step: hand-computed cases, and against the prefill rate."""
 
 from __future__ import annotations
 

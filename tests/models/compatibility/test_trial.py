@@ -1,4 +1,4 @@
-"""Models are tried out before they are trusted: what the trial finds, and what it does not mistake for a fault."""
+"""The trial of a model before its use: faults that it finds, and rounding that it tolerates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers with prepacked weights give what plain ones give, always of the weights as they are now."""
+"""Linear layers with prepacked weights equal plain ones, also after their weights change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More threads than cores slow everybody down: who rests keeps none, and too many are warned of."""
+"""OpenMP threads: idle threads are released, and more threads than cores cause a warning."""
 
 from __future__ import annotations
 

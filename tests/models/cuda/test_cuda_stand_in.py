@@ -1,4 +1,4 @@
-"""Some of the tests for a CUDA device, and the whole engine, on what stands in for one."""
+"""Tests for a CUDA device, and the whole engine, on a CPU stand-in for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards padded to few sizes, and what pads them."""
+"""Forwards padded to few sizes, and the contents of the padding."""
 
 from __future__ import annotations
 
