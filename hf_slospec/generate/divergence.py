@@ -157,7 +157,7 @@ def divergence_report(speculated: Any, inputs: Mapping[str, torch.Tensor], **gen
             f"inputs must be a mapping such as tokenizer(..., return_tensors='pt') returns, got {type(inputs).__name__}"
         )
     own = getattr(speculated, "decoder", None)
-    decoder = own if isinstance(own, Decoder) else decoder_of(speculated)
+    decoder = own if isinstance(own, Decoder) else decoder_of(speculated, "speculated")
     if decoder is None:
         raise InvalidInputError("the model does not speculate yet; call hf_slospec.enable(model, draft) first")
     options = {"tokenizer": getattr(speculated, "tokenizer", None), **generate_options, **inputs}

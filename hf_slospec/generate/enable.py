@@ -100,9 +100,9 @@ def _generate_of_adapted(model: Any, default_fallback: bool, *args: Any, **kwarg
     return type(model).generate(model, *args, **kwargs)
 
 
-def decoder_of(model: PreTrainedModel) -> Decoder | None:
-    """Return the decoder of a model that :func:`enable` was called on; None of any other."""
-    generate = check_causal_lm("model", model).__dict__.get("generate")
+def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | None:
+    """Return the decoder of a model that :func:`enable` was called on, None of any other; errors name ``argument``."""
+    generate = check_causal_lm(argument, model).__dict__.get("generate")
     return getattr(generate, "decoder", None)
 
 

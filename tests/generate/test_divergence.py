@@ -276,7 +276,7 @@ def test_refusals_name_the_way_out() -> None:
         divergence_report(generator, inputs["input_ids"], max_new_tokens=4)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedOptionError, match="input_ids"):
         divergence_report(generator, {"inputs_embeds": torch.zeros(2, 9, 32)}, max_new_tokens=4)
-    with pytest.raises(InvalidTypeError, match="must be a loaded transformers model"):
+    with pytest.raises(InvalidTypeError, match="speculated must be a loaded transformers model"):
         divergence_report("llama", inputs, max_new_tokens=4)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"hf_slospec\.enable"):
         divergence_report(model, inputs, max_new_tokens=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -177,6 +177,15 @@ def test_an_idle_user_keeps_no_storage_that_others_needed(packed: PackedModel) -
     assert packed.kv_bytes and idle.num_cached(request)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT, which a run in the background of a shell ignores."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_a_move_of_sequences(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     users, requests = [RequestSequences(packed, 1) for _ in range(2)], [Request(i, [5 + i, 6, 7], 30) for i in range(2)]
     for user, request in zip(users, requests, strict=True):
