@@ -201,28 +201,31 @@ class StepCosts:
     def observe(self, step: StepEvent) -> None:
         """Learn from a step of the engine."""
         self.recent.observe(step)
-        nodes, num_requests = sum(request.nodes for request in step.decoding), max(step.num_decoding, 1)
-        num_tokens = nodes + step.prefill_tokens
+        num_tokens = sum(request.nodes for request in step.decoding) + step.prefill_tokens
         if not num_tokens:
             return
-        profiled_s = float(self.verify(num_tokens, num_requests, step.num_keys))
+        self._observe_verify(step, num_tokens)
+        if step.num_drafted_for and step.num_catch_up <= MAX_CATCH_UP * step.num_drafted_for:
+            self._observe_draft(step)
+
+    def _observe_verify(self, step: StepEvent, num_tokens: int) -> None:
+        profiled_s = float(self.verify(num_tokens, max(step.num_decoding, 1), step.num_keys))
         measured_s = step.phases.total_s - step.phases.draft_s
         if profiled_s > 0.0 and measured_s > 0.0:
             self._verify_correction.observe(num_tokens, profiled_s, measured_s)
             self._heal("verify", self._verify_correction.overall_log)
-        if step.num_drafted_for and step.num_catch_up <= MAX_CATCH_UP * step.num_drafted_for:
-            profiled_s = float(
-                self._profiled_draft_s(
-                    step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
-                )
+
+    def _observe_draft(self, step: StepEvent) -> None:
+        profiled_s = float(
+            self._profiled_draft_s(
+                step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
             )
-            if profiled_s > 0.0 and step.phases.draft_s > 0.0:
-                self._draft_correction.observe(profiled_s, step.phases.draft_s)
-                corrected_s = float(self._draft_correction(np.asarray(profiled_s)))
-                logs = (
-                    math.log(max(ratio, LEAST)) for ratio in (self._draft_correction.factor, corrected_s / profiled_s)
-                )
-                self._heal("draft", min(logs, key=abs))  # a constant cost of drafting is no fault of the profile
+        )
+        if profiled_s > 0.0 and step.phases.draft_s > 0.0:
+            self._draft_correction.observe(profiled_s, step.phases.draft_s)
+            ratio = float(self._draft_correction(np.asarray(profiled_s))) / profiled_s
+            logs = (math.log(max(factor, LEAST)) for factor in (self._draft_correction.factor, ratio))
+            self._heal("draft", min(logs, key=abs))  # a constant cost of drafting is no fault of the profile
 
     def _profiled_draft_s(
         self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int, num_catch_up: float
@@ -237,15 +240,16 @@ class StepCosts:
         if self._num_far[which] < PATIENCE:
             return
         self._num_far[which] = 0
-        old = self.verify if which == "verify" else self.draft_level
         if which == "verify":
+            old = self.verify
             sizes = self.verify.curve.num_tokens
             factors = self._verify_correction(np.array(sizes)).tolist()
-            self.verify = cost = self.verify.scaled(factors, math.exp(log_factor))
+            self.verify = cost = old.scaled(factors, math.exp(log_factor))
             self._verify_correction = SizeCorrection()
         else:
+            old = self.draft_level
             factor, constant_s = max(self._draft_correction.factor, LEAST), self._draft_correction.constant_s
-            self.draft_level = cost = self.draft_level.scaled([factor] * len(self.draft_level.curve.num_tokens), factor)
+            self.draft_level = cost = old.scaled([factor] * len(old.curve.num_tokens), factor)
             self._draft_correction = DraftCorrection()
             self._draft_correction.constant_s = constant_s
         self.on_replaced(old, cost)

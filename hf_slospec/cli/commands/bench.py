@@ -34,7 +34,7 @@ def bench(
     size: Size = "0.6B",
     dtype: DType = "bfloat16",
     device: Device = "cpu",
-    batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of every row.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each method, each with other prompts.")] = 5,

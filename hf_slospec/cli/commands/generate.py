@@ -33,7 +33,7 @@ def generate(
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: from all.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling. Default: random.")] = None,
-    stop: Annotated[list[str], typer.Option(help="Stop string; repeatable.")] = [],  # noqa: B006
+    stop: Annotated[list[str], typer.Option(help="Stop string; repeatable.")] = [],  # noqa: B006  read only
     chat: Annotated[bool, typer.Option(help="Apply the tokenizer's chat template to the prompt.")] = False,
     target: TargetModel = None,
     assistant: Assistant = None,

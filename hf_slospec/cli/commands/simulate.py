@@ -30,7 +30,7 @@ def simulate(
     system: Annotated[
         list[str],
         typer.Option(help=f"{', '.join(SYSTEMS)}; with settings: 'auto {{...}}'. Repeatable."),
-    ] = ["auto", "adaserve", "vllm-spec4", "sarathi", "vllm"],  # noqa: B006
+    ] = ["auto", "adaserve", "vllm-spec4", "sarathi", "vllm"],  # noqa: B006  read only
     hardware: Annotated[
         str, typer.Option(help=f"{', '.join(HARDWARE)}; or a latency file, such as `profile --json` writes.")
     ] = "llama-70b-4xa100",
@@ -45,7 +45,7 @@ def simulate(
     variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 3.0,
     rate: Annotated[
         list[float], typer.Option(help="Requests per second; repeatable. Default: 2, or the rate of the trace.")
-    ] = [],  # noqa: B006
+    ] = [],  # noqa: B006  read only
     number: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 400,
     recording: Annotated[
         Path | None, typer.Option(help="Texts recorded by `bench --record`. Default: synthetic texts.")
