@@ -22,7 +22,7 @@ import torch
 
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.cpu.prepacked import PrepackedLinears
+from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.cpu.threads import release_openmp_threads
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
@@ -40,7 +40,7 @@ def timed(model: Any, num_tokens: int) -> float:
 
 def by_variant(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]:
     """Return milliseconds by tokens and variant, and the seconds of the compilation."""
-    linears, begun_s = PrepackedLinears(model, True), time.perf_counter()
+    linears, begun_s = PrepackedLayers(model, True), time.perf_counter()
     torch._inductor.config.freezing = True  # weights become constants, which the compiler also prepacks
     compiled = torch.compile(copy.deepcopy(model), dynamic=True)
     for num_tokens in (8, 9, 24, 1):

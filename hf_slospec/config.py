@@ -12,6 +12,8 @@ from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
 from hf_slospec.policies.settings import PolicySettings
 
+Prepack = bool | Literal["only"] | None
+
 
 class SLOSpecConfig(PolicySettings):
     """Settings of speculation and of the batcher. Frozen; unknown fields are refused."""
@@ -22,11 +24,12 @@ class SLOSpecConfig(PolicySettings):
         "flash-attn package or else torch's own; CUDA, bf16 or fp16), with sdpa for layers they do not support. "
         "4d_mask: the plain reference. auto: flash where the model supports it, else sdpa.",
     )
-    prepack: bool | None = Field(
+    prepack: Prepack = Field(
         None,
-        description="CPU: keep a second copy of the weights of linear layers, in the layout of the matrix kernels: "
-        "faster steps for up to twice the models' memory. None: where the copy takes at most a quarter of the free "
-        "memory.",
+        description="CPU: keep a second copy of the weights of linear layers, packed for the fastest kernel, which is "
+        "found by measurement: faster steps for up to twice the models' memory. None: where the copies take at most a "
+        "quarter of the free memory. only: keep the copies in place of the weights, until disable(model) is called; "
+        "stock generate uses them too, and saving, copying, casting and training are refused.",
     )
     cuda_graphs: bool = Field(
         True,

@@ -21,6 +21,7 @@ from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_causal_lm, configured
+from hf_slospec.models.cpu.packed_layers import restore_weights
 
 
 def enable(
@@ -107,13 +108,17 @@ def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | Non
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Give ``model`` its stock ``generate`` back; a model that is not enabled stays as it is."""
+    """Give ``model`` its stock ``generate`` back, and the weights that ``prepack="only"`` released.
+
+    A model that is not enabled keeps its ``generate``.
+    """
     if decoder_of(model) is not None:
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
         model.__dict__.pop("generate", None)  # of a PEFT model around it
         if replaced is not None:
             owner.__dict__["generate"] = replaced
+    restore_weights(model)
     return model
 
 

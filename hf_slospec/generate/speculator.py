@@ -149,12 +149,14 @@ class Speculator:
     def memory(self, num_running: int) -> MemoryUse:
         """Return the bytes that speculation takes beside the weights, for so many running requests."""
         models = self.models
-        linears = {model.model: model.linears for model in models}  # a target may draft for itself
+        prepacked = {model.model: model.prepacked for model in models}.values()  # a target may draft for itself
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
-            prepacked=sum(own.num_bytes for own in linears.values()),
+            prepacked=sum(own.num_bytes for own in prepacked),
+            released=sum(own.num_released_bytes for own in prepacked),
+            rounded_weights=sum(own.num_rounded for own in prepacked),
         )
 
 

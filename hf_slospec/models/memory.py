@@ -36,7 +36,9 @@ class MemoryUse(BaseModel):
     target_kv: int = Field(description="K/V cache of the target: of all its requests, free slots included.")
     draft_kv: int = Field(description="K/V cache of the draft.")
     staging: int = Field(description="Part of both caches that is kept free for the nodes of a step.")
-    prepacked: int = Field(description="Second copies of weights, see SLOSpecConfig.prepack.")
+    prepacked: int = Field(description="Packed copies of weights, see SLOSpecConfig.prepack.")
+    released: int = Field(description="Weights that were freed, as prepack='only' keeps their packed copies only.")
+    rounded_weights: int = Field(description="Number of weights that their copies hold rounded: too small for fp16.")
 
 
 def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:

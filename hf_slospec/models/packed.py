@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from hf_slospec.config import Prepack
 from hf_slospec.models.attention import (
     MAX_DENSE,
     AttentionLayer,
@@ -30,7 +31,7 @@ from hf_slospec.models.compatibility.probe import (
     run_model,
     vocab_size,
 )
-from hf_slospec.models.cpu.prepacked import PrepackedLinears
+from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.cuda.transfer import to_device
@@ -57,14 +58,14 @@ class PackedModel:
     model's lock.
     """
 
-    def __init__(self, model: Any, attention: str = "auto", prepack: bool | None = None, cuda_graphs: bool = True):
-        """``prepack``: see :class:`PrepackedLinears`; ``cuda_graphs``: capture forwards, where that can be done."""
+    def __init__(self, model: Any, attention: str = "auto", prepack: Prepack = None, cuda_graphs: bool = True):
+        """``prepack``: see :class:`PrepackedLayers`; ``cuda_graphs``: capture forwards, where that can be done."""
         self.model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
         self.layers = probe_layers(model)
         self.backend = backend_for(attention, self.layers)
-        self.linears = PrepackedLinears(model, prepack)
+        self.prepacked = PrepackedLayers(model, prepack)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
         # Other backends read the packed batch itself.
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
@@ -82,7 +83,7 @@ class PackedModel:
 
     def renew(self) -> None:
         """Take in changes of weights and modules that steps do not notice."""
-        self.linears.renew()
+        self.prepacked.renew()
         if self._preconditions is not None:
             self._preconditions.renew()
 
@@ -174,7 +175,7 @@ class PackedModel:
         parts, logit_rows = larger or (parts, logit_rows)
         batch = PackedBatch.of(parts, is_padded=larger is not None)
         inputs = self._inputs(batch, parts, logit_rows)
-        with self.linears.in_use():
+        with self.prepacked.in_use():
             logits = None
             if larger is not None and inputs.plans:
                 logits = self._replayed(pool, inputs)

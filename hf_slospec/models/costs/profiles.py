@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
-import platform
 import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import transformers
-from huggingface_hub import cached_assets_path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.models.machine import digest, kept_file, machine, write_atomically
 from hf_slospec.models.packed import PackedModel
 
 MAX_S = 1e4  # seconds of a forward that a profile may claim
-VERSION = 1  # of the file format
+VERSION = 2  # of the file format
 
 
 class Profile(BaseModel):
@@ -62,24 +56,18 @@ class Profile(BaseModel):
 
 def identity(packed: PackedModel) -> dict[str, Any]:
     """Return a description of the model, of its packed forwards, and of the machine."""
-    model, device = packed.model, packed.device
+    model = packed.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     modules = Counter(type(module).__qualname__ for module in model.modules())  # adapters, quantised linears
-    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "class": type(model).__name__,
-        "config": _digest(config),
-        "modules": _digest(sorted(modules.items())),
+        "config": digest(config),
+        "modules": digest(sorted(modules.items())),
         "dtype": str(model.get_input_embeddings().weight.dtype),
         "attention": packed.backend.__name__,
-        "prepacked": len(packed.linears),
+        "kernels": packed.prepacked.kernels,
         "graphs": packed.has_graphs,
-        "device": cuda or f"{device.type} {platform.processor() or platform.machine()} {_cpu_name()}",
-        "host": platform.node(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **machine(packed.device),
     }
 
 
@@ -103,9 +91,7 @@ def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
     """Save a cost; warn if the cache directory cannot be written to."""
     try:
         path = _path(packed)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(Profile.from_cost(cost, identity(packed)).model_dump_json(indent=1), encoding="utf-8")
-        partial.replace(path)
+        write_atomically(path, Profile.from_cost(cost, identity(packed)).model_dump_json(indent=1))
     except (OSError, ValueError) as error:
         warnings.warn(f"the profile could not be saved ({error}); the model is measured again next time", stacklevel=2)
 
@@ -117,18 +103,4 @@ def drop_profile(packed: PackedModel) -> None:
 
 
 def _path(packed: PackedModel) -> Path:
-    folder = cached_assets_path("hf_slospec", namespace="profiles", subfolder=type(packed.model).__name__)
-    return Path(folder) / f"{_digest(identity(packed))}.json"
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return "unknown"
+    return kept_file("profiles", type(packed.model).__name__, identity(packed))

@@ -18,14 +18,19 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.models.cpu import prepacked
-from hf_slospec.models.cpu.prepacked import PrepackedLinears
+from hf_slospec.models.cpu import packed_weight, prepacked
+from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.packed import PackedModel
+from tests.support.kernels import WORKING, force_kernel
 from tests.support.tiny_models import tiny_model
 
-needs_kernels = pytest.mark.skipif(not prepacked._works(torch.float32), reason="no oneDNN kernels on this machine")
-pytestmark = needs_kernels
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if prepacked._works(dtype)]
+pytestmark = pytest.mark.skipif(not WORKING, reason="no kernels for packed weights on this machine")
+
+
+@pytest.fixture(autouse=True)
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack every weight, however small."""
+    force_kernel(monkeypatch, WORKING[0][0])
 
 
 def linear(inputs: int = 24, outputs: int = 40, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -37,35 +42,51 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def computed(module: nn.Module, input: torch.Tensor, linears: PrepackedLinears) -> torch.Tensor:
+def computed(module: nn.Module, input: torch.Tensor, linears: PrepackedLayers) -> torch.Tensor:
     with torch.no_grad(), linears.in_use():
         return module(input)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "dtype"), WORKING)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", [(24, 40), (1, 1), (7, 3), (33, 129)])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (5,), (2, 3), (1, 0), (1, 17), (3, 43), (1, 130), (1, 600)])
 def test_a_layer_gives_what_a_plain_one_gives(
-    dtype: torch.dtype, bias: bool, sizes: tuple[int, int], shape: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    dtype: torch.dtype,
+    bias: bool,
+    sizes: tuple[int, int],
+    shape: tuple[int, ...],
 ) -> None:
+    force_kernel(monkeypatch, kernel)
     module, input = linear(*sizes, bias, dtype), rows(*shape, sizes[0], dtype=dtype)
-    ours, plain = computed(module, input, PrepackedLinears(module, True)), module(input).detach()
+    ours, plain = computed(module, input, PrepackedLayers(module, True)), module(input).detach()
     assert ours.shape == plain.shape and ours.dtype == plain.dtype
+    assert PrepackedLayers(module, True).kernels == {kernel: 1}
     torch.testing.assert_close(ours, plain)
 
 
 def test_inputs_need_not_be_contiguous() -> None:
     module, input = linear(), rows(24, 6).T
-    torch.testing.assert_close(computed(module, input, PrepackedLinears(module, True)), module(input).detach())
+    torch.testing.assert_close(computed(module, input, PrepackedLayers(module, True)), module(input).detach())
 
 
-def test_the_kernels_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = linear(), list[int]()
-    kernel = prepacked._linear
-    monkeypatch.setattr(prepacked, "_linear", lambda *given: calls.append(1) or kernel(*given))
-    computed(module, rows(1, 24), PrepackedLinears(module, True))
-    assert calls == [1]
+    force_kernel(monkeypatch, WORKING[0][0], is_faster=(False, True, True, True, False))
+    layers = PrepackedLayers(module, True)
+    (copy,) = layers._copies.values()
+    kernel = copy.matrices[0]
+    copy.matrices = [lambda input, bias: calls.append(len(input)) or kernel(input, bias)]
+    for num_tokens in (1, 2, 4, 5, 64, 65, 300):
+        computed(module, rows(1, num_tokens, 24), layers)
+    assert calls == [2, 4, 5, 64]
+
+
+def test_only_layers_whose_kernel_is_faster_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_kernel(monkeypatch, "none")
+    assert not len(PrepackedLayers(linear(), True))
 
 
 def multiply(weight: nn.Parameter) -> None:
@@ -80,7 +101,7 @@ def replace(weight: nn.Parameter) -> None:
 def test_counted_changes_hold_from_the_next_forward_on() -> None:
     for change in (multiply, replace):
         module, input = linear(), rows(3, 24)
-        linears = PrepackedLinears(module, True)
+        linears = PrepackedLayers(module, True)
         before = computed(module, input, linears)
         change(module.weight)
         torch.testing.assert_close(computed(module, input, linears), 2 * before)
@@ -93,7 +114,7 @@ def test_generate_sees_what_is_written_through_data() -> None:
     gen = SLOSpecGenerator(model, tiny_model("llama"), config=SLOSpecConfig(max_depth=3))
     ids = torch.arange(3, 15)[None]
     before = gen.generate(ids, max_new_tokens=8)
-    assert len(gen.decoder.speculator.target.packed.linears)
+    assert len(gen.decoder.speculator.target.packed.prepacked)
     torch.manual_seed(3)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -104,8 +125,10 @@ def test_generate_sees_what_is_written_through_data() -> None:
 
 def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     module, input, found = linear(), rows(3, 24), list[torch.Tensor]()
-    monkeypatch.setattr(prepacked, "_linear", lambda *_: pytest.fail("another thread's forward was ours"))
-    with PrepackedLinears(module, True).in_use():
+    layers = PrepackedLayers(module, True)
+    (copy,) = layers._copies.values()
+    monkeypatch.setattr(copy, "product", lambda *_: pytest.fail("another thread's forward was ours"))
+    with layers.in_use():
         assert type(module) is not nn.Linear
         thread = threading.Thread(target=lambda: found.append(module(input)))
         thread.start()
@@ -115,14 +138,14 @@ def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch
 
 def test_another_threads_forward_may_end_later() -> None:
     module, input = linear(), rows(3, 24)
-    with PrepackedLinears(module, True).in_use():
+    with PrepackedLayers(module, True).in_use():
         forward = module.forward
     assert torch.equal(forward(input), module(input))
 
 
 def test_nothing_stays_on_the_layers() -> None:
     module = nn.Sequential(linear(), nn.ReLU())
-    linears, others = PrepackedLinears(module, True), PrepackedLinears(module, True)
+    linears, others = PrepackedLayers(module, True), PrepackedLayers(module, True)
     before = dict(module[0].__dict__)
     with pytest.raises(KeyError), linears.in_use(), others.in_use():  # two at a time, and an error
         raise KeyError
@@ -138,7 +161,7 @@ def test_nothing_stays_on_the_layers() -> None:
 def test_a_model_can_be_copied_while_it_forwards(copied: Callable[[nn.Module], nn.Module]) -> None:
     """By another thread: the copy is a plain one, and computes with weights of its own."""
     module, input = nn.Sequential(linear()), rows(3, 24)
-    with PrepackedLinears(module, True).in_use():
+    with PrepackedLayers(module, True).in_use():
         other = copied(module)
     before = other(input)
     multiply(module[0].weight)
@@ -169,7 +192,7 @@ def hook(module: nn.Linear) -> None:
 @pytest.mark.parametrize("change", [parametrise, prune_half, replace_forward, hook, nn.Linear.double])
 def test_what_becomes_of_a_layer_later_is_kept(change: Callable[[nn.Linear], Any]) -> None:
     module = linear()
-    linears = PrepackedLinears(module, True)
+    linears = PrepackedLayers(module, True)
     computed(module, rows(3, 24), linears)
     change(module)
     input = rows(3, 24, dtype=next(module.parameters()).dtype)
@@ -182,7 +205,7 @@ def test_what_becomes_of_a_layer_later_is_kept(change: Callable[[nn.Linear], Any
 
 def test_layers_that_come_and_go() -> None:
     model = nn.Sequential(linear(), nn.Linear(40, 8))
-    linears = PrepackedLinears(model, True)
+    linears = PrepackedLayers(model, True)
     gone, model[1] = ref(model[1]), nn.Linear(40, 16)
     assert computed(model, rows(3, 24), linears).shape == (3, 16)
     linears.renew()
@@ -190,9 +213,9 @@ def test_layers_that_come_and_go() -> None:
 
 
 def test_one_row_of_an_output_layer_written_through_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacked, "MANY_OUTPUTS", 2000)
+    monkeypatch.setattr(packed_weight, "MANY_OUTPUTS", 2000)
     module, input = linear(24, 3000), rows(3, 24)
-    linears = PrepackedLinears(module, True)
+    linears = PrepackedLayers(module, True)
     module.weight.data[1234] = 7.0
     linears.renew()
     torch.testing.assert_close(computed(module, input, linears), module(input).detach())
@@ -200,7 +223,7 @@ def test_one_row_of_an_output_layer_written_through_data(monkeypatch: pytest.Mon
 
 def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    first, second = PackedModel(model, prepack=True).linears, PackedModel(model, prepack=True).linears
+    first, second = PackedModel(model, prepack=True).prepacked, PackedModel(model, prepack=True).prepacked
     assert first._copies == second._copies and len(first) > 0
     weights = {id(m.weight): m.weight.nbytes for m in model.modules() if type(m) is nn.Linear}
     assert first.num_bytes == sum(weights.values())
@@ -214,7 +237,7 @@ def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None
 
 def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
     model = tiny_model("llama")
-    linears = PackedModel(model, prepack=True).linears
+    linears = PackedModel(model, prepack=True).prepacked
     gen = SLOSpecGenerator(model, model, config=SLOSpecConfig(max_depth=2, prepack=True))
     assert gen.decoder.speculator.memory(0).prepacked == linears.num_bytes > 0
 
@@ -224,10 +247,10 @@ def test_copies_take_a_share_of_the_free_memory_at_most(
 ) -> None:
     monkeypatch.setattr(prepacked, "FREE_SHARE", 0.0)
     with caplog.at_level("INFO"):
-        assert not len(PrepackedLinears(linear(), None))
+        assert not len(PrepackedLayers(linear(), None))
     assert "SLOSpecConfig(prepack=True)" in caplog.text
-    assert len(PrepackedLinears(linear(), True)) == 1
-    assert not len(PrepackedLinears(linear(), False))
+    assert len(PrepackedLayers(linear(), True)) == 1
+    assert not len(PrepackedLayers(linear(), False))
 
 
 def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
@@ -240,19 +263,6 @@ def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
     empty = linear()
     empty.weight = nn.Parameter(torch.ones(0, 24))
     for module in (hooked, replaced, inferred, compiled, empty, linear(dtype=torch.float64), nn.Conv1d(3, 3, 1)):
-        assert not len(PrepackedLinears(module, True)), module
+        assert not len(PrepackedLayers(module, True)), module
     with torch.autocast("cpu"):
-        assert not len(PrepackedLinears(linear(), True))
-
-
-def test_a_torch_without_the_kernels_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepacked._works.cache_clear()
-    monkeypatch.setattr(prepacked, "_linear", lambda *_: torch.ops.mkldnn.no_such_operator())
-    assert not len(PrepackedLinears(linear(), True))
-    prepacked._works.cache_clear()
-
-
-def test_kernels_are_made_for_few_numbers_of_rows() -> None:
-    larger = [rows + -rows % prepacked._granularity(rows) for rows in range(1, 1025)]
-    assert len(set(larger)) == 64
-    assert max((now - rows) / rows for rows, now in enumerate(larger, start=1)) <= 1 / 8
+        assert not len(PrepackedLayers(linear(), True))

@@ -1,0 +1,145 @@
+"""Kernels that multiply by a weight which was packed once, and torch's own, which reads it as it lies."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+logger = logging.getLogger(__name__)
+
+TYPICAL_TOKENS = 8  # of a step; a packed layout may depend on it
+TRIED_TOKENS = (1, 3, 8, 40, 300)  # for which a kernel must agree with torch's before it is used
+TOLERANCE = 0.05  # relative; above rounding in any dtype
+
+
+class Matrix(Protocol):
+    """A weight as one kernel reads it."""
+
+    num_bytes: int  # of the copy
+    num_rounded: int  # elements that the copy holds only approximately
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``.  [num_tokens, inputs] -> [num_tokens, outputs], in the input's dtype"""
+
+    def unpacked(self) -> torch.Tensor:
+        """Return the weight as the copy holds it.  -> [outputs, inputs], in any dtype that holds the values"""
+
+
+# Maker of packed weights of [outputs, inputs], contiguous; raises OverflowError if it cannot hold the values.
+Kernel = Callable[[torch.Tensor], Matrix]
+
+
+class Plain:
+    """Torch's own kernels, which read the weight itself."""
+
+    num_bytes = num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(input, self.weight, bias)
+
+    def unpacked(self) -> torch.Tensor:
+        return self.weight
+
+
+class OneDNN:
+    """oneDNN's kernels, which torch's compiler uses for frozen weights in half precision."""
+
+    num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor):
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
+        self.num_bytes = weight.nbytes
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        num_tokens = len(input)  # padded to one of few sizes: oneDNN keeps half a megabyte or more for each
+        if missing := -num_tokens % granularity(num_tokens):
+            input = F.pad(input, (0, 0, 0, missing))
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, bias, "none", [], "")
+        return out[:num_tokens] if missing else out
+
+    def unpacked(self) -> torch.Tensor:
+        weight: torch.Tensor = self.packed.to_dense()
+        return weight
+
+
+class MKL:
+    """MKL's kernels, which torch's compiler uses for frozen weights in fp32."""
+
+    num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor):
+        self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, TYPICAL_TOKENS)
+        self.sizes = weight.new_empty(1).expand(weight.shape)  # the operator takes nothing but sizes from the weight
+        self.num_bytes = weight.nbytes  # MKL reserves more, but writes no more
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # The packed weight holds for any number of tokens; the operator would compute plainly for an unexpected one.
+        out: torch.Tensor = torch.ops.mkl._mkl_linear(input, self.packed, self.sizes, bias, len(input))
+        return out
+
+    def unpacked(self) -> torch.Tensor:
+        return self(
+            torch.eye(self.sizes.shape[1]), None
+        ).T  # exact: one product of each sum is not 0; MKL has no inverse
+
+
+class FBGEMM:
+    """FBGEMM's kernels: weights in fp16, which they multiply in fp32. More precise than kernels that round to bf16."""
+
+    def __init__(self, weight: torch.Tensor):
+        wide = weight.float()
+        held = wide.half()
+        if not held.isfinite().all():
+            raise OverflowError("fp16 cannot hold the weight")
+        self.num_rounded = int((held != weight).sum())
+        self.packed = torch.ops.quantized.linear_prepack_fp16(wide, None)
+        self.num_bytes = held.nbytes
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(input.float(), self.packed)
+        return (out if bias is None else out.add_(bias)).to(input.dtype)
+
+    def unpacked(self) -> torch.Tensor:
+        weight: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self.packed)[0]
+        return weight
+
+
+PACKING: dict[str, Kernel] = {"OneDNN": OneDNN, "MKL": MKL, "FBGEMM": FBGEMM}
+DTYPES = {
+    "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
+    "MKL": (torch.float32,),
+    "FBGEMM": (torch.bfloat16, torch.float16),
+}  # of the weights that a kernel takes
+
+
+def granularity(num_tokens: int) -> int:
+    """Return the number to a multiple of which ``num_tokens`` is padded, which adds an eighth at most."""
+    return 1 << max(num_tokens.bit_length() - 4, 0) if num_tokens < 512 else 64
+
+
+@functools.cache
+def works(name: str, dtype: torch.dtype) -> bool:
+    """Return whether a kernel of PACKING works in this dtype here, found by trial."""
+    if dtype not in DTYPES[name]:
+        return False
+    weight = torch.linspace(-1, 1, 96 * 64).sin().view(96, 64).to(dtype)
+    try:
+        matrix = PACKING[name](weight)
+        return all(_agrees(matrix, weight, num_tokens) for num_tokens in TRIED_TOKENS)
+    except (AttributeError, RuntimeError) as error:  # missing from this torch, or refused for this CPU
+        logger.debug("kernel %s cannot be used in %s: %s", name, dtype, error)
+        return False
+
+
+def _agrees(matrix: Matrix, weight: torch.Tensor, num_tokens: int) -> bool:
+    tokens = torch.linspace(-1, 1, num_tokens * weight.shape[1]).cos().view(num_tokens, -1).to(weight.dtype)
+    plain = F.linear(tokens.double(), weight.double())
+    return bool((matrix(tokens, None).double() - plain).norm() <= TOLERANCE * plain.norm())

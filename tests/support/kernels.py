@@ -1,0 +1,26 @@
+"""Kernels for packed weights, forced instead of measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from hf_slospec.models.cpu import kernel_choice
+from hf_slospec.models.cpu.kernel_choice import SIZES, Choice
+from hf_slospec.models.cpu.kernels import DTYPES, PACKING, Kernel, works
+
+WORKING = [(name, dtype) for name in PACKING for dtype in DTYPES[name] if works(name, dtype)]
+
+
+def force_kernel(monkeypatch: pytest.MonkeyPatch, name: str, is_faster: Sequence[bool] = (True,) * len(SIZES)) -> None:
+    """Make every measurement find one kernel, where it works at all, and forget those of before."""
+    found: dict[str, Choice] = {}
+
+    def measured(weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]) -> Choice:
+        return Choice(kernel=name if name in kernels else None, is_faster=tuple(is_faster))
+
+    monkeypatch.setattr(kernel_choice, "_measured", measured)
+    monkeypatch.setattr(kernel_choice, "_choices", lambda num_threads: found)
+    monkeypatch.setattr(kernel_choice, "_keep", lambda choices: None)
