@@ -31,6 +31,7 @@ PIECES = (1, 3, 8, 24)  # tokens that one forward adds to a cache: as plain deco
 # Tokens whose noise is measured. Held-out forwards of the embedded pair in bf16 moved the margin of the best
 # two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
+CLOSER = {True: "ours", False: "stock", None: "-"}  # whose token the wider dtype chooses
 OURS_ONLY = (
     "slo_tpot",
     "fallback",
@@ -57,11 +58,20 @@ class Divergence:
     our_logit: float
     rounding: float  # spacing of the model's dtype at the larger of the two logits
     noise: float  # largest change of a margin between equal plain forwards at this position
+    wide_token: int | None = None  # that the model chooses in the next wider dtype; None if no such copy could be made
 
     @property
     def margin(self) -> float:
         """Distance of the two logits; nan or inf if a processor had excluded one of the tokens."""
         return abs(self.stock_logit - self.our_logit)
+
+    @property
+    def is_ours_closer(self) -> bool | None:
+        """Return whether the wider dtype agrees with our token; None if it agrees with neither, or was not tried.
+
+        On a CPU, packed weights in fp16 are multiplied in fp32, which is more precise than torch's own bf16 kernels.
+        """
+        return {self.our_token: True, self.stock_token: False}.get(self.wide_token)  # type: ignore[arg-type]  # or None
 
     @property
     def is_near_tie(self) -> bool:
@@ -105,12 +115,12 @@ class DivergenceReport:
         ]
         if self.divergences:
             names = ("row", "position", "stock token", "our token", "stock logit", "our logit")
-            lines.append("  ".join((*names, "  margin", "rounding", "   noise", "near-tie")))
+            lines.append("  ".join((*names, "  margin", "rounding", "   noise", "near-tie", "wider")))
         for d in self.divergences:
             lines.append(  # noqa: PERF401 - a comprehension of three lines of format reads worse
                 f"{d.row:>3}  {d.position:>8}  {d.stock_token:>11}  {d.our_token:>9}  {d.stock_logit:>11.5g}  "
                 f"{d.our_logit:>9.5g}  {d.margin:>8.3g}  {d.rounding:>8.3g}  {d.noise:>8.3g}  "
-                f"{'yes' if d.is_near_tie else 'NO':>8}"
+                f"{'yes' if d.is_near_tie else 'NO':>8}  {CLOSER[d.is_ours_closer]:>5}"
             )
         return "\n".join(lines)
 
@@ -232,7 +242,8 @@ def find_divergences(
         best = scores[0].topk(min(CANDIDATES, scores.shape[1])).indices.tolist()
         noise = margin_noise(scores[:, sorted({*best, *tokens})])
         rounding = spacing(model.dtype, max(abs(stock_logit), abs(our_logit)))
-        found.append(Divergence(row, position, *tokens, stock_logit, our_logit, rounding, noise))
+        wide_token = None if wide is None else int(scores[-1].argmax())
+        found.append(Divergence(row, position, *tokens, stock_logit, our_logit, rounding, noise, wide_token))
     return found
 
 

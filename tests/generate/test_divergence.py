@@ -163,6 +163,7 @@ def test_second_best_token_is_no_near_tie_in_bf16(replace_output: Replace) -> No
     (found,) = divergence_report(SLOSpecGenerator(target, draft), inputs, **OPTIONS).divergences
     assert found.position == at and not found.is_near_tie
     assert found.rounding / 8 < found.noise < 0.5
+    assert found.wide_token == found.stock_token and found.is_ours_closer is False
 
 
 def test_a_slightly_different_target_is_told_from_rounding(replace_output: Replace) -> None:
@@ -301,4 +302,9 @@ def test_report_is_a_plain_value() -> None:
     tie = Divergence(0, 3, 5, 6, 1.5, 1.5, 0.0078125, 0.01)
     report = DivergenceReport(torch.bfloat16, 4, [tie], [[1, 2, 3, 5]], [[1, 2, 3, 6]])
     assert report.all_near_ties and "stock_tokens" not in repr(report)
-    assert "1 divergences, 1 of them at near-ties" in str(report) and str(report).endswith("yes")
+    assert "1 divergences, 1 of them at near-ties" in str(report) and str(report).endswith("yes      -")
+
+
+@pytest.mark.parametrize(("wide", "closer"), [(5, False), (6, True), (7, None), (None, None)])
+def test_a_wider_dtype_tells_which_side_is_closer(wide: int | None, closer: bool | None) -> None:
+    assert Divergence(0, 3, 5, 6, 1.5, 1.5, 0.0078125, 0.01, wide).is_ours_closer is closer

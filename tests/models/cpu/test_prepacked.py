@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
+from transformers.pytorch_utils import Conv1D
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models.cpu import packed_weight, prepacked
+from hf_slospec.models.cpu.packed_weight import PackedWeight
 from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.packed import PackedModel
 from tests.support.kernels import WORKING, force_kernel
@@ -266,3 +268,35 @@ def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
         assert not len(PrepackedLayers(module, True)), module
     with torch.autocast("cpu"):
         assert not len(PrepackedLayers(linear(), True))
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), WORKING)
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "gpt2"])
+def test_fused_experts_and_transposed_weights(
+    monkeypatch: pytest.MonkeyPatch, family: str, kernel: str, dtype: torch.dtype
+) -> None:
+    force_kernel(monkeypatch, kernel)
+    model = copy.deepcopy(tiny_model(family)).to(dtype)
+    layers = PrepackedLayers(model, True)
+    assert layers.num_bytes > sum(m.weight.nbytes for m in model.modules() if type(m) is nn.Linear) or family == "gpt2"
+    assert not any(type(m) in (nn.Linear, Conv1D) and (m, "weight") not in layers._copies for m in model.modules())
+    used, product = set[PackedWeight](), PackedWeight.product
+    monkeypatch.setattr(PackedWeight, "product", lambda copy, *given: used.add(copy) or product(copy, *given))
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        plain = model(ids).logits
+        assert not used
+        with layers.in_use():
+            ours = model(ids).logits
+    assert used == set(layers._copies.values())
+    torch.testing.assert_close(
+        ours, plain, rtol=0, atol={torch.float32: 1e-4}.get(dtype, 0.1) * float(plain.abs().max())
+    )
+
+
+def test_parallel_experts_are_left_alone() -> None:
+    model = copy.deepcopy(tiny_model("mixtral"))
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module._is_expert_parallel = True
+    assert all(isinstance(layer, nn.Linear) for layer, _ in PrepackedLayers(model, True)._copies)
