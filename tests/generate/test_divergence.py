@@ -145,7 +145,7 @@ def test_a_wrong_token_is_no_near_tie(replace_output: Replace) -> None:
         assert 0 < d.noise < 1e-2 < d.margin
     lines = str(report).splitlines()
     assert len(lines) == 4 and "2 divergences, 0 of them" in lines[0]
-    assert len({len(line) for line in lines[1:]}) == 1 and lines[-1].endswith("NO")
+    assert len({len(line) for line in lines[1:]}) == 1 and lines[-1].endswith("NO  stock")
 
 
 def test_second_best_token_is_no_near_tie_in_bf16(replace_output: Replace) -> None:
