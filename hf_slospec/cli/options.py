@@ -20,7 +20,12 @@ TargetModel = Annotated[
 ]
 Assistant = Annotated[str | None, typer.Option(help="Its draft model; required with --target.")]
 Size = Annotated[str, typer.Option(help=f"Size of the embedded target: tiny, {', '.join(SHAPES)}.")]
-DType = Annotated[str, typer.Option(help="bfloat16 (fast on CPUs), float32 (output identical to generate) or float16.")]
+DType = Annotated[
+    str,
+    typer.Option(
+        help="bfloat16, float16, float32 (output identical to generate), or fast: bfloat16 if fast here, else float32."
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
 ConfigJSON = Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")]
 ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the results with provenance to this file.")]

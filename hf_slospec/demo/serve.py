@@ -34,7 +34,7 @@ class Options:
     target: str | None = None  # needs an assistant; None: the embedded pair
     assistant: str | None = None
     size: str = "0.1B"  # of the embedded target: about ten tokens per second and user on two CPU cores
-    dtype: str = "bfloat16"
+    dtype: str = "fast"
     device: str = "cpu"
     host: str | None = None  # None: GRADIO_SERVER_NAME, or else only this machine
     port: int | None = None

@@ -8,11 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.cpu.kernels import works
 from hf_slospec.models.cpu.threads import available_cores
+from hf_slospec.models.machine import native_dtypes
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("fast", "bfloat16", "float16", "float32")
 SIZES = ("tiny", *SHAPES)
 
 
@@ -24,10 +26,17 @@ class Pair(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16, or fp32 on CPUs that have neither bf16 instructions nor FBGEMM's kernels for packed weights."""
+    is_fast = device.type != "cpu" or native_dtypes()[torch.bfloat16] or works("FBGEMM", torch.bfloat16)
+    return torch.bfloat16 if is_fast else torch.float32
+
+
 def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
 
-    The number of torch's threads is limited to the cores that this process may use.
+    The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
+    this machine is fast in, see `fast_dtype`.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.
@@ -36,11 +45,12 @@ def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, 
     if (target is None) != (assistant is None):
         raise InvalidInputError("give --target and --assistant together")
     if dtype not in DTYPES:
-        raise InvalidInputError(f"--dtype must be bfloat16, float16 or float32, got {dtype!r}")
+        raise InvalidInputError(f"--dtype must be fast, bfloat16, float16 or float32, got {dtype!r}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         raise InvalidInputError(f"--device {device}: {error}") from error
+    dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
     if target is not None and assistant is not None:
         load: Any = AutoModelForCausalLM.from_pretrained
         try:

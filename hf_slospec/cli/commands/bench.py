@@ -32,7 +32,7 @@ def bench(
     target: TargetModel = None,
     assistant: Assistant = None,
     size: Size = "0.6B",
-    dtype: DType = "bfloat16",
+    dtype: DType = "fast",
     device: Device = "cpu",
     batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 64,
@@ -59,7 +59,8 @@ def bench(
     settings = settings_of(config)
     models = pair_of(target, assistant, size, dtype, device)
     facts = benchmark.provenance(
-        target=target or f"embedded, {size}", assistant=assistant or "embedded", dtype=dtype, device=device,
+        target=target or f"embedded, {size}", assistant=assistant or "embedded",
+        dtype=str(models.target.dtype), device=device,
         parameters=[model.num_parameters() for model in models[:2]], prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, repeats=repeats,
         config=settings.model_dump(),
@@ -70,7 +71,7 @@ def bench(
     methods = runner.methods(sorted(set(batch)), list(range(1, 9)) if tune else [])
     samples = runner.run(methods, repeats)
     rows = benchmark.summarize(samples, new_tokens)
-    console().print(_table(rows))
+    console().print(_table(rows, facts))
     if trace is not None:
         write_chrome_trace(samples[benchmark.OURS, max(batch)][-1].steps, trace)
     if record is not None:
@@ -80,9 +81,9 @@ def bench(
         write_results(json_path, facts, rows)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Table:
     """Return the results as a table within 80 columns."""
-    title = "Speed against stock generate at the same batch size, medians over repeats"
+    title = f"Speed against stock generate at the same batch size, medians over repeats, {facts['dtype']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
     table.caption = "host: time outside of forwards; equal: rows with the tokens of generate"
     table.add_column("batch", justify="right", no_wrap=True)

@@ -38,7 +38,7 @@ def generate(
     target: TargetModel = None,
     assistant: Assistant = None,
     size: Size = "tiny",
-    dtype: DType = "bfloat16",
+    dtype: DType = "fast",
     device: Device = "cpu",
     config: ConfigJSON = "{}",
     json_path: Annotated[

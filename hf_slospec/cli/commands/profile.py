@@ -25,7 +25,7 @@ def profile(
     target: TargetModel = None,
     assistant: Assistant = None,
     size: Size = "0.6B",
-    dtype: DType = "bfloat16",
+    dtype: DType = "fast",
     device: Device = "cpu",
     seconds: Annotated[float, typer.Option(min=1.0, help="Duration of the measurement of each model.")] = 30.0,
     plot: Annotated[Path | None, typer.Option(help="Plot the measured curves to this PNG.")] = None,
@@ -48,5 +48,5 @@ def profile(
         output.print(f"plotted to {plot}")
     if json_path is not None:
         facts = benchmark.provenance(target=target or f"embedded, {size}", assistant=assistant or "embedded",
-                                     dtype=dtype, device=device, seconds=seconds)  # fmt: skip
+                                     dtype=str(models["target"].dtype), device=device, seconds=seconds)  # fmt: skip
         write_results(json_path, facts, records)
