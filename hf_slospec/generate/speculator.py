@@ -28,7 +28,7 @@ from hf_slospec.policies.auto import SpeculationHistory
 
 FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
-MEASURE_S = {"target": 8.0, "draft": 1.5}
+MEASURE_S = {"target": 5.0, "draft": 1.0}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
 

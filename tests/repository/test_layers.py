@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -95,3 +97,16 @@ def test_other_imports_that_no_module_may_have_are_found(module: str, name: str)
 def test_public_names_exist_and_are_sorted() -> None:
     assert hf_slospec.__all__ == sorted(hf_slospec.__all__)
     assert all(hasattr(hf_slospec, name) for name in hf_slospec.__all__)
+
+
+def test_the_import_loads_no_optional_package() -> None:
+    """Loading a model imports transformers' quantisers, and with them torchao; the package must not add to that."""
+    code = (
+        "import sys; from transformers import AutoTokenizer, LlamaForCausalLM; before = {*sys.modules}; "
+        "import hf_slospec; print(*{name.split('.')[0] for name in sys.modules.keys() - before})"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    added = set(output.split())
+    assert "hf_slospec" in added
+    optional = {"flash_attn", "gradio", "matplotlib", "peft", "prometheus_client", "torchao"}
+    assert not added & (optional | {"accelerate", "pandas", "rich", "tqdm", "typer"})

@@ -31,8 +31,10 @@ class Size:
         return self.num_requests * self.keys_each
 
 
-# Measured sizes, most needed first. Large ones are left out where half as many tokens cost WORTHWHILE times one.
-CURVE = tuple(Size(tokens) for tokens in (1, 16, 64, 4, 32, 8, 2, 128, 256, 512))
+# Measured sizes, most needed first; the first two are always measured, as a curve needs a slope. Large ones are left
+# out where half as many tokens cost WORTHWHILE times one.
+CURVE = tuple(Size(tokens) for tokens in (1, 4, 16, 64, 32, 8, 2, 128, 256, 512))
+NEEDED = CURVE[:2]
 SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, against the 16 tokens of the curve
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96))  # to evaluate the fit
 WORTHWHILE = 4.0
@@ -81,20 +83,27 @@ def measure(
 ) -> Measured:
     """Time forwards of many sizes in rounds for about ``limit_s`` seconds, of fewer sizes where the model is slow.
 
-    The caller must hold the model's lock.
+    Forwards that are expected to end after the limit are left out, so that one large forward of a slow model does not
+    take several times the limit. The caller must hold the model's lock.
     """
     measured = Measured()
-    sizes = [*CURVE[:3], *SLOPES, *CURVE[3:], *(HELD_OUT if held_out else ())]
+    sizes = [*CURVE[:4], *SLOPES, *CURVE[4:], *(HELD_OUT if held_out else ())]
     forward_s = Forwards(packed)
     forward_s(Size(1))  # includes one-off costs
     started_s = time.perf_counter()
     for repeat in range(repeats):
         for size in sizes:
-            is_needed = repeat == 0 and size in CURVE[:3]
-            if is_needed or (time.perf_counter() - started_s < limit_s and _is_worthwhile(size, measured)):
+            is_needed = repeat == 0 and size in NEEDED
+            left_s = limit_s - (time.perf_counter() - started_s)
+            if is_needed or (_expected_s(size, measured) < left_s and _is_worthwhile(size, measured)):
                 measured.add(size, forward_s(size))
                 on_forward(size)
     return measured
+
+
+def _expected_s(size: Size, measured: Measured) -> float:
+    """Return the seconds that a forward will take, by those measured so far."""
+    return float(measured.fit()(size.num_tokens, size.num_requests, size.num_keys))
 
 
 def _is_worthwhile(size: Size, measured: Measured) -> bool:

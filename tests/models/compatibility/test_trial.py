@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 from hf_slospec import SLOSpecGenerator, UnsupportedModelError
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models import new_tokens
+from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.compatibility import trial
+from hf_slospec.models.packed import PackedModel
 from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 chain_and_tree = trial.chain_and_tree
@@ -81,3 +85,26 @@ def test_running_out_of_memory_says_nothing_about_the_model(monkeypatch: pytest.
     monkeypatch.setattr(model, "forward", exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         SLOSpecGenerator(model)
+
+
+def test_a_check_takes_four_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shapes = copy.deepcopy(tiny_model("llama")), []
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def counted(**inputs: Any) -> Any:
+        shapes.append(tuple(inputs["input_ids"].shape))
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", counted)
+    CheckedModel(model, SLOSpecConfig(), measure_s=0.0)
+    assert shapes == [(1, 1), (1, 7), (1, 7), (3, 7)]  # the probe, both prompts, both trees, and the plain forward
+
+
+def test_padding_does_not_change_plain_logits() -> None:
+    packed = PackedModel(tiny_model("llama"))
+    texts = [[5, 6, 7, 8], [9, 4]]
+    with torch.no_grad():
+        together, alone = trial._plain(packed, texts), [trial._plain(packed, [text])[0] for text in texts]
+    for ours, own in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, own)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_slospec.models.costs import measure as measure_module
-from hf_slospec.models.costs.measure import CURVE, HELD_OUT, REPEATS, SLOPES, Measured, Size, measure
+from hf_slospec.models.costs.measure import CURVE, HELD_OUT, NEEDED, REPEATS, SLOPES, Measured, Size, measure
 from hf_slospec.models.packed import PackedModel
 from tests.support.tiny_models import tiny_model
 
@@ -74,10 +74,20 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_clock")
 def test_a_slow_model_is_known_at_fewer_sizes() -> None:
-    assert list(measure(None, 0.0).seconds) == list(CURVE[:3])
+    assert list(measure(None, 0.0).seconds) == list(NEEDED)
     some = measure(None, 8.0).seconds
-    assert {*CURVE[:3], *SLOPES} <= set(some) < {*CURVE, *SLOPES}
+    assert {*CURVE[:4], *SLOPES} <= set(some) < {*CURVE, *SLOPES}
     assert FakeForwards.now_s < true_s(Size(1)) + 8.0 + true_s(CURVE[-1])
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_forwards_that_would_end_after_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.true_s", lambda size: 0.2 + 0.1 * size.num_tokens)  # as bf16 without bf16 kernels
+    sizes = []
+    cost = measure(None, 5.0, on_forward=sizes.append).fit()
+    assert FakeForwards.now_s < 0.3 + 5.0 + 0.1  # the warm-up, and rounding
+    assert Size(16) in sizes and max(size.num_tokens for size in sizes) < 64
+    assert float(cost(64)) == pytest.approx(0.2 + 0.1 * 64)  # the curve goes on as a line
 
 
 @pytest.mark.usefixtures("fake_clock")

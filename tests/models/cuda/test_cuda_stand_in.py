@@ -42,7 +42,7 @@ GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.8, t
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     for name in MEASURE_S:
-        monkeypatch.setitem(MEASURE_S, name, 0.0)  # three sizes: times of a stand-in say nothing
+        monkeypatch.setitem(MEASURE_S, name, 0.0)  # two sizes: times of a stand-in say nothing
     with stand_in_cuda() as device:
         yield device
 
