@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 LLAMA_CPP_PYTHON = "0.3.36"  # its source distribution holds llama.cpp
+CUDA_BUILDS = ["torchvision", "torchaudio", "torchcodec"]  # cannot be loaded with torch's CPU build, and are not needed
 LLAMA_FLAGS = [
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=OFF",
@@ -46,8 +47,7 @@ def environment(folder: Path, requirements: list[str]) -> None:
     if not (folder / "bin" / "python").exists():
         run(sys.executable, "-m", "venv", folder)
     run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *requirements)
-    # torch's CPU build and torchvision's build for CUDA cannot be loaded together, and neither peer needs torchvision.
-    run(folder / "bin" / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision")
+    run(folder / "bin" / "python", "-m", "pip", "uninstall", "--quiet", "--yes", *CUDA_BUILDS)
     done.write_text("\n".join(requirements) + "\n")
 
 

@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="default: results-ISA.json in the folder")
     parser.add_argument("--total", type=float, default=3600, help="seconds after which no more is measured")
     parser.add_argument("--call-s", type=float, default=180, help="seconds that one call may take")
-    parser.add_argument("--start-s", type=float, default=300, help="seconds that a worker may take to load")
+    parser.add_argument("--start-s", type=float, default=600, help="seconds that a worker may take to load")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.resolve()
     arguments.json = arguments.json or arguments.folder / f"results-{arguments.isa}.json"
