@@ -1,0 +1,78 @@
+"""Worker of llama.cpp: a llama-server of its own, with weights of one type, with or without the draft."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from protocol import NewTokens, Request, serve
+
+SLOTS = 8  # rows at once
+CONTEXT = 256  # tokens per row
+GREEDY = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
+EXACT_LENGTH = {"ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+
+
+def start(binary: Path, models: Path, port: int, threads: str, kind: str, draft_tokens: str) -> subprocess.Popen[bytes]:
+    """Start a llama-server."""
+    command = [str(binary), "-m", str(models / f"target-{kind}.gguf"), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "--no-webui"]
+    if draft_tokens != "0":
+        command += ["-md", str(models / f"draft-{kind}.gguf"), "--spec-type", "draft-simple", "-td", threads]
+        command += ["-tbd", threads, "--spec-draft-n-max", draft_tokens, "--spec-draft-p-min", "0.0"]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+
+def fetch(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the JSON that a GET, or a POST of ``body``, answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server has loaded its models; RuntimeError if it exits."""
+    while process.poll() is None:
+        try:
+            fetch(f"{url}/health")
+            return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+    raise RuntimeError(f"llama-server exited with code {process.returncode}")
+
+
+def main() -> None:
+    folder, threads, isa, kind, draft_tokens = sys.argv[1:]
+    binary = Path(folder) / ("llama-avx2" if isa == "avx2" else "build/bin") / "llama-server"
+    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    wait_until_ready(url, start(binary, Path(folder) / "models", port, threads, kind, draft_tokens))
+    pool = ThreadPoolExecutor(SLOTS)
+
+    def generate(request: Request) -> NewTokens:
+        def row(ids: list[int]) -> list[int]:
+            body = {"prompt": ids, "n_predict": request["new_tokens"], **GREEDY, **EXACT_LENGTH}
+            tokens: list[int] = fetch(f"{url}/completion", body)["tokens"]
+            return tokens
+
+        return list(pool.map(row, request["ids"]))
+
+    lines = (version.stdout + version.stderr).splitlines()
+    serve(generate, versions=[line for line in lines if line.startswith(("version", "load_backend"))])
+
+
+if __name__ == "__main__":
+    main()

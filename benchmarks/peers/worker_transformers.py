@@ -1,0 +1,49 @@
+"""Worker of stock ``generate``, assisted generation and hf_slospec, in one dtype."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from protocol import NewTokens, Request, serve
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_slospec import SLOSpecGenerator
+from hf_slospec.cli.benchmark import provenance
+
+
+def main() -> None:
+    folder, threads, _, short = sys.argv[1:]
+    models, dtype = Path(folder) / "models", {"fp32": torch.float32, "bf16": torch.bfloat16}[short]
+    torch.set_num_threads(int(threads))
+    load: Any = AutoModelForCausalLM.from_pretrained
+    target, draft = (load(models / f"{name}-{short}", dtype=dtype) for name in ("target", "draft"))
+    for model in (target, draft):
+        model.generation_config.eos_token_id = None  # every row gets its full length
+    generator = SLOSpecGenerator(target, draft, AutoTokenizer.from_pretrained(models / f"target-{short}"))
+    constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    stock = {name: getattr(draft.generation_config, name) for name in (*constant, "num_assistant_tokens")}
+
+    def generate(request: Request) -> NewTokens:
+        ids = torch.tensor(request["ids"])  # [batch, prompt_len] int64
+        options = {"do_sample": False, "max_new_tokens": request["new_tokens"], "attention_mask": torch.ones_like(ids)}
+        if request["method"] == "hf_slospec":
+            sequences = generator.generate(input_ids=ids, **options)
+        elif request["method"] == "assisted":
+            tokens = request.get("assistant_tokens")  # None: transformers' defaults
+            draft.generation_config.update(**(constant | {"num_assistant_tokens": tokens} if tokens else stock))
+            sequences = target.generate(input_ids=ids, assistant_model=draft, **options)
+        else:
+            sequences = target.generate(input_ids=ids, **options)
+        tokens: NewTokens = sequences[:, ids.shape[1] :].tolist()
+        return tokens
+
+    # The first call prepacks the weights, if memory is free: before the other workers take it.
+    generate({"method": "hf_slospec", "ids": [[1, 2, 3]], "new_tokens": 8})
+    serve(generate, provenance=provenance())
+
+
+if __name__ == "__main__":
+    main()
