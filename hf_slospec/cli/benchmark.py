@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 import hf_slospec
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.models.machine import cpu_info, native_dtypes
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.sim.texts import RecordedText
 
@@ -32,11 +33,6 @@ PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
 ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-NATIVE_FLAGS: dict[str, set[str]] = {  # by dtype: x86 CPU flags of which one is enough; none means always
-    "float32": set(),
-    "bfloat16": {"avx512_bf16", "amx_bf16", "avx_ne_convert"},
-    "float16": {"avx512_fp16", "amx_fp16", "avx_ne_convert"},
-}
 
 GenerateCall = Callable[[dict[str, Any]], Any]  # encoded prompts -> sequences, or an output that has them
 
@@ -253,18 +249,15 @@ def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> 
 
 def provenance(**facts: Any) -> dict[str, Any]:
     """Return what is needed to reproduce a result: versions, hardware, date and ``facts``."""
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "cpu": f"{len(names)} x {names[0]}",
+        "cpu": f"{os.cpu_count()} x {cpu_info('model name')}",
         "isa": _isa(),
-        "native_dtypes": _native_dtypes(lines),
+        "native_dtypes": [str(dtype).removeprefix("torch.") for dtype, native in native_dtypes().items() if native],
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,
@@ -275,23 +268,6 @@ def _isa() -> str:
     """Return the instruction set of torch's kernels, and whether environment variables restrict it."""
     is_restricted = any(name in os.environ for name in ISA_VARIABLES)
     return torch.backends.cpu.get_cpu_capability() + (" (restricted by environment)" if is_restricted else "")
-
-
-def _native_dtypes(cpu_info: list[str]) -> list[str]:
-    """Return the dtypes that torch's matrix kernels may use and that the CPU has instructions for.
-
-    oneDNN accepts bfloat16 on every CPU with AVX-512 and emulates it where there are no instructions.
-    """
-    flags = next((set(line.split(":")[1].split()) for line in cpu_info if line.startswith("flags")), None)  # x86 only
-    accepted = {"float32"}
-    if torch.backends.mkldnn.is_available():
-        accepted |= {"bfloat16"} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
-        accepted |= {"float16"} if torch.ops.mkldnn._is_mkldnn_fp16_supported() else set()
-    return [
-        name
-        for name, needed in NATIVE_FLAGS.items()
-        if name in accepted and (not needed or flags is None or needed & flags)
-    ]
 
 
 def _commit() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -13,14 +14,19 @@ import torch
 import transformers
 from huggingface_hub import cached_assets_path
 
+FLAGS = {  # of x86 CPUs, one of which is enough
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "avx_ne_convert"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "avx_ne_convert"},
+}
+
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return a description of what decides how long a computation takes here, the model aside."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
-        "device": cuda or f"{device.type} {platform.processor() or platform.machine()} {cpu_name()}",
+        "device": cuda or f"{device.type} {platform.processor() or platform.machine()} {cpu_info('model name')}",
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "half": {str(dtype): native for dtype, native in native_dtypes().items()},
+        "native_dtypes": [str(dtype) for dtype, is_native in native_dtypes().items() if is_native],
         "host": platform.node(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -30,13 +36,16 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def native_dtypes() -> dict[torch.dtype, bool]:
-    """Return for each half-precision dtype whether the CPU has instructions for it that oneDNN would use."""
-    if not torch.backends.mkldnn.is_available():
-        return {torch.bfloat16: False, torch.float16: False}
-    return {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
+    """Return for each dtype of weights whether the CPU has instructions for it that oneDNN uses.
+
+    oneDNN accepts bf16 on every CPU with AVX-512, and emulates it where there are no instructions.
+    """
+    flags = set(cpu_info("flags").split())
+    accepts = {torch.float32: True, torch.bfloat16: False, torch.float16: False}
+    if torch.backends.mkldnn.is_available():
+        accepts[torch.bfloat16] = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        accepts[torch.float16] = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return {dtype: own and (not flags or bool(flags & FLAGS.get(dtype, flags))) for dtype, own in accepts.items()}
 
 
 def digest(value: Any) -> str:
@@ -60,11 +69,12 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def cpu_name() -> str:
-    """Return the CPU's name as Linux gives it, else "unknown"."""
+@functools.cache
+def cpu_info(name: str) -> str:
+    """Return what Linux says of the first CPU ("model name", "flags"), or "" elsewhere."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
+            if line.split(":")[0].strip() == name:
                 return line.split(":", 1)[1].strip()
-    return "unknown"
+    return ""
