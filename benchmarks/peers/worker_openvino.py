@@ -24,6 +24,7 @@ def main() -> None:
     }
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, 16, False  # cache in GB
+    scheduler.max_num_batched_tokens = 1024  # the prompts of a batch at once
     drafted = options | {"draft_model": genai.draft_model(models / f"ov-draft-{short}", "CPU", **options)}
     pipelines = [
         genai.ContinuousBatchingPipeline(models / f"ov-target-{short}", scheduler, "CPU", own)
