@@ -76,7 +76,7 @@ def test_inputs_need_not_be_contiguous() -> None:
 
 def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = linear(), list[int]()
-    force_kernel(monkeypatch, WORKING[0][0], is_faster=(False, True, True, True, False))
+    force_kernel(monkeypatch, WORKING[0][0], is_faster=(False, True, True, True, True, False))
     layers = PrepackedLayers(module, True)
     (copy,) = layers._copies.values()
     kernel = copy.matrices[0]
