@@ -4,7 +4,7 @@
 
 Every contestant of a group runs once per repeat and batch size with the repeat's prompts, so that drift affects all
 alike; ratios are taken within a repeat. The file is written after every repeat, and the same command continues it.
-``--isa avx2`` restricts all contestants to AVX2, so that a machine with AVX-512 can stand in for one without.
+``--isa avx2`` restricts the contestants to AVX2, so that a machine with AVX-512 can stand in for one without.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from contestants import GROUPS, STOCK, Contestant
 from summary import Record, different_at, summarize, table
-from workers import ISAS, Worker, WorkerError
+from workers import ISAS, UNRESTRICTED, Worker, WorkerError
 
 PAUSE_S = 0.25  # before a call, so that the idle threads of the last one have stopped spinning
 
@@ -90,6 +90,9 @@ class Group:
         for key in dict.fromkeys(contestant.worker for contestant in self.contestants):
             say(f"{self.name}: starting {' '.join(key)}")
             own = self.arguments
+            if own.isa != "native" and key[0] in UNRESTRICTED:
+                self.workers[key] = WorkerError(UNRESTRICTED[key[0]])
+                continue
             try:
                 start_s = min(own.start_s, self.left_s())
                 self.workers[key] = Worker(key, own.folder, own.threads, own.isa, start_s)

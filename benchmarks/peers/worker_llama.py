@@ -59,7 +59,8 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    wait_until_ready(url, start(binary, Path(folder) / "models", port, threads, kind, draft_tokens))
+    process = start(binary, Path(folder) / "models", port, threads, kind, draft_tokens)
+    wait_until_ready(url, process)
     pool = ThreadPoolExecutor(SLOTS)
 
     def generate(request: Request) -> NewTokens:
@@ -71,7 +72,12 @@ def main() -> None:
         return list(pool.map(row, request["ids"]))
 
     lines = (version.stdout + version.stderr).splitlines()
-    serve(generate, versions=[line for line in lines if line.startswith(("version", "load_backend"))])
+    maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    serve(
+        generate,
+        versions=[line for line in lines if line.startswith("version")],
+        kernels=sorted({line.split("/")[-1] for line in maps if "/libggml-cpu" in line}),
+    )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from protocol import NewTokens, Request, serve
 
 
 def main() -> None:
-    folder, threads, isa, short = sys.argv[1:]
+    folder, threads, _, short = sys.argv[1:]
     models = Path(folder) / "models"
     capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    # Without instructions for bf16, bf16 weights are computed in fp32. The capabilities ignore the restriction to AVX2.
-    precision = "bf16" if short == "bf16" and isa == "native" and "BF16" in capabilities else "f32"
+    # Without instructions for bf16, bf16 weights are computed in fp32.
+    precision = "bf16" if short == "bf16" and "BF16" in capabilities else "f32"
     options = {
         "INFERENCE_NUM_THREADS": int(threads),
         "INFERENCE_PRECISION_HINT": precision,
@@ -24,7 +24,7 @@ def main() -> None:
     }
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, 16, False  # cache in GB
-    scheduler.max_num_batched_tokens = 1024  # the prompts of a batch at once
+    scheduler.max_num_batched_tokens = 1024  # the prompts of a batch at once: drafting is wrong after split ones
     drafted = options | {"draft_model": genai.draft_model(models / f"ov-draft-{short}", "CPU", **options)}
     pipelines = [
         genai.ContinuousBatchingPipeline(models / f"ov-target-{short}", scheduler, "CPU", own)
