@@ -59,8 +59,8 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
 
     paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
     plain = _plain(packed, [[*texts[index][:-1], *trees[index].tokens[path].tolist()] for index, path in paths])
-    triples = zip(paths, plain, strict=True)
-    return torch.cat([_relative(ours[index][path], logits[-len(path) :]) for (index, path), logits in triples])
+    pairs = zip(paths, plain, strict=True)
+    return torch.cat([_relative(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs])
 
 
 def _noise(packed: PackedModel) -> float:
