@@ -31,15 +31,15 @@ def measure(folder: Path) -> dict[str, float]:
     import hf_slospec
 
     import_s = time.perf_counter() - begun_s
-    pair = [AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto") for name in ("target", "draft")]
-    for model in pair:
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto") for name in ("target", "draft"))
+    for model in (target, draft):
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # the file is mapped, and reading it would count
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     inputs = tokenizer(hf_slospec.tiny_prompts()[0], return_tensors="pt")
 
     times, cpu_times = [time.perf_counter()], [time.process_time()]
-    generator = hf_slospec.SLOSpecGenerator(*pair, tokenizer)
+    generator = hf_slospec.SLOSpecGenerator(target, draft, tokenizer)
     generator_s = time.perf_counter() - times[0]
     for _ in range(2):
         generator.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
