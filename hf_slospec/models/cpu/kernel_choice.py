@@ -23,7 +23,7 @@ except ImportError:  # Windows
 CPU = torch.device("cpu")
 SIZES = (1, 4, 8, 16, 64, 256)  # tokens at which kernels are timed
 STEP_SIZES = 4  # of them, the sizes of steps, by whose sum a packed layout is chosen
-MEASURED_BYTES = 2**25  # weights of one shape that are timed, in turn, so that caches do not hold them
+MEASURED_BYTES = 2**24  # weights of one shape that are timed, in turn, so that caches do not hold them
 REPEATS = 3
 CALM_S = 0.02  # between two interruptions of a machine that is idle otherwise
 SMALL_BYTES = 2**20  # of a weight; smaller ones stay in caches, where packing gains little

@@ -95,13 +95,11 @@ class FBGEMM:
     """FBGEMM's kernels: weights in fp16, which they multiply in fp32. More precise than kernels that round to bf16."""
 
     def __init__(self, weight: torch.Tensor):
-        wide = weight.float()
-        held = wide.half()
-        if not held.isfinite().all():
+        if not float(weight.abs().max()) <= torch.finfo(torch.float16).max:  # or nan
             raise OverflowError("fp16 cannot hold the weight")
-        self.num_rounded = int((held != weight).sum())
-        self.packed = torch.ops.quantized.linear_prepack_fp16(wide, None)
-        self.num_bytes = held.nbytes
+        self.num_rounded = int((weight.half().to(weight.dtype) != weight).sum())
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        self.num_bytes = weight.nbytes
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(input.float(), self.packed)

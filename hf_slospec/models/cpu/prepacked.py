@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -100,8 +101,7 @@ class PrepackedLayers:
         """Update the copies to the model's present layers and weights, however they were changed."""
         found: dict[Copy, PackedWeight] = {}
         num_owners = Counter(id(weight) for _, weight in self._model.named_parameters(remove_duplicate=False))
-        for layer in self._candidates():
-            copies = layer.packed_weights if isinstance(layer, Released) else self._copies_of(layer)
+        for layer, copies in self._all_copies():
             for copy in copies.values():
                 copy.renew()
             found |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
@@ -112,13 +112,14 @@ class PrepackedLayers:
         self._copies = found
         self._classes = {layer: plain_class(layer) for layer, _ in found}
 
-    def _copies_of(self, layer: nn.Module) -> dict[str, PackedWeight]:
-        """Return the packed weights of a layer by name, made if they are missing, where a kernel is worth it."""
-        names = [name for name in weight_names(layer) if choose(matrices_of(layer, getattr(layer, name))).kernel]
-        keys = {name: (id(layer), name) for name in names}
-        return {
-            name: _shared.get(key) or _shared.setdefault(key, PackedWeight(layer, name)) for name, key in keys.items()
-        }
+    def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
+        """Yield every layer with its packed weights, which are made if they are missing."""
+        layers = self._candidates()
+        if not any(_packs_slowly(layer) for layer in layers):
+            yield from ((layer, _copies_of(layer)) for layer in layers)
+            return
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            yield from zip(layers, pool.map(_copies_of, layers), strict=True)
 
     def _candidates(self) -> list[nn.Module]:
         """Return the layers on a CPU that may be packed: without hooks, quantised weights or a replaced forward."""
@@ -167,3 +168,24 @@ class PrepackedLayers:
                     for layer, own in classes.items():
                         if type(layer) is prepacked_class(own):
                             set_class(layer, own)
+
+
+def _kernels_of(layer: nn.Module) -> dict[str, str]:
+    """Return the names of a layer's weights for which a kernel is worth it, with the kernel's name."""
+    chosen = {name: choose(matrices_of(layer, getattr(layer, name))).kernel for name in weight_names(layer)}
+    return {name: kernel for name, kernel in chosen.items() if kernel is not None}
+
+
+def _packs_slowly(layer: nn.Module) -> bool:
+    """Return whether a layer has yet to be packed by FBGEMM, which uses one thread: 50 million weights per second."""
+    if isinstance(layer, Released):
+        return False
+    return any(kernel == "FBGEMM" and (id(layer), name) not in _shared for name, kernel in _kernels_of(layer).items())
+
+
+def _copies_of(layer: nn.Module) -> Mapping[str, PackedWeight]:
+    """Return the packed weights of a layer by name, made if they are missing."""
+    if isinstance(layer, Released):
+        return layer.packed_weights
+    keys = {name: (id(layer), name) for name in _kernels_of(layer)}
+    return {name: _shared.get(key) or _shared.setdefault(key, PackedWeight(layer, name)) for name, key in keys.items()}
