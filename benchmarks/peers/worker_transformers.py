@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,16 @@ from hf_slospec import SLOSpecGenerator
 from hf_slospec.cli.benchmark import provenance
 
 
+def restrict_fbgemm() -> None:
+    """Restrict FBGEMM's kernels, which obey no environment variable, to AVX2 (the first of its instruction sets)."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    library._ZN6fbgemm14fbgemmForceIsaENS_10inst_set_tE(1)
+
+
 def main() -> None:
-    folder, threads, _, short = sys.argv[1:]
+    folder, threads, isa, short = sys.argv[1:]
+    if isa == "avx2":
+        restrict_fbgemm()
     models, dtype = Path(folder) / "models", {"fp32": torch.float32, "bf16": torch.bfloat16}[short]
     torch.set_num_threads(int(threads))
     load: Any = AutoModelForCausalLM.from_pretrained
