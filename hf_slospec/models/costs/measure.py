@@ -33,7 +33,7 @@ class Size:
 
 # Measured sizes, most needed first; the first two are always measured, as a curve needs a slope. Large ones are left
 # out where half as many tokens cost WORTHWHILE times one.
-CURVE = tuple(Size(tokens) for tokens in (1, 4, 16, 64, 32, 8, 2, 128, 256, 512))
+CURVE = tuple(Size(tokens) for tokens in (1, 4, 16, 64, 6, 32, 8, 2, 128, 256, 512))
 NEEDED = CURVE[:2]
 SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, against the 16 tokens of the curve
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96))  # to evaluate the fit
