@@ -33,7 +33,7 @@ def packed() -> PackedModel:
 
 
 def files(cache: Path) -> list[Path]:
-    return [path for path in cache.rglob("*") if path.is_file()]
+    return [path for path in cache.rglob("*") if path.is_file() and "profiles" in path.parts]
 
 
 def rewrite(cache: Path, **changes: Any) -> None:
