@@ -255,7 +255,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "cpu": f"{os.cpu_count()} x {cpu_info('model name')}",
+        "cpu": f"{os.cpu_count()} x {cpu_info('model name') or platform.processor()}",
         "isa": _isa(),
         "native_dtypes": [str(dtype).removeprefix("torch.") for dtype, native in native_dtypes().items() if native],
         "threads": torch.get_num_threads(),

@@ -67,9 +67,11 @@ def choose(weights: Sequence[torch.Tensor]) -> Choice:
     choices = _choices(torch.get_num_threads())
     name = f"{str(weight.dtype).removeprefix('torch.')} {weight.shape[0]}x{weight.shape[1]}"
     if name not in choices:
-        kernels = {name: kernel for name, kernel in PACKING.items() if works(name, weight.dtype)}
-        choices[name] = (_measured(weights, kernels) or _usual(weight, kernels)) if kernels else PLAIN
-        _keep({name: choice for name, choice in choices.items() if choice.seconds})
+        kernels = {kernel: make for kernel, make in PACKING.items() if works(kernel, weight.dtype)}
+        measured = _measured(weights, kernels) if kernels else PLAIN
+        choices[name] = measured or _usual(weight, kernels)
+        if measured is not None and measured.seconds:
+            _keep({name: measured})
     return choices[name]
 
 

@@ -86,9 +86,8 @@ class MKL:
         return out
 
     def unpacked(self) -> torch.Tensor:
-        return self(
-            torch.eye(self.sizes.shape[1]), None
-        ).T  # exact: one product of each sum is not 0; MKL has no inverse
+        # MKL cannot unpack. Of each sum, one product at most is not 0, so that the result is exact.
+        return self(torch.eye(self.sizes.shape[1]), None).T
 
 
 class FBGEMM:

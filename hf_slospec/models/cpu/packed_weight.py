@@ -67,10 +67,9 @@ class PackedWeight:
 
     def product(self, input: torch.Tensor, bias: torch.Tensor | None, index: int = 0) -> torch.Tensor:
         """Return the product with the weight, or with one expert's.  [num_tokens, inputs] -> [num_tokens, outputs]"""
-        is_released = self.weight.device == META
-        if self.matrices and len(input) and (is_released or self.choice.packs(len(input))):
+        if self.matrices and len(input) and (self.choice.packs(len(input)) or self.weight.device == META):
             return self.matrices[index](input, bias)
-        if is_released:
+        if self.weight.device == META:  # and no tokens
             return input.new_empty(0, self.weight.shape[-1 if is_transposed(self.layer) else -2])
         return F.linear(input, matrices_of(self.layer, self.weight)[index], bias)
 
@@ -122,7 +121,7 @@ def is_usual(weight: nn.Parameter) -> bool:
     """Return whether a weight is a dense parameter on the CPU that kernels can pack."""
     is_dense = weight.device.type == "cpu" and weight.layout is torch.strided and weight.is_contiguous()
     is_own = type(weight) is nn.Parameter and not weight.is_inference()
-    return bool(is_own and is_dense and weight.numel() > 0 and weight.dtype in DTYPES["OneDNN"])
+    return bool(is_own and is_dense and weight.numel() > 0 and any(weight.dtype in own for own in DTYPES.values()))
 
 
 def _samples(weight: nn.Parameter) -> torch.Tensor:

@@ -100,26 +100,28 @@ class PrepackedLayers:
     def renew(self) -> None:
         """Update the copies to the model's present layers and weights, however they were changed."""
         found: dict[Copy, PackedWeight] = {}
-        num_owners = Counter(id(weight) for _, weight in self._model.named_parameters(remove_duplicate=False))
+        is_released = self._wanted == "only"
+        weights = self._model.named_parameters(remove_duplicate=False) if is_released else ()
+        num_owners = Counter(id(weight) for _, weight in weights)
         for layer, copies in self._all_copies():
             for copy in copies.values():
                 copy.renew()
             found |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
             is_whole = len(copies) == len(weight_names(layer)) and all(copy.matrices for copy in copies.values())
-            is_sole_owner = all(num_owners[id(copy.weight)] == 1 for copy in copies.values())  # no tied embeddings
-            if self._wanted == "only" and is_whole and is_sole_owner:
+            # Not where another layer needs the weight, as a tied embedding does.
+            if is_released and is_whole and all(num_owners[id(copy.weight)] == 1 for copy in copies.values()):
                 release_weights(layer, copies)
         self._copies = found
         self._classes = {layer: plain_class(layer) for layer, _ in found}
 
     def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
         """Yield every layer with its packed weights, which are made if they are missing."""
-        layers = self._candidates()
-        if not any(_packs_slowly(layer) for layer in layers):
-            yield from ((layer, _copies_of(layer)) for layer in layers)
+        kernels = {layer: _kernels_of(layer) for layer in self._candidates()}
+        if not any(_packs_slowly(layer, own) for layer, own in kernels.items()):
+            yield from ((layer, _copies_of(layer, own)) for layer, own in kernels.items())
             return
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            yield from zip(layers, pool.map(_copies_of, layers), strict=True)
+            yield from zip(kernels, pool.map(_copies_of, kernels, kernels.values()), strict=True)
 
     def _candidates(self) -> list[nn.Module]:
         """Return the layers on a CPU that may be packed: without hooks, quantised weights or a replaced forward."""
@@ -171,21 +173,21 @@ class PrepackedLayers:
 
 
 def _kernels_of(layer: nn.Module) -> dict[str, str]:
-    """Return the names of a layer's weights for which a kernel is worth it, with the kernel's name."""
+    """Return the names of the weights to pack, for which a kernel is worth it, with the kernel's name."""
+    if isinstance(layer, Released):
+        return {}
     chosen = {name: choose(matrices_of(layer, getattr(layer, name))).kernel for name in weight_names(layer)}
     return {name: kernel for name, kernel in chosen.items() if kernel is not None}
 
 
-def _packs_slowly(layer: nn.Module) -> bool:
+def _packs_slowly(layer: nn.Module, kernels: Mapping[str, str]) -> bool:
     """Return whether a layer has yet to be packed by FBGEMM, which uses one thread: 50 million weights per second."""
-    if isinstance(layer, Released):
-        return False
-    return any(kernel == "FBGEMM" and (id(layer), name) not in _shared for name, kernel in _kernels_of(layer).items())
+    return any(kernel == "FBGEMM" and (id(layer), name) not in _shared for name, kernel in kernels.items())
 
 
-def _copies_of(layer: nn.Module) -> Mapping[str, PackedWeight]:
+def _copies_of(layer: nn.Module, kernels: Mapping[str, str]) -> Mapping[str, PackedWeight]:
     """Return the packed weights of a layer by name, made if they are missing."""
     if isinstance(layer, Released):
         return layer.packed_weights
-    keys = {name: (id(layer), name) for name in _kernels_of(layer)}
+    keys = {name: (id(layer), name) for name in kernels}
     return {name: _shared.get(key) or _shared.setdefault(key, PackedWeight(layer, name)) for name, key in keys.items()}
