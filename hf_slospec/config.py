@@ -24,6 +24,11 @@ class SLOSpecConfig(PolicySettings):
         "flash-attn package or else torch's own; CUDA, bf16 or fp16), with sdpa for layers they do not support. "
         "4d_mask: the plain reference. auto: flash where the model supports it, else sdpa.",
     )
+    coupling: bool = Field(
+        True,
+        description="Sampled requests: draft with the noise that will choose the target's tokens, so that more drafts "
+        "are accepted. The tokens are the same without it.",
+    )
     prepack: Prepack = Field(
         None,
         description="CPU: keep a second copy of the weights of linear layers, packed for the fastest kernel, which is "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,12 +17,27 @@ OWN_RATE, OVERALL_RATE = 0.12, 0.01  # change of log-odds per unexpected accepta
 MAX_SHIFT = 2.5  # bound of a shift of log-odds
 
 
+class Drawing(IntEnum):
+    """Way in which a request's tokens are chosen, and what its draft knows of it."""
+
+    GREEDY = 0  # the target takes the most probable token
+    SAMPLED = 1  # it draws by noise that the draft does not know
+    COUPLED = 2  # it draws by noise that the draft ranks its proposals with
+
+
+SHARPNESS = 0.9  # tau: coupled drafting's probabilities are softmax((log p + Gumbel noise) / tau); measured
+
+# Before anything is learned, a favourite child with conditional c is accepted with probability c ** exponent. That of
+# greedy targets fits the embedded pair: favourites at 0.15 / 0.45 / 0.75 are accepted 0.37 / 0.60 / 0.88.
+FAVOURITE_EXPONENTS = {Drawing.GREEDY: 0.6, Drawing.SAMPLED: 1.0, Drawing.COUPLED: 1.0}
+
+
 class Speculated(Protocol):
     """Request that a tree belongs to; hashable."""
 
     @property
-    def is_sampled(self) -> bool:
-        """Return whether the target samples its tokens; a greedy target takes the most probable ones."""
+    def drawing(self) -> Drawing:
+        """Return how its tokens are chosen."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +45,7 @@ class Prediction:
     """Predicted acceptance of one step's candidates."""
 
     forest: Forest
-    is_sampled: BoolArray  # [num_nodes], whether the node's request is sampled
+    drawings: IntArray  # [num_nodes] int64, of the node's request
     conditionals: Conditionals  # of the draft
     calibrated: FloatArray  # [num_nodes] f64, calibrated conditionals
     path_probs: FloatArray  # [num_nodes] f64, products of the calibrated conditionals along paths
@@ -47,14 +63,14 @@ class Prediction:
 class Acceptance:
     """Model of acceptance: the draft's conditionals, calibrated over all requests and shifted for each.
 
-    One calibration for sampled and one for greedy requests learn how often children of a draft probability are
-    accepted. On the scale of log-odds, one shift follows the prediction errors of all requests and one those of each
-    request, since texts differ in how predictable they are. Predictions are recorded next to outcomes: reliability
-    before and after calibration, and sums by depth and by child rank.
+    One calibration for each way of drawing learns how often children of a draft probability are accepted. On the scale
+    of log-odds, one shift follows the prediction errors of all requests and one those of each request, since texts
+    differ in how predictable they are. Predictions are recorded next to outcomes: reliability before and after
+    calibration, and sums by depth and by child rank.
     """
 
     def __init__(self, max_depth: int = 32, max_rank: int = 8) -> None:
-        self.sampled, self.greedy = Calibration(), Calibration(Calibration.GREEDY_EXPONENT)
+        self.calibrations = {drawing: Calibration(FAVOURITE_EXPONENTS[drawing]) for drawing in Drawing}
         self.overall = 0.0  # shift of all requests
         self.own: WeakKeyDictionary[Speculated, float] = WeakKeyDictionary()  # shift of each request
         self.before, self.after = Reliability(), Reliability()  # of the draft's and of the calibrated conditionals
@@ -64,14 +80,13 @@ class Acceptance:
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""
         conditionals = Conditionals.of(forest)
-        is_sampled = np.array([request.is_sampled for request in requests])[forest.tree_of]
+        drawings = np.array([request.drawing for request in requests])[forest.tree_of]
         shifts = np.array([self.own.get(request, 0.0) for request in requests]) + self.overall
-        if is_sampled.all() or not is_sampled.any():
-            unshifted = (self.sampled if is_sampled[0] else self.greedy)(conditionals)
-        else:
-            unshifted = np.where(is_sampled, self.sampled(conditionals), self.greedy(conditionals))
+        unshifted = np.zeros(len(drawings))
+        for drawing in np.unique(drawings).tolist():
+            unshifted = np.where(drawings == drawing, self.calibrations[drawing](conditionals), unshifted)
         calibrated = shifted(unshifted, shifts[forest.tree_of])
-        return Prediction(forest, is_sampled, conditionals, calibrated, path_products(forest, calibrated))
+        return Prediction(forest, drawings, conditionals, calibrated, path_products(forest, calibrated))
 
     def observe(
         self,
@@ -95,9 +110,9 @@ class Acceptance:
         moved = np.array([self.own.get(request, 0.0) for request in requests]) + OWN_RATE * surplus
         self.own.update(zip(requests, np.clip(moved, -MAX_SHIFT, MAX_SHIFT).tolist(), strict=True))
         self.overall = float(np.clip(self.overall + OVERALL_RATE * surplus.sum(), -MAX_SHIFT, MAX_SHIFT))
-        for calibration, is_own in ((self.sampled, prediction.is_sampled), (self.greedy, ~prediction.is_sampled)):
-            if is_own.any():
-                calibration.observe(prediction.conditionals, was_tried & is_own, was_hit)
+        for drawing in np.unique(prediction.drawings).tolist():
+            is_own = prediction.drawings == drawing
+            self.calibrations[drawing].observe(prediction.conditionals, was_tried & is_own, was_hit)
 
         tried, hits = calibrated[was_tried], was_hit[was_tried].astype(np.float64)
         self.before.observe(prediction.conditionals.probs[was_tried], hits)

@@ -52,8 +52,6 @@ class Calibration:
     never rise along a path and every prefix of the canonical order stays connected.
     """
 
-    GREEDY_EXPONENT = 0.6  # fits the embedded pair: favourites at 0.15 / 0.45 / 0.75 are accepted 0.37 / 0.60 / 0.88
-
     BINS = 10
     PRIOR = 4.0  # observations
     MEMORY = 1000.0  # observations per bin after which the oldest fade

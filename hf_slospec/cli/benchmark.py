@@ -29,6 +29,7 @@ from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
 PREPACK_OFF = "hf_slospec, prepack off"  # CPU only
+UNCOUPLED = "hf_slospec, uncoupled"  # sampled text only
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
@@ -65,6 +66,7 @@ class Bench:
         prompt_tokens: prompts are truncated to this many tokens.
         new_tokens: new tokens of every row.
         times_forwards: wait for the GPU before and after every forward, which prevents overlap with the host.
+        sampling: options of every ``generate`` call, such as ``do_sample`` and ``temperature``; None: greedy.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class Bench:
         new_tokens: int,
         config: SLOSpecConfig | None = None,
         times_forwards: bool = True,
+        sampling: dict[str, Any] | None = None,
     ):
         self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
         self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
         self.config, self.times_forwards = config or SLOSpecConfig(), times_forwards
+        self.sampling = {"do_sample": False} if sampling is None else {"do_sample": True} | sampling
         for model in (target, draft):
             model.generation_config.eos_token_id = None  # every row gets exactly new_tokens
 
@@ -89,6 +93,8 @@ class Bench:
         found, ours = [], {OURS: self.ours(self.config)}
         if self.target.device.type == "cpu":
             ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False}))
+        if self.sampling["do_sample"]:
+            ours[UNCOUPLED] = self.ours(self.config.model_copy(update={"coupling": False}))
         for batch in batches:
             found.append(Method(PLAIN, batch, self.stock()))
             if batch == 1:
@@ -102,7 +108,7 @@ class Bench:
         """Time every method ``repeats`` times.  -> samples by name and batch size"""
         samples: dict[tuple[str, int], list[Sample]] = {(method.name, method.batch): [] for method in methods}
         for method in methods:  # warm-up, in which hf_slospec also measures its step costs
-            if method.name in (PLAIN, OURS, PREPACK_OFF, ASSISTED):
+            if method.name in (PLAIN, OURS, PREPACK_OFF, UNCOUPLED, ASSISTED):
                 self.time(method, 0)
         rounds = [(repeat, method) for repeat in range(repeats) for method in methods]
         for repeat, method in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
@@ -132,6 +138,7 @@ class Bench:
     def time(self, method: Method, repeat: int) -> Sample:
         """Time one call with the repeat's prompts."""
         encoded = self._encoded(method.batch, repeat)
+        torch.manual_seed(repeat)  # sampled text is the same for all methods that draw as stock does
         timing = forward_time(self.target, self.draft) if self.times_forwards else contextlib.nullcontext()
         with method.around(), timing as spent:
             synchronize(self.target.device)
@@ -152,7 +159,7 @@ class Bench:
         """Return stock ``generate`` with further options."""
 
         def run(encoded: dict[str, Any]) -> Any:
-            return self.target.generate(**encoded, do_sample=False, max_new_tokens=self.new_tokens, **options)
+            return self.target.generate(**encoded, **self.sampling, max_new_tokens=self.new_tokens, **options)
 
         return run
 
@@ -183,7 +190,7 @@ class Bench:
 
         def run(encoded: dict[str, Any]) -> Any:
             return generator.generate(
-                **encoded, do_sample=False, max_new_tokens=self.new_tokens, return_dict_in_generate=True
+                **encoded, **self.sampling, max_new_tokens=self.new_tokens, return_dict_in_generate=True
             )
 
         return run

@@ -148,7 +148,8 @@ class Drafter(Protocol):
         """Propose how each request's text continues.
 
         Args:
-            requests: those that decode in this step; ``request.tokens`` is the text so far, prompt included.
+            requests: those that decode in this step; ``request.tokens`` is the text so far, prompt included, and
+                ``request.noise`` the noise that will choose the next tokens, where it is known.
             plan: trees may be at most ``plan.depth`` deep, with ``plan.width`` nodes per level on average.
 
         Returns:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+from hf_slospec.algo.acceptance import Drawing
 from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
 from hf_slospec.engine.events import Commit, PhaseTimes
 
@@ -22,6 +23,17 @@ class Stage:
     is_over: IsOver = lambda tokens: False  # or with the token for which this returns True
 
 
+class Noise(Protocol):
+    """Noise that will choose a sampled request's tokens, for drafters that use it."""
+
+    def after(self, depth: int) -> Any:
+        """Return the noise of the token after a draft node at this depth; the root's is 0.  -> [vocab] f32 tensor
+
+        It is Exp(1) noise: the target takes the token with the highest ``probability / noise``. A proposal that the
+        target takes with probability p without knowing its noise q is taken with exp(-q (1 - p) / p) once q is known.
+        """
+
+
 @dataclass(eq=False)
 class Request:
     """A sequence being decoded. ``tokens`` holds the prompt and every committed token."""
@@ -32,7 +44,8 @@ class Request:
     stages: tuple[Stage, ...] = (Stage(None),)
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     arrived_s: float = 0.0
-    is_sampled: bool = False  # acceptance statistics of sampled and greedy requests differ
+    is_sampled: bool = False
+    noise: Noise | None = None  # of a sampled request, where it can be known ahead of time
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # higher goes first
     is_guaranteed: bool = False  # the batcher guarantees its SLOs
@@ -63,6 +76,11 @@ class Request:
     def is_finished(self) -> bool:
         """Return whether the request stopped, reached its length, failed or was cancelled."""
         return self.finish_reason is not None
+
+    @property
+    def drawing(self) -> Drawing:
+        """Way in which its tokens are chosen; acceptance statistics differ by it."""
+        return Drawing.GREEDY if not self.is_sampled else Drawing.SAMPLED if self.noise is None else Drawing.COUPLED
 
     @property
     def tpot_slo_s(self) -> float | None:

@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-from hf_slospec.generate.processors import ignore_sequence, processors_of_row
+from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot, parse_slo, stages_by_row
 from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.validation import check_arguments, check_evaluating, check_options, check_prompts, configured
+from hf_slospec.models.coupling import Coupling
 from hf_slospec.models.sampling import StockSampler
 
 
@@ -37,19 +38,31 @@ class Call:
     stock: StockCall
     speculator: Speculator
 
-    def sampler(self, seed: int | None = None) -> StockSampler:
-        """Return the sampler of its rows; noise is the global generator's, or that of a seed."""
-        rows = self.rows
-        return StockSampler(
-            rows.requests,
-            [processors_of_row(self.stock.processors, row, len(rows.requests)) for row in range(len(rows.requests))],
-            self.stock.config.do_sample,
-            rows.input_ids.tolist(),
-            rows.input_ids.device,
+    def sampler(self, seed: int | None = None, sharing: int = 1) -> StockSampler:
+        """Return the sampler of its rows, and let their drafts know its noise.
+
+        Args:
+            seed: of the noise; None: it is the global generator's.
+            sharing: samplers that share the memory for noise.
+        """
+        requests, do_sample = self.rows.requests, self.stock.config.do_sample
+        processors = [processors_of_row(self.stock.processors, row, len(requests)) for row in range(len(requests))]
+        sampler = StockSampler(
+            requests,
+            processors,
+            do_sample,
+            self.rows.input_ids.tolist(),
+            self.rows.input_ids.device,
             ignore_sequence(self.stock.processors),
-            rows.record,
+            self.rows.record,
             seed,
+            sharing,
         )
+        for request, own in zip(requests, processors, strict=True):
+            for_draft = draft_processors(own) if do_sample and self.speculator.config.coupling else None
+            if for_draft is not None:
+                request.noise = Coupling(sampler, request, for_draft, not ignore_sequence(for_draft))
+        return sampler
 
 
 @torch.no_grad()

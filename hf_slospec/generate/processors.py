@@ -12,11 +12,19 @@ from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -40,11 +48,41 @@ IGNORE_SEQUENCE = {
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
+READ_ON_DEVICE = {  # read the text, or no more than its length, without a wait for the device
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+}
 
 
 def ignore_sequence(processors: list[Any]) -> bool:
     """Return whether no processor reads ``input_ids``, so that nodes of several rows may be processed together."""
     return all(type(processor) in IGNORE_SEQUENCE for processor in processors)  # a subclass may do anything
+
+
+def draft_processors(processors: list[Any]) -> list[Any] | None:
+    """Return those of a row's processors that its draft applies as well; None if its noise cannot be foreseen.
+
+    Processors that wait for the device, keep state or forward a model are left out, which costs acceptance only. One
+    that the user wrote, or that calls the user's function, may draw from the generator that the noise comes from.
+    """
+    if not all(_is_of_transformers(own) and type(own) is not PrefixConstrainedLogitsProcessor for own in processors):
+        return None
+    return [_of_a_beam(own) for own in processors if type(own) in IGNORE_SEQUENCE | READ_ON_DEVICE]
+
+
+def _of_a_beam(processor: Any) -> Any:
+    """Return the processor for several continuations of one row."""
+    if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(ignored)
+    return processor
 
 
 def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
@@ -86,4 +124,8 @@ def _of_row(processor: Any, row: int, num_rows: int) -> Any:
 def is_stateless(processor: Any) -> bool:
     """Return whether a processor is known to keep no state between calls."""
     stateful = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, stateful)
+    return _is_of_transformers(processor) and not isinstance(processor, stateful)
+
+
+def _is_of_transformers(processor: Any) -> bool:
+    return type(processor).__module__ == logits_process.__name__

@@ -185,7 +185,7 @@ class Rows:
                 logits = sequences.forward([sequences.chain(request, piece)], wanted)
                 for place, row in enumerate(logits, sequence.length + 1):
                     if place >= request.prompt_len + request.num_emitted:
-                        sampler.scores(request, text[:place], row)
+                        sampler.record_padding(request, text[:place], row, text[place])
                 sequence.length += len(piece)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
 from hf_slospec.models.memory import is_out_of_memory
+from hf_slospec.models.noise import GeneratorNoise
 
 # input_ids [1, length] int64 (None if it is never read), scores [num_nodes, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -21,82 +22,44 @@ PendingChoices = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
 NO_CHOICES = torch.empty(0, dtype=torch.int64)
 
 MAX_BATCHED_LOGITS = 2**20  # of a step; with more of them, a CPU processes only nodes that are reached, one at a time
-MAX_CACHED_POSITIONS = 64  # positions whose noise is kept; older noise is drawn again from the generator's saved state
 
 
-class GeneratorNoise:
-    """Noise that ``torch.multinomial(probs, 1)`` would draw, by position and row.
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of a committed token and of the most probable ones at its place, before any processor."""
 
-    ``multinomial(p, 1)`` is ``argmax(p / Exp(1) noise)``. ``generate`` draws for the whole batch once per position, so
-    drawing [batch, vocab] position after position from the global generator gives every row the same noise as there and
-    leaves the generator in the same state, however far ahead single rows are. With a seed, an own generator draws the
-    noise that the global one would draw after ``torch.manual_seed(seed)``.
-    """
+    logprob: float
+    top: list[tuple[int, float]]  # token and log probability, best first
 
-    def __init__(self, batch: int, probs: torch.Tensor, seed: int | None = None):
-        """``probs`` [..., vocab]: gives the dtype, device and vocabulary size of the noise."""
-        self.shape, self.dtype, self.device = (batch, probs.shape[-1]), probs.dtype, probs.device
-        self.num_drawn = 0
-        self._has_own_generator = seed is not None
-        own = None if seed is None else torch.Generator(probs.device).manual_seed(seed)
-        self._generator = own or _default_generator(probs.device)
-        self._states: dict[int, torch.Tensor] = {}  # of the generator before each position's draw (5 kB on a CPU)
-        self._cached: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
-
-    def at(self, position: int, row: int) -> torch.Tensor:
-        """Return the noise for a row's token at a position (0: its first new token).  -> [vocab] f32"""
-        while self.num_drawn <= position:
-            self._states[self.num_drawn] = self._generator.get_state()
-            self._draw(self.num_drawn, self._generator)
-            self.num_drawn += 1
-        if position not in self._cached:
-            self._draw(position, torch.Generator(self.device).set_state(self._states[position]))
-        return self._cached[position][row]
-
-    def _draw(self, position: int, generator: torch.Generator) -> None:
-        noise = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self._cached[position] = noise.exponential_(1, generator=generator)
-        if len(self._cached) > MAX_CACHED_POSITIONS:
-            del self._cached[next(iter(self._cached))]
-
-    def forget_before(self, position: int) -> None:
-        """Drop the noise of earlier positions, which no row needs again."""
-        # States of the global generator are kept for end(): rows may go on beyond the position at which the batch ends.
-        for kept in (self._cached, self._states) if self._has_own_generator else (self._cached,):
-            for passed in [earlier for earlier in kept if earlier < position]:
-                del kept[passed]
-
-    def end(self, num_positions: int) -> None:
-        """Reset the generator to its state after ``num_positions`` draws, as ``generate`` leaves it."""
-        if num_positions < self.num_drawn:
-            self._generator.set_state(self._states[num_positions])
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator
+    @classmethod
+    def of(cls, logprobs: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+        """Return those of a token; ``logprobs`` [vocab] are of all tokens."""
+        top = logprobs.topk(min(num_top, len(logprobs)))
+        return cls(float(logprobs[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
 
 
 class Record:
-    """Logits and processed scores of every committed token, as far as the generation config asks for them."""
+    """Logits, processed scores and log probabilities of every committed token, as far as they are asked for."""
 
     def __init__(self, num_rows: int, config: Any):
         is_dict = config.return_dict_in_generate
         # [vocab] each, by row and position
         self._logits = _new_rows(num_rows, is_dict and config.output_logits)
         self._scores = _new_rows(num_rows, is_dict and config.output_scores)
+        self.num_top: int | None = None  # log probabilities to record at each place, besides the token's; None: none
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_rows)]
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether logits or scores are recorded."""
-        return self._logits is not None or self._scores is not None
+        """Return whether anything is recorded."""
+        return self._logits is not None or self._scores is not None or self.num_top is not None
 
-    def add(self, row: int, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        """Record a row's next committed token by its logits and scores, both [vocab]."""
+    def add(self, row: int, logits: torch.Tensor, scores: torch.Tensor, token: int) -> None:
+        """Record a row's next committed token with its logits and scores, both [vocab]."""
         for rows, value in ((self._logits, logits), (self._scores, scores)):
             if rows is not None:
                 rows[row].append(value.clone())  # a view would keep the logits of all nodes in memory
+        if self.num_top is not None:
+            self.logprobs[row].append(TokenLogprobs.of(logits.log_softmax(-1), token, self.num_top))
 
     def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:
         """Return a row's scores so far as stopping criteria get them: one [1, vocab] tensor per position."""
@@ -134,6 +97,7 @@ class StockSampler:
         ignore_sequence: bool,
         record: Record,
         seed: int | None = None,
+        sharing: int = 1,
     ):
         """Set up the sampler; ``requests``, ``processors`` and ``prompts`` have one entry per row of the batch.
 
@@ -141,9 +105,11 @@ class StockSampler:
             prompts: token ids as processors get them, left padding included.
             ignore_sequence: all rows have the same processors, and none of these reads ``input_ids``.
             seed: noise is that after ``torch.manual_seed(seed)``; None: that of the global generator.
+            sharing: samplers that share the memory for noise.
         """
         self.processors, self.do_sample, self.prompts, self.device = processors, do_sample, prompts, device
         self.ignore_sequence, self.record, self.seed = ignore_sequence, record, seed
+        self.sharing = sharing
         self._row = {request: row for row, request in enumerate(requests)}
         self._noise: GeneratorNoise | None = None
 
@@ -164,7 +130,7 @@ class StockSampler:
     ) -> PendingChoices:
         """Choose for all nodes at once, as a choice depends on nothing of the path to its node but the position."""
         raw = logits.to(device=self.device, dtype=torch.float32)
-        scores = _processed(self.processors[0], None, raw)
+        scores = processed(self.processors[0], None, raw)
         if self.do_sample:
             places = [
                 (request.num_emitted + int(depth), self._row[request])
@@ -184,28 +150,47 @@ class StockSampler:
     def _recorded_choice(
         self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
     ) -> int:
-        self.record.add(self._row[request], logits[node], scores[node])
-        return _checked(choices[node])
+        token = _checked(choices[node])
+        self.record.add(self._row[request], logits[node], scores[node], token)
+        return token
 
     def _choose_by_path(self, request: Request, logits: torch.Tensor, node: int) -> int:
         """Return the token after ``node``; the path from the root to it is already committed to ``request.tokens``."""
-        scores = self.scores(request, request.tokens, logits[node])
+        row = self._row[request]
+        raw, scores = self._scores(request, request.tokens, logits[node])
         if self.do_sample:
-            return _checked(int(self._drawn(scores[None], [(request.num_emitted, self._row[request])])))
-        return int(scores.argmax(-1))
+            token = _checked(int(self._drawn(scores[None], [(request.num_emitted, row)])))
+        else:
+            token = int(scores.argmax(-1))
+        self.record.add(row, raw, scores, token)
+        return token
 
-    def scores(self, request: Request, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Return and record the scores of the token after ``tokens``.
+    def record_padding(self, request: Request, tokens: Sequence[int], logits: torch.Tensor, token: int) -> None:
+        """Record the padding token after ``tokens``, whose logits are [vocab]."""
+        self.record.add(self._row[request], *self._scores(request, tokens, logits), token)
 
-        ``logits`` and the result are [vocab]. Processors may have state: call this once per position, in order.
+    def _scores(
+        self, request: Request, tokens: Sequence[int], logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and scores of the token after ``tokens``, both [vocab] f32.
+
+        Processors may have state: call this once per position, in order.
         """
         raw = logits[None].to(device=self.device, dtype=torch.float32)
-        row = self._row[request]
-        sequence, processors = [*self.prompts[row], *tokens[request.prompt_len :]], self.processors[row]
-        input_ids = torch.tensor([sequence], device=self.device) if processors else None
-        scores = _processed(processors, input_ids, raw)[0]
-        self.record.add(row, raw[0], scores)
-        return scores
+        processors = self.processors[self._row[request]]
+        return raw[0], processed(processors, self.text(request, tokens) if processors else None, raw)[0]
+
+    def text(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
+        """Return a request's tokens as processors get them, left padding included.  -> [1, length] int64"""
+        return torch.tensor([[*self.prompts[self._row[request]], *tokens[request.prompt_len :]]], device=self.device)
+
+    def noise_after(self, request: Request, depth: int) -> torch.Tensor:
+        """Return the noise that will choose a request's token after a node at this depth.  -> [vocab] f32
+
+        The request must have a token already, as its first choice tells the size of the vocabulary.
+        """
+        assert self._noise is not None, "the noise of a request is known from its first token on"
+        return self._noise.foreseen(request.num_emitted + depth, self._row[request])
 
     def _drawn(self, scores: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return the tokens that ``multinomial`` draws from scores; -1 where it would raise.  -> [num_places] int64
@@ -215,7 +200,7 @@ class StockSampler:
             places: position and row of each.
         """
         probs = scores.softmax(-1)
-        self._noise = self._noise or GeneratorNoise(len(self.prompts), probs, self.seed)
+        self._noise = self._noise or GeneratorNoise(len(self.prompts), probs, self.seed, self.sharing)
         noise = torch.stack([self._noise.at(*place) for place in places])
         return torch.where(torch.isfinite(probs).all(-1), (probs / noise).argmax(-1), -1)
 
@@ -293,7 +278,8 @@ def _raise(error: BaseException, node: int) -> int:
     raise error
 
 
-def _processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
+def processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
+    """Return raw scores after all processors.  -> [num_nodes, vocab] f32"""
     scores = raw  # not a copy: if a processor writes into it, the logits that generate returns change too
     for processor in processors:
         scores = processor(input_ids, scores)

@@ -17,10 +17,12 @@ from transformers import (
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.generate.decode import Decoder
+from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
+from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import BatchingService
-from hf_slospec.serving.submission import Prompt, SubmitOptions
+from hf_slospec.serving.submission import Prompt, SubmitOptions, prompt_ids
 from hf_slospec.serving.telemetry import Collector, Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
@@ -130,6 +132,7 @@ class SLOSpecGenerator:
         seed: int | None = None,
         block: bool = False,
         timeout: float | None = None,
+        logprobs: int | None = None,
         **kwargs: Any,
     ) -> RequestHandle:
         """Queue one request for the batcher; may be called from any thread.
@@ -145,6 +148,8 @@ class SLOSpecGenerator:
             best_effort: use leftover budget only, without a guarantee.
             seed: of sampling; drawn if omitted, see ``handle.seed``.
             block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.
+            logprobs: record the log probability of every new token, and of so many of the most probable ones at its
+                place, before any processor: ``handle.logprobs``.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 
@@ -155,8 +160,9 @@ class SLOSpecGenerator:
                 are not disturbed.
         """
         options = SubmitOptions.of(
-            slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block), timeout=timeout
-        )
+            slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block),
+            timeout=timeout, logprobs=logprobs,
+        )  # fmt: skip
         return self._service.submit(prompt, slo_tpot, options, kwargs)
 
     def start(self) -> SLOSpecGenerator:
@@ -187,6 +193,22 @@ class SLOSpecGenerator:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop(drain=error is None)
+
+    def check_running(self) -> None:
+        """Raise NotRunningError, which says why, unless the batcher takes requests."""
+        _ = self._service.batcher
+
+    def prompt_logprobs(self, prompt: Prompt, num_top: int = 0) -> list[TokenLogprobs | None]:
+        """Return the target's log probabilities of a prompt's tokens, each given those before it.
+
+        Args:
+            prompt: as for :meth:`submit`.
+            num_top: number of most probable tokens to return for each place.
+
+        Returns:
+            One entry per token; None for the first.
+        """
+        return prompt_logprobs(self.decoder.speculator, prompt_ids(prompt, self.tokenizer), num_top)
 
     def stats(self) -> Stats:
         """Return a snapshot of the batcher: what it runs, and counts since it was first started."""

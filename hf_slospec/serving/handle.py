@@ -7,13 +7,14 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from hf_slospec.engine.events import Commit
 from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
 from hf_slospec.errors import NotRunningError, RequestCancelledError
+from hf_slospec.models.sampling import TokenLogprobs
 
 ToText = Callable[[list[int]], str]
 
@@ -41,7 +42,9 @@ class RequestHandle:
         to_text: ToText | None,
         abort: Callable[[RequestHandle, BaseException | None], None],
         seed: int | None,
+        logprobs: Sequence[TokenLogprobs] = (),
     ):
+        self._logprobs = logprobs
         self.request, self._to_text, self._abort = request, to_text, abort
         self.seed = seed  # of sampling; None for greedy decoding
         self._changed = threading.Condition()
@@ -76,6 +79,16 @@ class RequestHandle:
     def _since(self, at: int) -> list[int]:
         """Return the new tokens but the first ``at``."""
         return self.request.tokens[self.request.prompt_len + at : self.request.prompt_len + self._num_ready]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Log probabilities of the new tokens so far, where ``submit`` was asked for them."""
+        return list(self._logprobs[: self._num_ready])
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Way in which the request ended; None while it goes on."""
+        return self.request.finish_reason if self._is_done else None
 
     @property
     def commits(self) -> list[Commit]:
@@ -168,18 +181,30 @@ class RequestHandle:
             raise TimeoutError(f"the request was not finished within {timeout} s; it goes on") from None
         return self._result()
 
+    async def atokens(self) -> AsyncIterator[list[int]]:
+        """Yield new tokens as steps commit them."""
+        async for new, _ in self.asteps():
+            if new:
+                yield new
+
     async def __aiter__(self) -> AsyncIterator[str | int]:
-        text, at, is_done = None if self._to_text is None else TextStream(self._to_text), 0, False
-        while not is_done:
-            await self._more(at)
-            with self._changed:
-                new, is_done = self._since(at), self._is_done
-            at += len(new)
+        text = None if self._to_text is None else TextStream(self._to_text)
+        async for new, is_done in self.asteps():
             if text is None:
                 for token in new:
                     yield token
             elif piece := text.push(new, is_done):
                 yield piece
+
+    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        """Yield newly committed tokens, and whether they are the last."""
+        at, is_done = 0, False
+        while not is_done:
+            await self._more(at)
+            with self._changed:
+                new, is_done = self._since(at), self._is_done
+            at += len(new)
+            yield new, is_done
         self._raise_if_failed()
 
     async def _more(self, at: float) -> None:

@@ -157,12 +157,15 @@ class BatchingService:
         own = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
         call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own)
         request = self._request(call, options)
+        call.rows.record.num_top = options.logprobs
         seed = options.seed
         if request.is_sampled and seed is None:
             seed = secrets.randbits(63)
         if request.is_sampled or len(call.stock.processors) or call.rows.record.is_wanted:
-            self._samplers.add(request, call.sampler(seed))
-        handle = RequestHandle(request, self._to_text, batcher.abort, seed if request.is_sampled else None)
+            self._samplers.add(request, call.sampler(seed, sharing=self.config.max_batch))
+        handle = RequestHandle(
+            request, self._to_text, batcher.abort, seed if request.is_sampled else None, call.rows.record.logprobs[0]
+        )
         try:
             batcher.submit(handle, options.block, options.timeout)
         except BaseException:

@@ -13,11 +13,14 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hf_slospec.algo.acceptance import SHARPNESS
 from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.errors import InputModel
 from hf_slospec.sim.files import read_json, validated
 
 NUM_CHILDREN = 4  # of synthetic texts, where nothing else is asked for
+MAX_SCALE = 50.0  # standard deviation of changes of log-probabilities; the distance is then as large as can be
+NUM_OTHERS = 28  # tokens besides the children, where the draft's probabilities differ from the target's
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class TextModel(InputModel):
     which is drawn from a beta distribution around ``acceptance``. Further choices share the remaining probability. The
     target's token is drawn with these probabilities, so a draft of ``sharpness`` 1 is calibrated.
 
+    With a ``distance`` these are the target's probabilities, the rest shared by ``NUM_OTHERS`` more tokens, and the
+    draft's are log-normal around them. With ``coupled`` the draft ranks its tokens with the noise that the target draws
+    with.
+
     Args:
         acceptance: mean probability that the target chooses the draft's first choice.
         spread: sum of the parameters of the requests' beta distribution; the larger, the more alike requests are;
@@ -55,6 +62,8 @@ class TextModel(InputModel):
         sharpness: exponent of the probabilities that the draft reports; above 1: the draft is over-confident.
         num_children: candidates per place.
         matched: share of steps in which a request gets any proposal, as with prompt lookup.
+        distance: mean total variation distance between the draft's and the target's probabilities in each text.
+        coupled: whether the draft knows the target's noise, as that of a sampled request does.
 
     Raises:
         InvalidInputError: a parameter is out of its range.
@@ -67,8 +76,10 @@ class TextModel(InputModel):
     sharpness: float = Field(1.0, gt=0)
     num_children: int = Field(NUM_CHILDREN, ge=1)
     matched: float = Field(1.0, ge=0, le=1)
+    distance: float = Field(0.0, ge=0, lt=1)
+    coupled: bool = False
 
-    def __init__(self, acceptance: float = 0.8, spread: float = 12.0, **others: float) -> None:
+    def __init__(self, acceptance: float = 0.8, spread: float = 12.0, **others: float | bool) -> None:
         super().__init__(acceptance=acceptance, spread=spread, **others)
 
     def write(self, rng: np.random.Generator, length: int) -> Text:
@@ -77,14 +88,46 @@ class TextModel(InputModel):
         first = _beta(rng, np.full(length, own), self.evenness)
         parts = self.sibling * (1.0 - self.sibling) ** np.arange(self.num_children - 1)
         probs = np.concatenate((first[:, None], (1.0 - first)[:, None] * parts), axis=1)
+        if self.coupled or self.distance:
+            return self._drawn_by_noise(rng, probs)
         drawn = rng.random(length)[:, None] >= np.cumsum(probs, axis=1)
         return Text(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
+
+    def _drawn_by_noise(self, rng: np.random.Generator, probs: FloatArray) -> Text:
+        """Return a text of the target with these probabilities, [length, num_children], and a draft at a distance."""
+        rest = np.maximum(1.0 - probs.sum(axis=1, keepdims=True), 0.0)
+        target = np.concatenate((probs, np.repeat(rest / NUM_OTHERS, NUM_OTHERS, axis=1)), axis=1)
+        draft = self._reported(_at_distance(target, rng.standard_normal(target.shape), self.distance))
+        noise = rng.exponential(size=target.shape)
+        if self.coupled:
+            draft = (draft / noise) ** (1.0 / SHARPNESS)
+            draft /= draft.sum(axis=1, keepdims=True)
+        reported, ranks = _sorted_by_prob(draft, (target / noise).argmax(axis=1))
+        return Text(reported[:, : self.num_children], np.minimum(ranks, self.num_children))
 
     def _reported(self, probs: FloatArray) -> FloatArray:
         powers = probs**self.sharpness
         rest = np.maximum(1.0 - probs.sum(axis=1), 0.0) ** self.sharpness
         reported: FloatArray = powers / np.maximum(powers.sum(axis=1) + rest, 1e-300)[:, None]
         return reported
+
+
+def _at_distance(probs: FloatArray, change: FloatArray, distance: float) -> FloatArray:
+    """Return ``probs * exp(scale * change)``, normalised, with the scale that gives this total variation distance.
+
+    Args:
+        probs: [length, num_tokens] f64.
+        change: [length, num_tokens] f64.
+        distance: mean over places.
+    """
+    low, high = 0.0, MAX_SCALE
+    for _ in range(40):  # bisection
+        scale = (low + high) / 2
+        changed: FloatArray = probs * np.exp(scale * change)
+        changed /= changed.sum(axis=1, keepdims=True)
+        is_too_far = 0.5 * np.abs(changed - probs).sum(axis=1).mean() > distance
+        low, high = (low, scale) if is_too_far else (scale, high)
+    return changed
 
 
 def _beta(rng: np.random.Generator, mean: FloatArray, total: float) -> FloatArray:

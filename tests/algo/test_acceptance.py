@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hf_slospec.algo.acceptance import MAX_SHIFT, Acceptance
+from hf_slospec.algo.acceptance import MAX_SHIFT, Acceptance, Drawing
 from hf_slospec.algo.calibration import shifted
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, TokenTree
 from tests.support.toys import grow
@@ -19,10 +19,16 @@ DEPTH = 4
 class Text:
     """Stands for a request; its true log-odds lie this far from those of all texts."""
 
-    is_sampled = True
+    drawing = Drawing.SAMPLED
 
     def __init__(self, heat: float):
         self.heat = heat
+
+
+def forget(acceptance: Acceptance) -> None:
+    """Only shifts are left."""
+    calibration = acceptance.calibrations[Text.drawing]
+    calibration.trials[:] = calibration.hits[:] = 0.0
 
 
 def over_confident_tree(rng: np.random.Generator) -> TokenTree:
@@ -127,7 +133,7 @@ def test_shifts_follow_surprises_and_stay_bounded() -> None:
     believed = acceptance.predict([lucky, unlucky, new], one_child(0.5, 3)).path_probs[[1, 3, 5]]
     assert believed[0] > believed[2] > believed[1]
     for _ in range(3000):  # a draft that says even odds of what always comes, and of what never does
-        acceptance.sampled.trials[:] = acceptance.sampled.hits[:] = 0.0
+        forget(acceptance)
         step(acceptance, [lucky, unlucky], forest, [1])
     assert MAX_SHIFT >= acceptance.own[lucky] > 1.5 and -MAX_SHIFT <= acceptance.own[unlucky] < -1.5
 
@@ -138,7 +144,7 @@ def test_texts_yet_unknown_follow_the_surprises_of_all(accepted: list[int], sign
     step(acceptance, texts, forest, accepted)
     own, overall = sign * acceptance.own[texts[0]], sign * acceptance.overall
     assert own > 3 * overall > 0.0  # little of it: one text says more of itself than of others
-    acceptance.sampled.trials[:] = acceptance.sampled.hits[:] = 0.0
+    forget(acceptance)
     assert sign * (acceptance.predict([Text(0.0)], one_child(0.5)).path_probs[1] - 0.5) > 0.0
 
 
@@ -188,3 +194,18 @@ def test_books_agree_with_each_other() -> None:
         assert tried == acceptance.after.count.sum() == acceptance.before.count.sum()
         assert predicted == pytest.approx(acceptance.after.predicted.sum())
     assert acceptance.by_depth[2, 0] == 0.0  # roots are not tried
+
+
+def test_each_way_of_drawing_has_a_calibration_of_its_own() -> None:
+    texts: list[Text] = []
+    for drawing in Drawing:
+        texts.append(Text(0.0))
+        texts[-1].drawing = drawing
+    acceptance, forest = Acceptance(), one_child(0.5, len(texts))
+    coupled_child = 2 * texts.index(texts[Drawing.COUPLED]) + 1
+    for _ in range(200):
+        step(acceptance, texts, forest, [coupled_child])
+    acceptance.own.clear()
+    acceptance.overall = 0.0
+    greedy, sampled, coupled = acceptance.predict(texts, forest).path_probs[1::2]
+    assert greedy < 0.05 and sampled < 0.05 and coupled > 0.95

@@ -37,6 +37,18 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
         assert 0 <= row["host_share"] <= 1
 
 
+def test_bench_of_sampled_text(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    options = "--size tiny --dtype float32 --new-tokens 8 --repeats 2 --no-tune --batch 2 --temperature 0.8 --top-p 0.9"
+    result = RUN.invoke(app, ["bench", *options.split(), "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(path.read_text())
+    assert written["provenance"]["sampling"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 0}
+    rows = {row["name"]: row for row in written["results"]}
+    for name in ("hf_slospec", "hf_slospec, prepack off", "hf_slospec, uncoupled"):
+        assert rows[name]["rows_equal_to_generate"] == "4/4"
+
+
 def test_bench_where_forwards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     plain = benchmark.Bench.__init__
@@ -75,6 +87,7 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     [
         (["--target", "somewhere"], "--assistant"),
         (["--size", "7T"], "--size"),
+        (["--top-p", "0.9"], "--temperature"),
         (["--config", '{"max_depht": 1}'], "max_depht: Extra inputs are not permitted  "),  # and no more
         (["--dtype", "float7"], "--dtype"),
         (["--device", "abacus"], "--device abacus"),

@@ -119,7 +119,7 @@ def test_rope_that_follows_the_longest_text(kind: str, max_new_tokens: int) -> N
 
 @pytest.mark.parametrize("kept", [1, 3])
 def test_rows_far_behind_have_their_noise_drawn_again(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    monkeypatch.setattr("hf_slospec.models.sampling.MAX_CACHED_POSITIONS", kept)
+    monkeypatch.setattr("hf_slospec.models.noise.MAX_NOISE_BYTES", kept * 4 * 101 * 4)
     model = tiny_model("llama")
     config = SLOSpecConfig(policy="adaserve", token_budget=12)
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.01), config=config)

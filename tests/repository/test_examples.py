@@ -15,6 +15,7 @@ from examples import (
     hub_models,
     many_users,
     quickstart,
+    rollouts,
     streaming,
 )
 from examples.drop_in import CHAT_TEMPLATE
@@ -110,6 +111,13 @@ def test_custom_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
         assert rows[name][3] == "yes" and number(rows[name][0]) >= 1.0
         accepted, drafted = map(int, rows[name][1].split(" of "))
         assert 0 < accepted <= drafted
+
+
+def test_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    rollouts.main(size="tiny", dtype="float32", repeats=1, new_tokens=24)
+    rows = rows_of(capsys.readouterr().out)
+    for name in ("hf_slospec", "without the noise"):
+        assert rows[name][2] == "8 of 8" and number(rows[name][0]) >= 1.0
 
 
 def test_a_table_of_ngrams_expects_what_it_has_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -23,6 +24,8 @@ TEXT_MODELS = st.builds(
     sibling=st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]),
     sharpness=st.sampled_from([0.5, 1.0, 3.0]),
     num_children=st.integers(1, 6),
+    distance=st.sampled_from([0.0, 0.2, 0.9]),
+    coupled=st.booleans(),
 )
 
 
@@ -61,6 +64,32 @@ def test_a_sharp_draft_is_too_sure_and_a_dull_one_not_sure_enough() -> None:
         text = TextModel(0.7, sharpness=sharpness).write(np.random.default_rng(0), 20_000)
         is_sure = text.child_probs[:, 0] > 0.75
         assert sign * (text.child_probs[is_sure, 0].mean() - hits(text)[is_sure, 0].mean()) > 0.03
+
+
+def first_hits(distance: float, coupled: bool, num_children: int = 4) -> float:
+    """How often the target takes the draft's first choice."""
+    model = TextModel(0.5, evenness=6.0, num_children=num_children, distance=distance, coupled=coupled)
+    return float(hits(model.write(np.random.default_rng(1), 20_000))[:, 0].mean())
+
+
+def test_a_draft_further_away_is_accepted_less_often() -> None:
+    for coupled in (False, True):
+        rates = [first_hits(distance, coupled) for distance in (0.0, 0.15, 0.3, 0.5)]
+        assert all(a > b + 0.02 for a, b in itertools.pairwise(rates)), rates
+    alike = TextModel(0.5, evenness=6.0).write(np.random.default_rng(1), 20_000)
+    assert first_hits(1e-6, coupled=False) == pytest.approx(float(hits(alike)[:, 0].mean()), abs=0.02)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.2, 0.4])
+def test_coupled_drafts_match_at_least_as_often_as_theory_says(distance: float) -> None:
+    """(1 - TV) / (1 + TV), Daliri et al., arXiv 2408.07978."""
+    assert first_hits(distance, coupled=True) >= (1 - distance) / (1 + distance) - 0.01
+    assert first_hits(distance, coupled=True) > first_hits(distance, coupled=False) + 0.05
+
+
+def test_a_coupled_draft_equal_to_the_target_knows_the_text() -> None:
+    text = TextModel(0.4, coupled=True).write(np.random.default_rng(0), 500)
+    assert not text.ranks.any()
 
 
 def test_sharpness_changes_what_is_shown_and_not_what_is_written() -> None:

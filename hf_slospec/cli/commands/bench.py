@@ -41,6 +41,8 @@ def bench(
     tune: Annotated[
         bool, typer.Option(help="Also run assisted generation with 1 to 8 constant assistant tokens.")
     ] = True,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampled text. 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Top-p of sampled text.")] = 1.0,
     config: ConfigJSON = "{}",
     trace: Annotated[
         Path | None, typer.Option(help="Write the steps of hf_slospec's last run as a Chrome trace to this file.")
@@ -57,17 +59,21 @@ def bench(
     Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
     settings = settings_of(config)
+    if top_p < 1.0 and not temperature:
+        raise typer.BadParameter("--top-p has no effect without --temperature")
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else None
     models = pair_of(target, assistant, size, dtype, device)
     facts = benchmark.provenance(
         target=target or f"embedded, {size}", assistant=assistant or "embedded",
         dtype=str(models.target.dtype), device=device,
         parameters=[model.num_parameters() for model in models[:2]], prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, repeats=repeats,
-        config=settings.model_dump(),
+        sampling=sampling, config=settings.model_dump(),
     )  # fmt: skip
     runner = benchmark.Bench(
-        *models, tiny_prompts(), prompt_tokens, new_tokens, settings, times_forwards=models.target.device.type == "cpu"
-    )
+        *models, tiny_prompts(), prompt_tokens, new_tokens, settings,
+        times_forwards=models.target.device.type == "cpu", sampling=sampling,
+    )  # fmt: skip
     methods = runner.methods(sorted(set(batch)), list(range(1, 9)) if tune else [])
     samples = runner.run(methods, repeats)
     rows = benchmark.summarize(samples, new_tokens)

@@ -54,6 +54,12 @@ def simulate(
         float, typer.Option(help="Synthetic texts: acceptance rate of the draft's first choice.")
     ] = 0.8,
     spread: Annotated[float, typer.Option(help="Synthetic texts: the larger, the more alike requests are.")] = 12.0,
+    distance: Annotated[
+        float, typer.Option(help="Synthetic texts: total variation distance between draft and target.")
+    ] = 0.0,
+    coupled: Annotated[
+        bool, typer.Option(help="Synthetic texts: drafts know the noise that the target samples with.")
+    ] = False,
     replicas: Annotated[
         int, typer.Option(min=1, help="Engines that share the load; requests without guarantee are rerouted.")
     ] = 1,
@@ -74,7 +80,11 @@ def simulate(
     try:
         device = hardware_of(hardware)
         num_children = comparison.num_children_for(system)
-        texts = Recording.read(recording) if recording else TextModel(acceptance, spread, num_children=num_children)
+        texts = (
+            Recording.read(recording)
+            if recording
+            else TextModel(acceptance, spread, num_children=num_children, distance=distance, coupled=coupled)
+        )
         traced = None if trace is None else read_trace(trace, base_tpot)
         loads = []
         rates: list[float | None] = [*rate] or [None if traced else DEFAULT_RATE]
@@ -104,7 +114,9 @@ def simulate(
             systems={name: config_of(name).model_dump() for name in system}, hardware=hardware, metric=metric,
             rates=rate, base_tpot=base_tpot,
             load=str(trace) if trace else {"mix": mix, "arrivals": arrivals, "variation": variation, "number": number},
-            texts=str(recording) if recording else {"acceptance": acceptance, "spread": spread},
+            texts=str(recording) if recording else {
+                "acceptance": acceptance, "spread": spread, "distance": distance, "coupled": coupled,
+            },
             replicas=replicas, seed=seed,
         )  # fmt: skip
         write_results(json_path, facts, comparison.records(runs, loads, metric))
@@ -115,7 +127,7 @@ def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path |
     without_effect = [
         (trace is not None, "--trace", ("mix", "arrivals", "variation", "number")),
         (trace is None, "no --trace", ("base_tpot",)),
-        (recording is not None, "--recording", ("acceptance", "spread")),
+        (recording is not None, "--recording", ("acceptance", "spread", "distance", "coupled")),
         (arrivals != "gamma", f"--arrivals {arrivals}", ("variation",)),
     ]
     for is_true, reason, names in without_effect:

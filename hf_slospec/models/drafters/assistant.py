@@ -14,16 +14,17 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.coupling import coupled
 from hf_slospec.models.cuda.deferred import DeferredFlags
 from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, parents and path_logprobs, [num_requests, beam] each
 
-def extend_beam(
-    path_logprobs: torch.Tensor, logits: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def extend_beam(path_logprobs: torch.Tensor, logits: torch.Tensor, width: int) -> Layer:
     """Return the next layer of every request's beam, best first, ties by (parent, rank of the child).
 
     Args:
@@ -45,7 +46,23 @@ def extend_beam(
     return children.indices.flatten(1).gather(1, order), order // num_children, paths[:, :width]
 
 
-def _least_confident(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def _extend(layers: list[Layer], requests: Sequence[Request], logits: torch.Tensor, width: int) -> None:
+    """Append the next layer; ``logits`` [num_requests, beam, vocab] are of the last one, or of the roots."""
+    logits = coupled(requests, len(layers), logits, lambda place: _paths(layers, place))
+    path_logprobs = layers[-1][2] if layers else logits.new_zeros(len(requests), 1, dtype=torch.float32)
+    layers.append(extend_beam(path_logprobs, logits, width))
+
+
+def _paths(layers: Sequence[Layer], place: int) -> torch.Tensor:
+    """Return the tokens from below the root to each node of one request's last layer.  -> [beam, depth] int64"""
+    if not layers:
+        return torch.empty(1, 0, dtype=torch.int64)
+    tokens, parents = layers[-1][0][place], layers[-1][1][place]
+    above = _paths(layers[:-1], place).to(tokens.device)
+    return torch.cat((above[parents], tokens[:, None]), dim=1)
+
+
+def _least_confident(layers: Sequence[Layer]) -> torch.Tensor:
     """Return the log probability of the least probable token, given its parent, on each path to the last layer.
 
     -> [num_requests, beam] f32
@@ -58,7 +75,7 @@ def _least_confident(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Te
     return least
 
 
-def _is_futile(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], plan: Plan) -> torch.Tensor:
+def _is_futile(layers: Sequence[Layer], plan: Plan) -> torch.Tensor:
     """Return whether no node deeper than these can be worth its level.  -> [] bool"""
     _, _, path_logprobs = layers[-1]
     futile = path_logprobs.new_zeros((), dtype=torch.bool)
@@ -71,12 +88,12 @@ def _is_futile(layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class AssistantDrafter:
-    """Beam search on the draft model's own probabilities; its candidate trees hold every beam node.
+    """Beam search on the draft model's probabilities, coupled to the noise of sampled requests.
 
-    The draft's K/V cache holds committed tokens only: a call first processes every token that lacks K/V, be it the
-    whole prompt, a stretch decoded without drafting, or the last step's tokens. Long stretches are processed over
-    several steps, so that a long prompt does not stall other requests; until a request has caught up, its trees are
-    roots.
+    Its candidate trees hold every beam node. The draft's K/V cache holds committed tokens only: a call first processes
+    every token that lacks K/V, be it the whole prompt, a stretch decoded without drafting, or the last step's tokens.
+    Long stretches are processed over several steps, so that a long prompt does not stall other requests; until a
+    request has caught up, its trees are roots.
     """
 
     CATCH_UP = 1024  # tokens processed per step at most, over all requests that lack more than FEW
@@ -119,19 +136,20 @@ class AssistantDrafter:
         logits = self._root_logits(requests)[:, None]  # [num_requests, 1, vocab]
         device = self.packed.device
         root_positions = to_device(torch.tensor([len(request.tokens) - 1 for request in requests]), device)
-        layers = [extend_beam(logits.new_zeros(len(requests), 1, dtype=torch.float32), logits, plan.width)]
+        layers = list[Layer]()
+        _extend(layers, requests, logits, plan.width)
         # ancestors[i, v, u]: node v of request i's last layer may attend to node u of all its layers so far
         ancestors = self._own(layers[0][0])
         positions = torch.empty(len(requests), 0, dtype=torch.int64, device=device)
         is_over = DeferredFlags(device)
         for depth in range(1, plan.depth):
-            tokens, _, path_logprobs = layers[-1]
+            tokens, _, _ = layers[-1]
             if (plan.min_gain or plan.min_confidence) and is_over.next(_is_futile(layers, plan)):
                 break
             own_positions = (root_positions + depth)[:, None].expand(-1, tokens.shape[1])
             positions = torch.cat((positions, own_positions), dim=1)
             logits = self._forward_layer(requests, tokens, positions, ancestors)
-            layers.append(extend_beam(path_logprobs, logits, plan.width))
+            _extend(layers, requests, logits, plan.width)
             tokens, parents, _ = layers[-1]
             inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
             ancestors = torch.cat((inherited, self._own(tokens)), dim=-1)
@@ -176,9 +194,7 @@ class AssistantDrafter:
         """Return logits of the ids that both models have, as either vocabulary may be padded further than the other."""
         return self.sequences.forward(parts, logit_rows)[:, : self.vocab_size]
 
-    def _trees(
-        self, requests: Sequence[Request], layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    ) -> list[TokenTree]:
+    def _trees(self, requests: Sequence[Request], layers: Sequence[Layer]) -> list[TokenTree]:
         """Return candidate trees (node 0 the root, then layer after layer), by one copy from the device."""
         tokens, parents, path_logprobs = (torch.cat(columns, dim=1) for columns in zip(*layers, strict=True))
         packed = torch.stack((tokens.double(), parents.double(), path_logprobs.double())).cpu().numpy()

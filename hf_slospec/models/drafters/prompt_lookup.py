@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import exp
 
 import numpy as np
+import torch
 
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.protocols import Plan
@@ -19,7 +21,8 @@ class PromptLookupDrafter:
     """Prompt lookup, with several matches as branches of a tree.
 
     Every earlier occurrence of the request's last tokens proposes the tokens that followed it. Continuations are merged
-    into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`.
+    into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`. Where the
+    noise of a sampled request is known, it is the probability given that noise.
     """
 
     def __init__(self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None):
@@ -27,15 +30,17 @@ class PromptLookupDrafter:
         self.max_ngram, self.max_depth = max_ngram, max_depth
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        return [self._tree(request.tokens, plan) for request in requests]
+        return [self._tree(request, plan) for request in requests]
 
     def release(self, request: Request) -> None:
         """Do nothing, as no state of a request is kept."""
 
-    def _tree(self, tokens: list[int], plan: Plan) -> TokenTree:
+    def _tree(self, request: Request, plan: Plan) -> TokenTree:
         # One level at a time; every node has the continuations that run through it.
-        max_depth = plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
-        layer = [(ROOT, 1.0, continuations(np.array(tokens), max_depth, self.max_ngram))]
+        tokens, max_depth = request.tokens, plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
+        found = continuations(np.array(tokens), max_depth, self.max_ngram)
+        noise = _noise_of(request, found)
+        layer = [(ROOT, 1.0, found)]
         nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
         for depth in range(1, max_depth + 1):
             children = []
@@ -43,7 +48,10 @@ class PromptLookupDrafter:
                 going_on = [run for run in runs if len(run) >= depth]
                 for token, count in Counter(run[depth - 1] for run in going_on).items():
                     through = [run for run in going_on if run[depth - 1] == token]
-                    children.append((parent, path_prob * TRUST * count / len(runs), token, through))
+                    prob = TRUST * count / len(runs)
+                    if noise:
+                        prob = exp(-noise[depth, token] * (1.0 - prob) / prob)
+                    children.append((parent, path_prob * prob, token, through))
             children.sort(key=lambda child: -child[1])  # stable: among equals the latest match stays first
             layer = []
             for parent, path_prob, token, through in children[: plan.width]:
@@ -53,6 +61,16 @@ class PromptLookupDrafter:
                 depths.append(depth)
                 path_probs.append(path_prob)
         return TokenTree(np.array(nodes), np.array(parents), np.array(depths), np.array(path_probs))
+
+
+def _noise_of(request: Request, runs: Sequence[Sequence[int]]) -> dict[tuple[int, int], float]:
+    """Return the noise of proposed tokens by depth and token, in one copy from the device; none if it is not known."""
+    if request.noise is None or not runs:
+        return {}
+    proposed = [sorted({run[place] for run in runs if len(run) > place}) for place in range(max(map(len, runs)))]
+    parts = [request.noise.after(depth)[torch.tensor(tokens)] for depth, tokens in enumerate(proposed)]
+    keys = [(depth, token) for depth, tokens in enumerate(proposed, 1) for token in tokens]
+    return dict(zip(keys, torch.cat(parts).tolist(), strict=True))
 
 
 def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:

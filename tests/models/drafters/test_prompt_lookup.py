@@ -48,6 +48,41 @@ def test_nothing_found_is_a_root_alone() -> None:
     assert draft([1, 2, 3], 4, 4) == []
 
 
+class KnownNoise:
+    def __init__(self, noise: torch.Tensor):
+        self.noise = noise
+
+    def after(self, depth: int) -> torch.Tensor:
+        return self.noise[depth]
+
+
+def test_noise_tells_which_proposals_will_be_drawn() -> None:
+    """A token of probability TRUST is drawn by noise q with the frequency that the draft says once it knows q."""
+    proposed, count = 5, 4000
+    probs = torch.full((8,), (1 - TRUST) / 7)
+    probs[proposed] = TRUST
+    said, drawn = np.empty(count), np.empty(count, dtype=bool)
+    for index, noise in enumerate(torch.empty(count, 1, 8).exponential_(1, generator=torch.Generator().manual_seed(0))):
+        request = Request(index, [1, 2, proposed, 1, 2], 10, is_sampled=True, noise=KnownNoise(noise))
+        [tree] = PromptLookupDrafter().draft([request], Plan(1, 1))
+        said[index], drawn[index] = tree.path_probs[1], int((probs / noise[0]).argmax()) == proposed
+    assert drawn.mean() == pytest.approx(TRUST, abs=0.03)
+    for low in np.arange(0.0, 1.0, 0.2):
+        here = (said >= low) & (said < low + 0.2)
+        error = (0.25 / max(here.sum(), 1)) ** 0.5
+        assert not here.any() or drawn[here].mean() == pytest.approx(said[here].mean(), abs=4 * error)
+    assert (said < 0.3).any() and (said > 0.9).any()
+
+
+def test_noise_orders_branches() -> None:
+    noise = torch.ones(2, 10)
+    noise[0, 9], noise[0, 8] = 5.0, 0.01
+    request = Request(0, [7, 3, 9, 4, 7, 3, 8, 4, 7, 3, 9, 5, 7, 3], 10, is_sampled=True, noise=KnownNoise(noise))
+    [tree] = PromptLookupDrafter().draft([request], Plan(2, 4))
+    tree.check()
+    assert tree.tokens[1:3].tolist() == [8, 9]
+
+
 def test_same_tokens_as_stock_and_speculates() -> None:
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, config=SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40))

@@ -1,0 +1,78 @@
+"""Coupled drafting: the draft ranks tokens with the very noise that will choose the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+
+import torch
+from torch.nn.functional import pad
+
+from hf_slospec.algo.acceptance import SHARPNESS
+from hf_slospec.engine.request import Request
+from hf_slospec.models.sampling import Processor, StockSampler, processed
+
+
+class Coupling:
+    """Noise of one sampled request, and the processors that its draft can apply as well."""
+
+    def __init__(self, sampler: StockSampler, request: Request, processors: Sequence[Processor], reads_text: bool):
+        """``reads_text``: a processor needs the text before the token."""
+        self._sampler, self._request, self._processors, self._reads_text = sampler, request, processors, reads_text
+        # Requests with equal keys can be processed together.
+        self.key: Hashable = id(self) if reads_text else tuple((type(own), repr(vars(own))) for own in processors)
+
+    def after(self, depth: int) -> torch.Tensor:
+        """Return the noise of the token after a node at this depth.  -> [vocab] f32"""
+        return self._sampler.noise_after(self._request, depth)
+
+    def processed(self, scores: torch.Tensor, paths: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a beam's scores as the target's processors make them.
+
+        Args:
+            scores: [num_nodes, vocab] f32.
+            paths: returns the tokens from below the root to each node, [num_nodes, depth] int64.
+        """
+        if not self._reads_text:
+            return processed(self._processors, None, scores)
+        text = self._sampler.text(self._request, self._request.tokens).expand(len(scores), -1)
+        return processed(self._processors, torch.cat((text, paths().to(text.device)), dim=1), scores)
+
+
+def coupled(
+    requests: Sequence[Request], depth: int, logits: torch.Tensor, paths: Callable[[int], torch.Tensor]
+) -> torch.Tensor:
+    """Return the logits by which children are ranked: perturbed by noise where the request's is known.
+
+    The target takes the token with the highest ``log p + g``, where ``g = -log(Exp(1) noise)``. The same sum with the
+    draft's probabilities ranks first what the target takes most often: with one child, the tokens agree with a
+    probability of at least (1 - TV) / (1 + TV), TV being the distributions' total variation distance (Daliri et al.,
+    arXiv 2408.07978). The softmax of the sums over ``SHARPNESS`` gives probabilities that calibration can start from.
+
+    Args:
+        depth: of the nodes; 0: the roots.
+        logits: [num_requests, beam, vocab] of the draft after these nodes.
+        paths: returns the tokens from below the root to each node of a request, [beam, depth] int64.
+    """
+    groups: dict[Hashable, dict[int, Coupling]] = {}  # by key, then by place among the requests
+    for place, request in enumerate(requests):
+        if isinstance(request.noise, Coupling):
+            groups.setdefault(request.noise.key, {})[place] = request.noise
+    if not groups:
+        return logits
+    ranked = list(logits.float())
+    for group in groups.values():
+        first = next(iter(group))  # the only one if processors read its text
+        noise = torch.stack([coupling.after(depth) for coupling in group.values()])[:, None]  # [num_own, 1, vocab]
+        scores = _resized(torch.stack([ranked[place] for place in group]), noise.shape[-1])
+        scores = group[first].processed(scores.flatten(0, 1), partial(paths, first)).view(scores.shape)
+        perturbed = _resized((scores - noise.log()).div_(SHARPNESS), logits.shape[-1])
+        for place, beam in zip(group, perturbed, strict=True):
+            ranked[place] = beam
+    return torch.stack(ranked)
+
+
+def _resized(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return logits for so many tokens, as either vocabulary may be padded further than the other."""
+    missing = vocab_size - logits.shape[-1]
+    return pad(logits, (0, missing), value=-torch.inf) if missing else logits

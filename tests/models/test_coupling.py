@@ -1,0 +1,118 @@
+"""Ranking of the draft's tokens by the target's noise, against exact probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_slospec.algo.acceptance import SHARPNESS
+from hf_slospec.engine.request import Request
+from hf_slospec.models.coupling import Coupling, coupled
+from hf_slospec.models.noise import GeneratorNoise
+
+VOCAB = 7
+
+
+class KnownNoise:
+    """In place of a sampler: every request is a row of the noise."""
+
+    def __init__(self, num_rows: int, vocab: int = VOCAB, seed: int = 3):
+        self.noise = GeneratorNoise(num_rows, torch.empty(1, vocab), seed)
+
+    def noise_after(self, request: Request, depth: int) -> torch.Tensor:
+        return self.noise.at(request.num_emitted + depth, request.index)
+
+    def text(self, request: Request, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens])
+
+
+def requests_with(
+    sampler: Any, count: int, processors: tuple[Any, ...] = (), reads_text: bool = False
+) -> list[Request]:
+    made = [Request(index, [1, 2, 3], 10, is_sampled=True) for index in range(count)]
+    for request in made:
+        request.noise = Coupling(sampler, request, processors, reads_text)
+    return made
+
+
+def no_paths(place: int) -> torch.Tensor:
+    raise AssertionError("no processor reads the text")
+
+
+def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
+    return 1.5 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_first_child_matches_as_often_as_theory_says(seed: int) -> None:
+    """P(match) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV)."""
+    count = 20_000
+    target, draft = random_logits(2, VOCAB, seed=seed).softmax(-1)
+    sampler = KnownNoise(count, seed=seed)
+    ranked = coupled(requests_with(sampler, count), 0, draft.log().expand(count, 1, -1), no_paths)
+    chosen = torch.stack([(target / sampler.noise.at(0, row)).argmax() for row in range(count)])
+    rate = float((ranked[:, 0].argmax(-1) == chosen).double().mean())
+    ratios = torch.maximum(target[None] / target[:, None], draft[None] / draft[:, None])  # [i, j]
+    exact = float((1.0 / ratios.sum(1)).sum())
+    distance = float((target - draft).abs().sum()) / 2
+    assert rate == pytest.approx(exact, abs=4.5 * (exact * (1 - exact) / count) ** 0.5)
+    assert exact >= (1 - distance) / (1 + distance)
+    uncoupled = float((target * draft).max())  # what independent draws give is less still
+    assert exact > uncoupled
+
+
+def test_greedy_requests_keep_their_logits() -> None:
+    sampler = KnownNoise(3)
+    requests = requests_with(sampler, 3)
+    requests[1].noise = None
+    logits = random_logits(3, 2, VOCAB)
+    ranked = coupled(requests, 1, logits, no_paths)
+    assert torch.equal(ranked[1], logits[1])
+    for row in (0, 2):
+        expected = (logits[row] - sampler.noise.at(1, row).log()) / SHARPNESS
+        torch.testing.assert_close(ranked[row], expected)
+    for request in requests:
+        request.noise = None
+    assert coupled(requests, 1, logits, no_paths) is logits
+
+
+def test_noise_of_another_kind_couples_nothing() -> None:
+    class Own:
+        def after(self, depth: int) -> torch.Tensor:
+            raise AssertionError("not asked for")
+
+    logits = random_logits(1, 1, VOCAB)
+    assert coupled([Request(0, [1], 4, is_sampled=True, noise=Own())], 0, logits, no_paths) is logits
+
+
+@pytest.mark.parametrize("draft_vocab", [VOCAB - 2, VOCAB + 3])
+def test_vocabularies_of_different_sizes(draft_vocab: int) -> None:
+    sampler = KnownNoise(2)
+    logits = random_logits(2, 3, draft_vocab)
+    ranked = coupled(requests_with(sampler, 2), 0, logits, no_paths)
+    assert ranked.shape == logits.shape
+    shared = min(VOCAB, draft_vocab)
+    noise = torch.stack([sampler.noise.at(0, row) for row in range(2)])[:, None, :shared]
+    torch.testing.assert_close(ranked[..., :shared], (logits[..., :shared] - noise.log()) / SHARPNESS)
+    assert bool((ranked[..., shared:] == -torch.inf).all())
+
+
+def test_processors_get_the_path_of_every_node() -> None:
+    seen: list[list[list[int]]] = []
+
+    def forbid_repeats(input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+        assert input_ids is not None
+        seen.append(input_ids.tolist())
+        return scores.scatter(1, input_ids, -torch.inf)
+
+    sampler = KnownNoise(2)
+    requests = requests_with(sampler, 2, (forbid_repeats,), reads_text=True)
+    paths = {0: [[4, 5], [4, 6]], 1: [[0, 6], [5, 5]]}
+    ranked = coupled(requests, 2, random_logits(2, 2, VOCAB), lambda place: torch.tensor(paths[place]))
+    assert seen == [[[1, 2, 3, *path] for path in paths[place]] for place in (0, 1)]
+    for place, own in paths.items():
+        for node, path in enumerate(own):
+            forbidden = sorted({1, 2, 3, *path})
+            assert (ranked[place, node] == -torch.inf).nonzero()[:, 0].tolist() == forbidden
