@@ -12,6 +12,7 @@ from hf_slospec.cli.commands.demo import demo
 from hf_slospec.cli.commands.generate import generate
 from hf_slospec.cli.commands.gpu_check import gpu_check
 from hf_slospec.cli.commands.profile import profile
+from hf_slospec.cli.commands.serve import serve
 from hf_slospec.cli.commands.simulate import simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a TPOT SLO per request.")
@@ -32,5 +33,5 @@ def main(
     """Handle the options of the command line itself; the commands do the work."""
 
 
-for command in (generate, demo, bench, profile, gpu_check, simulate):
+for command in (generate, serve, demo, bench, profile, gpu_check, simulate):
     app.command()(command)

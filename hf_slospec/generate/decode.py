@@ -151,6 +151,8 @@ def decode(call: Call) -> Any:
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
     finally:
+        for request in rows.requests:  # the sampler and its noise go with the call
+            request.noise = None
         with speculator.lock:
             target.close()
     if not is_dict:

@@ -28,6 +28,7 @@ def prompt_logprobs(speculator: Speculator, tokens: Sequence[int], num_top: int)
         InvalidInputError: a token is outside of the vocabulary, or the prompt is longer than the model can be.
         MemoryError: there is no room for the prompt's K/V.
     """
+    speculator.renew()
     packed, size = speculator.target.packed, vocab_size(speculator.target.model)
     if max(tokens) >= size:
         raise InvalidInputError(f"prompt has token {max(tokens)}, and the vocabulary has {size} tokens")

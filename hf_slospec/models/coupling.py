@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +11,10 @@ from torch.nn.functional import pad
 
 from hf_slospec.algo.acceptance import SHARPNESS
 from hf_slospec.engine.request import Request
+from hf_slospec.models.memory import is_out_of_memory
 from hf_slospec.models.sampling import Processor, StockSampler, processed
+
+logger = logging.getLogger(__name__)
 
 
 class Coupling:
@@ -18,13 +22,15 @@ class Coupling:
 
     def __init__(self, sampler: StockSampler, request: Request, processors: Sequence[Processor], reads_text: bool):
         """``reads_text``: a processor needs the text before the token."""
-        self._sampler, self._request, self._processors, self._reads_text = sampler, request, processors, reads_text
+        self.sampler, self._request, self._processors, self._reads_text = sampler, request, processors, reads_text
+        is_plain = all(isinstance(value, float | int | None) for own in processors for value in vars(own).values())
+        settings = tuple((type(own), *sorted(vars(own).items())) for own in processors) if is_plain else ()
         # Requests with equal keys can be processed together.
-        self.key: Hashable = id(self) if reads_text else tuple((type(own), repr(vars(own))) for own in processors)
+        self.key: Hashable = settings if is_plain and not reads_text else id(self)
 
     def after(self, depth: int) -> torch.Tensor:
-        """Return the noise of the token after a node at this depth.  -> [vocab] f32"""
-        return self._sampler.noise_after(self._request, depth)
+        """Return the noise of the token after a node at this depth, a copy.  -> [vocab] f32"""
+        return self.sampler.noise_after([self._request], depth)[0]
 
     def processed(self, scores: torch.Tensor, paths: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a beam's scores as the target's processors make them.
@@ -35,7 +41,7 @@ class Coupling:
         """
         if not self._reads_text:
             return processed(self._processors, None, scores)
-        text = self._sampler.text(self._request, self._request.tokens).expand(len(scores), -1)
+        text = self.sampler.text(self._request, self._request.tokens).expand(len(scores), -1)
         return processed(self._processors, torch.cat((text, paths().to(text.device)), dim=1), scores)
 
 
@@ -63,13 +69,35 @@ def coupled(
     ranked = list(logits.float())
     for group in groups.values():
         first = next(iter(group))  # the only one if processors read its text
-        noise = torch.stack([coupling.after(depth) for coupling in group.values()])[:, None]  # [num_own, 1, vocab]
+        noise = _noise(requests, group, depth)[:, None]  # [num_own, 1, vocab]
         scores = _resized(torch.stack([ranked[place] for place in group]), noise.shape[-1])
-        scores = group[first].processed(scores.flatten(0, 1), partial(paths, first)).view(scores.shape)
+        try:
+            scores = group[first].processed(scores.flatten(0, 1), partial(paths, first)).view(scores.shape)
+        except (ValueError, RuntimeError) as error:  # one that takes the target's scores may refuse the draft's
+            if is_out_of_memory(error):
+                raise
+            logger.info("drafting continues without noise, as a logits processor refused the draft's scores: %r", error)
+            for place in group:
+                requests[place].noise = None
+            continue
         perturbed = _resized((scores - noise.log()).div_(SHARPNESS), logits.shape[-1])
         for place, beam in zip(group, perturbed, strict=True):
             ranked[place] = beam
     return torch.stack(ranked)
+
+
+def _noise(requests: Sequence[Request], group: Mapping[int, Coupling], depth: int) -> torch.Tensor:
+    """Return the noise of a group's requests, by one look at each of their samplers.  -> [num_own, vocab] f32"""
+    by_sampler: dict[StockSampler, list[int]] = {}
+    for place, coupling in group.items():
+        by_sampler.setdefault(coupling.sampler, []).append(place)
+    rows: dict[int, torch.Tensor] = {}
+    for sampler, places in by_sampler.items():
+        noise = sampler.noise_after([requests[place] for place in places], depth)
+        if len(by_sampler) == 1:
+            return noise
+        rows.update(zip(places, noise, strict=True))
+    return torch.stack([rows[place] for place in group])
 
 
 def _resized(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 MAX_NOISE_BYTES = 2**28  # of noise at hand; what is older is drawn again from the generator's saved state
@@ -33,24 +35,43 @@ class GeneratorNoise:
         self._states = {0: self._generator.get_state()}
         self._cached: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
 
-    def at(self, position: int, row: int) -> torch.Tensor:
-        """Return the noise for a row's token at a position (0: its first new token).  -> [vocab] f32"""
+    def rows(self, places: Sequence[tuple[int, int]], is_drawn: bool = True) -> torch.Tensor:
+        """Return the noise for tokens at places, each a position (0: the first new token) and a row.
+
+        Args:
+            is_drawn: the generator moves on behind these positions, as in ``generate``. Without it the generator keeps
+                its state, and the noise is that of later draws unless others draw from the generator before.
+
+        Returns:
+            [num_places, vocab] f32, a copy.
+        """
+        by_position: dict[int, list[int]] = {}
+        for index, (position, _) in enumerate(places):
+            by_position.setdefault(position, []).append(index)
+        fits, found = len(by_position) <= self.max_positions, dict[int, torch.Tensor]()
+        for position in sorted(by_position):  # each is drawn once at most
+            noise = self._drawn(position) if is_drawn else self._foreseen(position)
+            for index in by_position[position]:
+                row = noise[places[index][1]]
+                found[index] = row if fits else row.clone()  # a view would keep the noise of all rows
+        return torch.stack([found[index] for index in range(len(places))])
+
+    def _drawn(self, position: int) -> torch.Tensor:
+        """Return the noise of a position, after drawing up to there.  -> [batch, vocab] f32"""
         while self.num_drawn <= position:
             state = self._generator.get_state()
-            if not torch.equal(
-                state, self._states[self.num_drawn]
-            ):  # others drew from the generator since the last draw
+            if not torch.equal(state, self._states[self.num_drawn]):  # others drew from the generator, too
                 self._forget_foreseen(state)
             self._noise(self.num_drawn)
             self.num_drawn += 1
             self._generator.set_state(self._states[self.num_drawn])
-        return self._noise(position)[row]
+        return self._noise(position)
 
-    def foreseen(self, position: int, row: int) -> torch.Tensor:
-        """Return the noise of ``at``, unless others draw before; the generator keeps its state.  -> [vocab] f32"""
+    def _foreseen(self, position: int) -> torch.Tensor:
+        """Return the noise of a position without moving the generator.  -> [batch, vocab] f32"""
         for earlier in range(max(self._states), position):
             self._noise(earlier)
-        return self._noise(position)[row]
+        return self._noise(position)
 
     def _noise(self, position: int) -> torch.Tensor:
         """Return the noise of a position whose state is known.  -> [batch, vocab] f32"""
@@ -73,8 +94,9 @@ class GeneratorNoise:
 
     def forget_before(self, position: int) -> None:
         """Drop the noise of earlier positions, which no row needs again."""
-        # States of the global generator are kept for end(): rows may go on beyond the position at which the batch ends.
-        for kept in (self._cached, self._states) if self._has_own_generator else (self._cached,):
+        # States are kept for end() in a batch, where rows may go on beyond the position at which the batch ends.
+        needs_no_states = self._has_own_generator or self.shape[0] == 1
+        for kept in (self._cached, self._states) if needs_no_states else (self._cached,):
             for passed in [earlier for earlier in kept if earlier < position]:
                 del kept[passed]
 

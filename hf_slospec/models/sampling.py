@@ -12,6 +12,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
+from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.memory import is_out_of_memory
 from hf_slospec.models.noise import GeneratorNoise
 
@@ -60,6 +61,10 @@ class Record:
                 rows[row].append(value.clone())  # a view would keep the logits of all nodes in memory
         if self.num_top is not None:
             self.logprobs[row].append(TokenLogprobs.of(logits.log_softmax(-1), token, self.num_top))
+
+    def unshared(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits for processors, which may write into them: a copy if log probabilities of them are recorded."""
+        return logits if self.num_top is None else logits.clone()
 
     def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:
         """Return a row's scores so far as stopping criteria get them: one [1, vocab] tensor per position."""
@@ -130,7 +135,7 @@ class StockSampler:
     ) -> PendingChoices:
         """Choose for all nodes at once, as a choice depends on nothing of the path to its node but the position."""
         raw = logits.to(device=self.device, dtype=torch.float32)
-        scores = processed(self.processors[0], None, raw)
+        scores = processed(self.processors[0], None, self.record.unshared(raw))
         if self.do_sample:
             places = [
                 (request.num_emitted + int(depth), self._row[request])
@@ -178,19 +183,23 @@ class StockSampler:
         """
         raw = logits[None].to(device=self.device, dtype=torch.float32)
         processors = self.processors[self._row[request]]
-        return raw[0], processed(processors, self.text(request, tokens) if processors else None, raw)[0]
+        text = self.text(request, tokens) if processors else None
+        return raw[0], processed(processors, text, self.record.unshared(raw))[0]
 
     def text(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
         """Return a request's tokens as processors get them, left padding included.  -> [1, length] int64"""
-        return torch.tensor([[*self.prompts[self._row[request]], *tokens[request.prompt_len :]]], device=self.device)
+        text = [*self.prompts[self._row[request]], *tokens[request.prompt_len :]]
+        ids: torch.Tensor = to_device(torch.tensor([text]), self.device)
+        return ids
 
-    def noise_after(self, request: Request, depth: int) -> torch.Tensor:
-        """Return the noise that will choose a request's token after a node at this depth.  -> [vocab] f32
+    def noise_after(self, requests: Sequence[Request], depth: int) -> torch.Tensor:
+        """Return the noise that will choose tokens after nodes at this depth, a copy.  -> [num_requests, vocab] f32
 
-        The request must have a token already, as its first choice tells the size of the vocabulary.
+        The requests must have a token already, as the first choice tells the size of the vocabulary.
         """
         assert self._noise is not None, "the noise of a request is known from its first token on"
-        return self._noise.foreseen(request.num_emitted + depth, self._row[request])
+        places = [(request.num_emitted + depth, self._row[request]) for request in requests]
+        return self._noise.rows(places, is_drawn=False)
 
     def _drawn(self, scores: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return the tokens that ``multinomial`` draws from scores; -1 where it would raise.  -> [num_places] int64
@@ -201,8 +210,7 @@ class StockSampler:
         """
         probs = scores.softmax(-1)
         self._noise = self._noise or GeneratorNoise(len(self.prompts), probs, self.seed, self.sharing)
-        noise = torch.stack([self._noise.at(*place) for place in places])
-        return torch.where(torch.isfinite(probs).all(-1), (probs / noise).argmax(-1), -1)
+        return torch.where(torch.isfinite(probs).all(-1), (probs / self._noise.rows(places)).argmax(-1), -1)
 
     def end(self, num_positions: int) -> None:
         """Leave the global generator as ``generate`` does after ``num_positions`` tokens per row."""

@@ -130,6 +130,7 @@ class BatchingService:
     def on_end(self, request: Request) -> None:
         """Count a request that ended, and drop its sampler."""
         self._samplers.remove(request)
+        request.noise = None  # a handle that is kept must not keep the noise
         self.telemetry.on_end(request)
 
     def stats(self) -> Stats:

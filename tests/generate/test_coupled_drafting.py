@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,6 +126,39 @@ def test_coupling_accepts_more(options: dict[str, Any]) -> None:
 def test_with_little_noise_at_hand(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("hf_slospec.models.noise.MAX_NOISE_BYTES", num_bytes)
     accepted(SLOSpecConfig(policy="adaserve", token_budget=40, max_depth=4), {})
+
+
+@pytest.mark.parametrize("options", [dict(top_h=0.5), dict(eta_cutoff=0.3)], ids=str)
+def test_a_draft_whose_tokens_are_all_banned(options: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    torch.manual_seed(0)
+    draft = type(model)(type(model.config)(**model.config.to_dict() | {"vocab_size": VOCAB - 11})).eval()
+    ours = SLOSpecGenerator(model, draft, config=CHAIN)
+    banned = dict(suppress_tokens=list(range(VOCAB - 11)))
+    assert_same_as_stock(model, ours.generate, ragged_prompts(2), **NEW | options | banned)
+
+
+def test_prompt_lookup_of_tokens_that_cannot_be_written() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.lm_head = torch.nn.Linear(32, 90, bias=False)
+    prompt = torch.tensor([[5, 99, 97, 6, 99, 97, 8, 99, 97]])
+    ours = SLOSpecGenerator(model, config=CHAIN)
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    assert_same_as_stock(model, ours.generate, inputs, **NEW)
+
+
+def test_a_call_leaves_no_noise_behind() -> None:
+    kept: list[weakref.ref[Any]] = []
+    ours = noises(SLOSpecGenerator(tiny_model("llama"), tiny_model("llama")), seen := [])
+    gc.collect()
+    gc.disable()
+    try:
+        ours.generate(**ragged_prompts(2), **NEW)
+        kept += [weakref.ref(noise.sampler) for noise in seen if noise is not None]
+        seen.clear()
+        assert kept and all(own() is None for own in kept)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("vocab", [VOCAB - 4, VOCAB + 6])

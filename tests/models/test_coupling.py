@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ class KnownNoise:
     def __init__(self, num_rows: int, vocab: int = VOCAB, seed: int = 3):
         self.noise = GeneratorNoise(num_rows, torch.empty(1, vocab), seed)
 
-    def noise_after(self, request: Request, depth: int) -> torch.Tensor:
-        return self.noise.at(request.num_emitted + depth, request.index)
+    def noise_after(self, requests: Sequence[Request], depth: int) -> torch.Tensor:
+        return self.noise.rows([(request.num_emitted + depth, request.index) for request in requests])
+
+    def at(self, position: int, row: int) -> torch.Tensor:
+        return self.noise.rows([(position, row)])[0]
 
     def text(self, request: Request, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens])
@@ -52,7 +56,7 @@ def test_first_child_matches_as_often_as_theory_says(seed: int) -> None:
     target, draft = random_logits(2, VOCAB, seed=seed).softmax(-1)
     sampler = KnownNoise(count, seed=seed)
     ranked = coupled(requests_with(sampler, count), 0, draft.log().expand(count, 1, -1), no_paths)
-    chosen = torch.stack([(target / sampler.noise.at(0, row)).argmax() for row in range(count)])
+    chosen = (target / sampler.noise.rows([(0, row) for row in range(count)])).argmax(-1)
     rate = float((ranked[:, 0].argmax(-1) == chosen).double().mean())
     ratios = torch.maximum(target[None] / target[:, None], draft[None] / draft[:, None])  # [i, j]
     exact = float((1.0 / ratios.sum(1)).sum())
@@ -71,7 +75,7 @@ def test_greedy_requests_keep_their_logits() -> None:
     ranked = coupled(requests, 1, logits, no_paths)
     assert torch.equal(ranked[1], logits[1])
     for row in (0, 2):
-        expected = (logits[row] - sampler.noise.at(1, row).log()) / SHARPNESS
+        expected = (logits[row] - sampler.at(1, row).log()) / SHARPNESS
         torch.testing.assert_close(ranked[row], expected)
     for request in requests:
         request.noise = None
@@ -94,7 +98,7 @@ def test_vocabularies_of_different_sizes(draft_vocab: int) -> None:
     ranked = coupled(requests_with(sampler, 2), 0, logits, no_paths)
     assert ranked.shape == logits.shape
     shared = min(VOCAB, draft_vocab)
-    noise = torch.stack([sampler.noise.at(0, row) for row in range(2)])[:, None, :shared]
+    noise = torch.stack([sampler.at(0, row) for row in range(2)])[:, None, :shared]
     torch.testing.assert_close(ranked[..., :shared], (logits[..., :shared] - noise.log()) / SHARPNESS)
     assert bool((ranked[..., shared:] == -torch.inf).all())
 
@@ -116,3 +120,24 @@ def test_processors_get_the_path_of_every_node() -> None:
         for node, path in enumerate(own):
             forbidden = sorted({1, 2, 3, *path})
             assert (ranked[place, node] == -torch.inf).nonzero()[:, 0].tolist() == forbidden
+
+
+def test_processors_that_refuse_the_drafts_scores_end_the_coupling_alone() -> None:
+    def refuse(input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not for these")
+
+    sampler = KnownNoise(2)
+    refused, sound = requests_with(sampler, 1, (refuse,), reads_text=False)[0], requests_with(sampler, 2)[1]
+    logits = random_logits(2, 2, VOCAB)
+    ranked = coupled([refused, sound], 0, logits, no_paths)
+    assert torch.equal(ranked[0], logits[0]) and refused.noise is None
+    assert not torch.equal(ranked[1], logits[1]) and sound.noise is not None
+
+
+def test_noise_given_to_drafters_is_a_copy() -> None:
+    sampler = KnownNoise(1)
+    (request,) = requests_with(sampler, 1)
+    assert request.noise is not None
+    before = request.noise.after(1).clone()
+    request.noise.after(1).zero_()
+    assert torch.equal(request.noise.after(1), before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import torch
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.models.cuda.transfer import to_device
 
 MAX_NGRAM = 3  # longest n-gram of last tokens that is looked up; shorter ones are tried if it does not occur
 TRUST = 0.7  # conditional probability of continuations that all matches agree on
@@ -49,8 +50,8 @@ class PromptLookupDrafter:
                 for token, count in Counter(run[depth - 1] for run in going_on).items():
                     through = [run for run in going_on if run[depth - 1] == token]
                     prob = TRUST * count / len(runs)
-                    if noise:
-                        prob = exp(-noise[depth, token] * (1.0 - prob) / prob)
+                    if request.noise is not None:
+                        prob = exp(-noise.get((depth, token), inf) * (1.0 - prob) / prob)
                     children.append((parent, path_prob * prob, token, through))
             children.sort(key=lambda child: -child[1])  # stable: among equals the latest match stays first
             layer = []
@@ -68,9 +69,11 @@ def _noise_of(request: Request, runs: Sequence[Sequence[int]]) -> dict[tuple[int
     if request.noise is None or not runs:
         return {}
     proposed = [sorted({run[place] for run in runs if len(run) > place}) for place in range(max(map(len, runs)))]
-    parts = [request.noise.after(depth)[torch.tensor(tokens)] for depth, tokens in enumerate(proposed)]
-    keys = [(depth, token) for depth, tokens in enumerate(proposed, 1) for token in tokens]
-    return dict(zip(keys, torch.cat(parts).tolist(), strict=True))
+    noise = torch.stack([request.noise.after(depth) for depth in range(len(proposed))])  # [depth, vocab]
+    size = noise.shape[1]  # some models have embeddings of more tokens than they can write
+    known = [(depth, token) for depth, tokens in enumerate(proposed) for token in tokens if token < size]
+    index = to_device(torch.tensor([depth * size + token for depth, token in known], dtype=torch.int64), noise.device)
+    return {(depth + 1, token): q for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)}
 
 
 def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:

@@ -1,0 +1,68 @@
+"""``hf_slospec serve``: a server with OpenAI's interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hf_slospec.cli.options import Assistant, ConfigJSON, Device, DType, Size, TargetModel, settings_of
+from hf_slospec.errors import InvalidInputError, SLOSpecError
+
+MISSING = "the server needs further packages; install them with: pip install 'hf_slospec[serve]'"
+
+
+def serve(
+    target: TargetModel = None,
+    assistant: Assistant = None,
+    size: Size = "tiny",
+    dtype: DType = "fast",
+    device: Device = "cpu",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="Default: the name of the target.")] = None,
+    api_key: Annotated[
+        list[str], typer.Option(envvar="HF_SLOSPEC_API_KEY", help="Key that clients must send; repeatable.")
+    ] = [],  # noqa: B006  read only
+    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Serve other machines without a key.")] = False,
+    allowed_origin: Annotated[
+        list[str], typer.Option(help="Origin of web pages that may call the server (CORS); repeatable.")
+    ] = [],  # noqa: B006
+    chat_template: Annotated[Path | None, typer.Option(help="File with a chat template (Jinja).")] = None,
+    root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the server.")] = "",
+    default_slo_tpot: Annotated[float | None, typer.Option(help="SLO of requests without one, in seconds.")] = None,
+    strictest_slo_tpot: Annotated[
+        float | None, typer.Option(help="Stricter SLOs are refused, in seconds per token.")
+    ] = None,
+    config: ConfigJSON = "{}",
+) -> None:
+    """Serve a model with OpenAI's interface, with speed targets per request. Stop with Ctrl-C.
+
+    Requests in progress are finished first; a second signal ends them.
+
+    Example:  hf_slospec serve --size 0.1B --port 8000
+    """
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        from hf_slospec.server.orders import SLOLimits
+        from hf_slospec.server.serve import ServeOptions
+        from hf_slospec.server.serve import serve as run
+
+        limits = SLOLimits(default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot)
+        options = ServeOptions(
+            target, assistant, size, dtype, device, host, port, served_model_name, tuple(api_key), no_api_key,
+            tuple(allowed_origin), chat_template, root_path, limits, settings_of(config),
+        )  # fmt: skip
+        run(options, lambda text: console.print(text, markup=False, highlight=False))
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn", "openai", "prometheus_client"):
+            raise
+        console.print(MISSING, style="red", markup=False)
+        raise typer.Exit(1) from error
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (SLOSpecError, OSError) as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from error

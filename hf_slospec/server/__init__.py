@@ -1,0 +1,1 @@
+"""The package of the HTTP server with OpenAI's interface."""

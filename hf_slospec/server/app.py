@@ -1,0 +1,372 @@
+"""The HTTP application: OpenAI's endpoints on an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+
+import hf_slospec
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NotRunningError,
+    QueueFull,
+    RequestCancelledError,
+    SLOSpecError,
+    UnsupportedOptionError,
+    describe_fault,
+)
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.server.answers import Answer, error_body
+from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
+from hf_slospec.server.choices import Choice, NothingToDecode, Piece, merged
+from hf_slospec.server.engine import Decoding, Order, ServedEngine
+from hf_slospec.server.orders import (
+    SLOLimits,
+    asked_slos,
+    chat_prompt,
+    num_top_logprobs,
+    order_of,
+    prompt_of,
+)
+
+logger = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=BaseModel)
+RETRY_AFTER_S = 1
+GUARDED = ("/v1/", "/tokenize", "/detokenize")  # paths that need an API key, where there are keys
+
+
+class ServerSettings(BaseModel):
+    """Settings of the HTTP application."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_name: str
+    api_keys: dict[str, SLOLimits] = Field(
+        default_factory=dict, description="SLO limits by key; empty: no key is asked for."
+    )
+    limits: SLOLimits = SLOLimits()
+    allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may call the server (CORS).")
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 2**23
+    root_path: str = ""
+
+
+def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
+    """Return the application that serves an engine."""
+    app = FastAPI(
+        title="hf_slospec", version=hf_slospec.__version__, root_path=settings.root_path, docs_url=None, redoc_url=None
+    )
+    server = _Server(engine, settings)
+    app.middleware("http")(server.guard)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    for kind in (HTTPException, Fault, SLOSpecError, Exception):
+        app.add_exception_handler(kind, _answer_fault)
+    for method, path, endpoint, body in (
+        ("POST", "/v1/chat/completions", server.chat, ChatBody),
+        ("POST", "/v1/completions", server.complete, CompletionBody),
+        ("POST", "/tokenize", server.tokenize, TokenizeBody),
+        ("POST", "/detokenize", server.detokenize, DetokenizeBody),
+        ("GET", "/v1/models", server.models, None),
+        ("GET", "/v1/models/{model:path}", server.model, None),
+        ("GET", "/health", server.health, None),
+        ("GET", "/metrics", server.metrics, None),
+        ("GET", "/version", server.version, None),
+    ):
+        extra = None if body is None else {"requestBody": {"required": True, "content": {
+            "application/json": {"schema": body.model_json_schema()}}}}  # fmt: skip
+        app.add_api_route(path, endpoint, methods=[method], openapi_extra=extra, response_model=None)
+    return app
+
+
+class Fault(Exception):  # noqa: N818  it is an answer
+    """An answer that is an error."""
+
+    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None):
+        """``body`` is an error in OpenAI's form."""
+        super().__init__(status)
+        self.status, self.body, self.headers = status, body, dict(headers or {})
+
+
+class _Server:
+    """The endpoints."""
+
+    def __init__(self, engine: ServedEngine, settings: ServerSettings):
+        self.engine, self.settings, self.begun = engine, settings, int(time.time())
+
+    # ---- before every endpoint
+
+    async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Check the API key."""
+        request.state.limits = self.settings.limits
+        if self.settings.api_keys and request.url.path.startswith(GUARDED) and request.method != "OPTIONS":
+            limits = self._limits_of(request.headers.get("authorization", ""))
+            if limits is None:
+                body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+                return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+            request.state.limits = limits
+        return await call_next(request)
+
+    def _limits_of(self, header: str) -> SLOLimits | None:
+        """Return the limits of the key in an Authorization header, in a time that does not depend on the key."""
+        given = header.removeprefix("Bearer ").encode()
+        found = None
+        for key, limits in self.settings.api_keys.items():
+            if hmac.compare_digest(key.encode(), given):
+                found = limits
+        return found
+
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
+        """Return the validated body.
+
+        Raises:
+            Fault: it is too large, no JSON, or invalid.
+        """
+        received = bytearray()
+        async for part in request.stream():
+            received += part
+            if len(received) > self.settings.max_body_bytes:
+                most = self.settings.max_body_bytes
+                raise Fault(413, error_body(f"the body has more than {most} bytes", "invalid_request_error"))
+        try:
+            body = kind.model_validate_json(bytes(received))
+        except ValidationError as error:
+            faults = error.errors(include_url=False)
+            param = ".".join(map(str, faults[0]["loc"])) or None
+            message = "; ".join(map(describe_fault, faults[:5]))
+            raise Fault(400, error_body(message, "invalid_request_error", param)) from error
+        name = getattr(body, "model", None)
+        if name is not None and name != self.settings.model_name:
+            text = f"there is no model {name!r}; the model here is {self.settings.model_name!r}"
+            raise Fault(404, error_body(text, "not_found_error", "model", "model_not_found"))
+        return body
+
+    # ---- completions
+
+    async def chat(self, request: Request) -> Response:
+        """Return the answer to a chat."""
+        body = await self._read(request, ChatBody)
+
+        def prompts() -> list[list[int]]:
+            return [
+                chat_prompt(
+                    body.messages, self.engine, add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
+                    tools=None if body.tool_choice == "none" else body.tools,
+                    template_kwargs=body.chat_template_kwargs,
+                )
+            ]  # fmt: skip
+
+        return await self._answer(request, body, prompts)
+
+    async def complete(self, request: Request) -> Response:
+        """Return the completions of one prompt or several."""
+        body = await self._read(request, CompletionBody)
+        return await self._answer(request, body, lambda: [prompt_of(p, body, self.engine) for p in body.prompts])
+
+    async def _answer(
+        self, request: Request, body: SamplingBody, make_prompts: Callable[[], list[list[int]]]
+    ) -> Response:
+        answer = Answer(
+            self.settings.model_name, isinstance(body, ChatBody), self._token_text,
+            num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
+            body.options.continuous_usage_stats,
+        )  # fmt: skip
+        choices: list[Choice] = []
+        slos = request.state.limits.apply(asked_slos(body, request.headers))
+        prompts = await asyncio.to_thread(make_prompts)
+        try:
+            for prompt in prompts:
+                orders = [order_of(body, prompt, slos, self.engine, number) for number in range(body.n)]
+                echo = await self._echo(body, prompt)
+                for order in orders:
+                    choices.append(await self._choice(len(choices), order, body, echo))
+        except BaseException:
+            for choice in choices:
+                choice.decoding.cancel()
+            raise
+        if body.stream:
+            events = self._events(answer, merged(choices), choices)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await self._whole(request, answer, merged(choices), choices)
+
+    async def _choice(
+        self, index: int, order: Order, body: SamplingBody, echo: list[TokenLogprobs | None] | None
+    ) -> Choice:
+        """Submit an order, and return it as a choice."""
+        is_empty = order.arguments["max_new_tokens"] == 0
+        decoding: Decoding = NothingToDecode(order.prompt) if is_empty else await self.engine.submit(order)
+        return Choice(
+            index,
+            decoding,
+            order.prompt,
+            self._decoded(body),
+            body.stop_strings,
+            body.stop_token_ids or [],
+            body.include_stop_str_in_output,
+            echo,
+        )
+
+    async def _echo(self, body: SamplingBody, prompt: list[int]) -> list[TokenLogprobs | None] | None:
+        """Return log probabilities of a prompt that the answer repeats, none if not asked for; None: no such prompt."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return None
+        return [] if body.logprobs is None else await self.engine.prompt_logprobs(prompt, body.logprobs)
+
+    async def _whole(
+        self, request: Request, answer: Answer, pieces: AsyncIterator[Piece], choices: Sequence[Choice]
+    ) -> Response:
+        """Return the answer once all pieces are there, or cancel the requests if the client goes away."""
+        gathered = [Piece(choice.index, "", [], []) for choice in choices]
+
+        async def gather() -> None:
+            async for piece in pieces:
+                gathered[piece.index] = gathered[piece.index].joined(piece)
+
+        work, gone = asyncio.ensure_future(gather()), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                for choice in choices:
+                    choice.decoding.cancel()
+        if work.cancelled() or not work.done():
+            return Response(status_code=499)  # the client has gone
+        work.result()
+        metrics = choices[0].decoding.metrics
+        headers = {"x-slo-guaranteed": str(metrics.guaranteed).lower(), "x-slo-attained": str(metrics.attained).lower()}
+        return JSONResponse(answer.whole(gathered, choices), headers=headers)
+
+    async def _events(
+        self, answer: Answer, pieces: AsyncIterator[Piece], choices: Sequence[Choice]
+    ) -> AsyncIterator[str]:
+        lengths = [0] * len(choices)
+        seen: set[int] = set()
+        try:
+            async for piece in pieces:
+                yield _event(answer.chunk(piece, choices, piece.index not in seen, lengths[piece.index]))
+                seen.add(piece.index)
+                lengths[piece.index] += len(piece.text)
+            if answer.includes_usage:
+                yield _event(answer.usage_chunk(choices))
+        except Exception as error:  # noqa: BLE001  of the request's own, after the status was sent
+            yield _event(_fault_of(error).body)
+        yield "data: [DONE]\n\n"
+
+    def _decoded(self, body: SamplingBody) -> Callable[[list[int]], str]:
+        def text(tokens: list[int]) -> str:
+            found: str = self.engine.tokenizer.decode(tokens, skip_special_tokens=body.skip_special_tokens)
+            return found
+
+        return text
+
+    def _token_text(self, token: int) -> str:
+        text: str = self.engine.tokenizer.decode([token])
+        return text
+
+    # ---- small endpoints
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a text or of messages."""
+        body = await self._read(request, TokenizeBody)
+        if body.messages is not None:
+            ids = chat_prompt(body.messages, self.engine, add_generation_prompt=body.add_generation_prompt)
+        else:
+            ids = self.engine.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"]
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.max_len, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = [self._token_text(token) for token in ids]
+        return JSONResponse(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        body = await self._read(request, DetokenizeBody)
+        if body.tokens and max(body.tokens) >= self.engine.vocab_size:
+            text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
+            raise Fault(400, error_body(text, "invalid_request_error", "tokens"))
+        return JSONResponse({"prompt": self.engine.tokenizer.decode(body.tokens)})
+
+    async def models(self) -> Response:
+        """Return the list of models, which has one."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, model: str) -> Response:
+        """Return a description of the model."""
+        if model != self.settings.model_name:
+            text = f"there is no model {model!r}; the model here is {self.settings.model_name!r}"
+            raise Fault(404, error_body(text, "not_found_error", "model", "model_not_found"))
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self.begun,
+            "owned_by": "hf_slospec",
+            "max_model_len": self.engine.max_len,
+        }
+
+    async def health(self) -> Response:
+        """Return whether requests are taken."""
+        self.engine.check_running()
+        return Response(status_code=200)
+
+    async def metrics(self) -> Response:
+        """Return metrics for Prometheus, and as JSON where that is asked for."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(self.engine.collector())
+        return PlainTextResponse(generate_latest(registry).decode(), media_type="text/plain; version=0.0.4")
+
+    async def version(self) -> Response:
+        """Return the version."""
+        return JSONResponse({"version": hf_slospec.__version__})
+
+
+def _fault_of(error: Exception) -> Fault:
+    """Return the answer to an error."""
+    if isinstance(error, Fault):
+        return error
+    if isinstance(error, HTTPException):  # of the framework: no such path or method
+        return Fault(error.status_code, error_body(str(error.detail), "invalid_request_error"), error.headers)
+    if isinstance(error, QueueFull):
+        body = error_body(str(error), "rate_limit_error", code="queue_full")
+        return Fault(429, body, {"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, NotRunningError | RequestCancelledError):
+        return Fault(503, error_body(str(error), "service_unavailable_error"))
+    if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
+        return Fault(400, error_body(str(error), "invalid_request_error"))
+    logger.error("a request failed", exc_info=error)
+    return Fault(500, error_body("the request failed; the server's log says why", "internal_error"))
+
+
+async def _answer_fault(request: Request, error: Exception) -> Response:
+    """Return the answer to an error, in OpenAI's form."""
+    fault = _fault_of(error)
+    return JSONResponse(fault.body, fault.status, fault.headers)
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

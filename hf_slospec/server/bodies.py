@@ -1,0 +1,205 @@
+"""Bodies of requests over HTTP: OpenAI's fields, vLLM's extra ones and SLOs; each is served, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 64
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # never sent; it hides token lengths from observers of the encrypted stream
+
+
+class SamplingBody(BaseModel):
+    """Fields of completions and chat completions. Those left out take the model's generation config."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+
+    slo_tpot: float | None = Field(None, gt=0, allow_inf_nan=False, description="Seconds per output token.")
+    slo_ttft: float | None = Field(None, gt=0, allow_inf_nan=False, description="Seconds to the first token.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM.")
+    best_effort: bool = False
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> list[str]:
+        strings = [value] if isinstance(value, str) else value or []
+        if any(not string for string in strings):
+            raise ValueError("a stop string must not be empty")
+        return strings
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options has no effect without stream")
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Return the stop strings, none if ``stop`` is not given."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def options(self) -> StreamOptions:
+        """Return the options of the stream, the default ones if none are given."""
+        return self.stream_options or StreamOptions()
+
+
+class CompletionBody(SamplingBody):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)
+    suffix: Literal[None, ""] = None
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of must equal n: completions are not ranked")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which returns nothing without echo")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [each for each in self.prompt if isinstance(each, str)]
+        lists = [each for each in self.prompt if isinstance(each, list)]
+        return [*texts, *lists] or [[each for each in self.prompt if isinstance(each, int)]]
+
+
+class Text(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat. Fields beside these are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[Text] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it, its text in one piece."""
+        given = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            given["content"] = "".join(part.text for part in self.content)
+        return given
+
+
+class ResponseFormat(BaseModel):
+    """Format of the output; only plain text is supported."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+
+
+class ChatBody(SamplingBody):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs")
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens must be at least 1")
+        return self
+
+
+class TokenizeBody(BaseModel):
+    """Body of ``/tokenize``: a text, or messages."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """Body of ``/detokenize``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

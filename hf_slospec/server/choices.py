@@ -1,0 +1,107 @@
+"""The choices of a request while they are decoded, as pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from hf_slospec.engine.request import FinishReason, Request
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.server.engine import Decoding
+from hf_slospec.server.text import StoppedText
+from hf_slospec.serving.handle import ToText
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Addition of one or several steps to a choice."""
+
+    index: int  # of the choice
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]  # of the tokens, if they were asked for; None for a prompt's first token
+    finish_reason: str | None = None  # of the last piece
+
+    def joined(self, after: Piece) -> Piece:
+        """Return this piece with the one after it."""
+        tokens, logprobs = self.tokens + after.tokens, self.logprobs + after.logprobs
+        return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason)
+
+
+class NothingToDecode:
+    """Decoding of a request for no tokens, whose prompt alone is wanted."""
+
+    seed: int | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: FinishReason | None = "length"
+
+    def __init__(self, prompt: list[int]):
+        self.metrics = Request(0, prompt, 0).metrics()
+
+    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        """Yield that nothing comes."""
+        yield [], True
+
+    def cancel(self) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class Choice:
+    """One choice: its request in the engine, and how its text is made."""
+
+    index: int
+    decoding: Decoding
+    prompt: list[int]
+    to_text: ToText
+    stop_strings: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()  # whose text is left out at the end
+    keeps_stop: bool = False
+    echo: list[TokenLogprobs | None] | None = None  # the output begins with the prompt, with these if asked for
+    tokens: list[int] = field(default_factory=list)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the output as it is committed; the last piece has a finish reason."""
+        if self.echo is not None:
+            yield Piece(self.index, self.to_text(self.prompt), self.prompt, self.echo)
+        text = StoppedText(self.to_text, self.stop_strings, self.keeps_stop)
+        async for new, is_last in self.decoding.asteps():
+            begin = len(self.tokens)  # new ones only
+            self.tokens += new
+            shown = new[:-1] if is_last and not self.keeps_stop and new and new[-1] in self.stop_tokens else new
+            reason = str(self.decoding.finish_reason) if is_last else None
+            added = text.push(shown, is_last)
+            if new or added or is_last:
+                logprobs: list[TokenLogprobs | None] = [*self.decoding.logprobs[begin : begin + len(new)]]
+                yield Piece(self.index, added, new, logprobs, reason)
+
+
+async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:
+    """Yield the pieces of all choices as they come; whatever is not finished at the end is cancelled.
+
+    A reader that waits long gets larger pieces: nothing is stored for it but the tokens.
+    """
+    waiting: dict[asyncio.Task[Piece], AsyncIterator[Piece]] = {}
+
+    def wait_for(iterator: AsyncIterator[Piece]) -> None:
+        waiting[asyncio.ensure_future(anext(iterator))] = iterator
+
+    try:
+        for choice in choices:
+            wait_for(choice.pieces())
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                iterator = waiting.pop(task)
+                try:
+                    piece = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield piece
+                wait_for(iterator)
+    finally:
+        for task in waiting:
+            task.cancel()
+        for choice in choices:
+            choice.decoding.cancel()

@@ -1,0 +1,94 @@
+"""Interface between the HTTP server and whatever decodes, and the generator of this process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hf_slospec.engine.request import FinishReason, RequestMetrics
+from hf_slospec.models.compatibility.probe import vocab_size
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.telemetry import Collector, Stats
+
+
+@dataclass(frozen=True)
+class Order:
+    """One request for the engine: its prompt, and the arguments of ``submit``."""
+
+    prompt: list[int]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Decoding(Protocol):
+    """A request that is being decoded."""
+
+    seed: int | None
+
+    def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        """Yield newly committed tokens, and whether they are the last; an error of the request is raised."""
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Return log probabilities of the new tokens so far, if they were asked for."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Return how the request ended; None while it goes on."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Return measurements so far."""
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it is done."""
+
+
+class ServedEngine(Protocol):
+    """A model behind the server: in this process, or replicas of it."""
+
+    tokenizer: Any
+    max_len: int | None  # tokens of prompt and output at most, as far as the model has a limit
+    generation_config: Any
+    vocab_size: int
+
+    async def submit(self, order: Order) -> Decoding:
+        """Queue a request; raises the errors of ``SLOSpecGenerator.submit``."""
+
+    async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
+        """Return log probabilities of a prompt's tokens, given those before; None for the first."""
+
+    def stats(self) -> Stats:
+        """Return a snapshot."""
+
+    def collector(self) -> Collector:
+        """Return a collector for Prometheus."""
+
+    def check_running(self) -> None:
+        """Raise NotRunningError unless requests are taken."""
+
+
+class LocalEngine:
+    """The batcher of a generator in this process, which must have a tokenizer."""
+
+    def __init__(self, generator: SLOSpecGenerator):
+        self.generator, self.tokenizer = generator, generator.tokenizer
+        self.max_len = generator.decoder.speculator.target.packed.max_positions
+        self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)
+
+    async def submit(self, order: Order) -> Decoding:
+        return await asyncio.to_thread(self.generator.submit, order.prompt, **order.arguments)
+
+    async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
+        return await asyncio.to_thread(self.generator.prompt_logprobs, prompt, num_top)
+
+    def stats(self) -> Stats:
+        return self.generator.stats()
+
+    def collector(self) -> Collector:
+        return self.generator.collector()
+
+    def check_running(self) -> None:
+        self.generator.check_running()

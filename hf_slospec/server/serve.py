@@ -1,0 +1,100 @@
+"""Start of the HTTP server in this process."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.orders import SLOLimits
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.tiny.load import load_pair
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+DRAIN_S = 30  # that requests have to finish after the first signal
+EMBEDDED = "tiny"  # model name of the embedded pair
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of the server."""
+
+    target: str | None = None
+    assistant: str | None = None
+    size: str = "tiny"
+    dtype: str = "fast"
+    device: str = "cpu"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    allows_no_key: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    root_path: str = ""
+    limits: SLOLimits = field(default_factory=SLOLimits)
+    config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
+
+
+def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Load the models, serve until a signal ends it, and finish the requests that have begun.
+
+    Raises:
+        InvalidInputError: an option is invalid, or the server would be open to other machines without a key.
+    """
+    import uvicorn
+
+    if options.host not in LOCAL and not options.api_keys and not options.allows_no_key:
+        raise InvalidInputError(
+            f"--host {options.host} lets other machines in; give --api-key, or --no-api-key to serve all of them"
+        )
+    pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
+    if options.chat_template is not None:
+        try:
+            pair.tokenizer.chat_template = options.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInputError(f"--chat-template {options.chat_template}: {error}") from error
+    name = options.model_name or options.target or EMBEDDED
+    settings = ServerSettings(
+        model_name=name,
+        api_keys=dict.fromkeys(options.api_keys, options.limits),
+        limits=options.limits,
+        allowed_origins=options.allowed_origins,
+        root_path=options.root_path,
+    )
+    say(f"loading and measuring {name}; the first start on a machine takes some seconds longer")
+    with SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config) as generator:
+        app = make_app(LocalEngine(generator), settings)
+        say(welcome(options, name, generator))
+        uvicorn.run(
+            app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
+        )  # fmt: skip
+
+
+def welcome(options: ServeOptions, name: str, generator: SLOSpecGenerator) -> str:
+    """Return what a user needs to know after the start: model, address, lines to try, and what a step takes."""
+    costs = generator.decoder.speculator.costs
+    step_s = float(costs.verify_s(1, 1, 0))
+    target, draft = generator.model, generator.assistant_model
+    url = f"http://{options.host}:{options.port}/v1"
+    key = "$KEY" if options.api_keys else "none"
+    slo_s = max(round(2 * step_s, 3), 0.001)
+    body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32, "slo_tpot": slo_s})
+    auth = f" -H {shlex.quote('Authorization: Bearer ' + key)}" if options.api_keys else ""
+    size = f"{target.num_parameters() / 1e6:.0f} M parameters, {str(target.dtype).removeprefix('torch.')}"
+    lines = [
+        f"model    {name}: {size}",
+        "draft    prompt lookup" if draft is None else f"draft    {draft.num_parameters() / 1e6:.1f} M parameters",
+        f"address  {url}" + (" (API key required)" if options.api_keys else ""),
+        f"step     {1e3 * step_s:.3g} ms for one request without drafts: what a TPOT SLO below that needs is drafts",
+        f"curl     curl {url}/completions -H 'Content-Type: application/json'{auth} -d {shlex.quote(body)}",
+        f'Python   OpenAI(base_url="{url}", api_key="{key}").completions.create('
+        f'model="{name}", prompt="def main():", max_tokens=32, extra_body={{"slo_tpot": {slo_s}}})',
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""The command ``serve``: what it refuses, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from hf_slospec.cli.app import app
+
+START_S = 240.0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--host", "0.0.0.0"], "--no-api-key"),
+        (["--chat-template", "/no/such/file"], "--chat-template"),
+        (["--default-slo-tpot", "-1"], "default_tpot"),
+        (["--target", "./nowhere"], "--assistant"),
+    ],
+)
+def test_what_is_refused_before_it_listens(options: list[str], said: str) -> None:
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", *options])
+    assert result.exit_code == 2 and said in result.output
+
+
+def free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        port: int = own.getsockname()[1]
+        return port
+
+
+def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    command = [sys.executable, "-m", "hf_slospec", "serve", "--dtype", "float32", "--port", str(port)]
+    environment = os.environ | {"HF_SLOSPEC_API_KEY": "secret-key"}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers={"Authorization": "Bearer secret-key"}
+        ) as client:
+            wait_for(client, process)
+            body = {"prompt": "def main():", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True,
+                    "stream_options": {"include_usage": True}}  # fmt: skip
+            with client.stream("POST", "/v1/completions", json=body, timeout=START_S) as answer:
+                lines = answer.iter_lines()
+                first = next(lines)
+                process.send_signal(signal.SIGTERM)
+                *_, last, done = [first, *filter(None, lines)]
+        assert done == "data: [DONE]" and json.loads(last[6:])["usage"]["completion_tokens"] == 300
+        process.wait(START_S)
+    finally:
+        process.kill()
+        process.wait()
+    said = log.read_text()
+    assert f"http://127.0.0.1:{port}/v1" in said and "API key required" in said and "secret-key" not in said
+
+
+def wait_for(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        assert process.poll() is None
+        try:
+            assert client.get("/health").status_code == 200
+            return
+        except httpx.ConnectError:
+            time.sleep(0.2)
+    raise AssertionError("the server did not start")
