@@ -75,6 +75,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         )
     for kind in (HTTPException, Fault, SLOSpecError, Exception):
         app.add_exception_handler(kind, _answer_fault)
+    definitions: dict[str, Any] = {}
     for method, path, endpoint, body in (
         ("POST", "/v1/chat/completions", server.chat, ChatBody),
         ("POST", "/v1/completions", server.complete, CompletionBody),
@@ -86,10 +87,29 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("GET", "/metrics", server.metrics, None),
         ("GET", "/version", server.version, None),
     ):
-        extra = None if body is None else {"requestBody": {"required": True, "content": {
-            "application/json": {"schema": body.model_json_schema()}}}}  # fmt: skip
+        extra = None if body is None else {"requestBody": _described(body, definitions)}
         app.add_api_route(path, endpoint, methods=[method], openapi_extra=extra, response_model=None)
+    _add_definitions(app, definitions)
     return app
+
+
+def _described(body: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a body for OpenAPI, and add what it refers to."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions |= schema.pop("$defs", {})
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _add_definitions(app: FastAPI, definitions: dict[str, Any]) -> None:
+    """Add schemas that bodies refer to; bodies are read by the endpoints themselves, so FastAPI does not know them."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        made: dict[str, Any] = make()
+        made.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+        return made
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 class Fault(Exception):  # noqa: N818  it is an answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -247,6 +248,16 @@ def test_text_of_tokens_and_back(served: Served) -> None:
         found["tokens"]
     )
     assert client.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == tokenizer(TEMPLATED)["input_ids"]
+
+
+def test_the_description_for_openapi_is_complete(served: Served) -> None:
+    described = served.client.get("/openapi.json").json()
+    for reference in re.findall(r'"#/([^"]+)"', json.dumps(described)):
+        found = described
+        for name in reference.split("/"):
+            found = found[name]
+    body = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "slo_tpot"} <= body["properties"].keys() and "StreamOptions" in described["components"]["schemas"]
 
 
 def test_small_endpoints(served: Served) -> None:
