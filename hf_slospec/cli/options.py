@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError, describe_validation_error
+from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
 from hf_slospec.tiny.inflate import SHAPES
 from hf_slospec.tiny.load import Pair, load_pair
 
@@ -34,6 +36,28 @@ ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the resul
 def console(min_width: int = 200) -> Console:
     """Return a console of at least ``min_width`` columns, so that tables are complete in any terminal or pipe."""
     return Console(width=max(Console().width, min_width))
+
+
+@contextmanager
+def errors_shown(console: Console, packages: tuple[str, ...], missing: str) -> Iterator[None]:
+    """Show the errors of a command that serves, without a traceback, and end it.
+
+    Args:
+        packages: those that the command needs besides the package's own requirements.
+        missing: message to show where one of them is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in packages:
+            raise
+        console.print(missing, style="red", markup=False)
+        raise typer.Exit(1) from error
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (SLOSpecError, OSError) as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from error
 
 
 def settings_of(config: str) -> SLOSpecConfig:

@@ -11,8 +11,11 @@ from typing import Any
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.choices import Choice, Piece
+
+IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
 
 
 @dataclass
@@ -33,40 +36,31 @@ class Answer:
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of a request that is not streamed; ``pieces`` has each choice in full."""
-        own = [self._whole_choice(piece) for piece in pieces]
-        usage = self.usage(choices)
+        own = [
+            self._choice(piece, "message", {"role": "assistant", "content": piece.text, "refusal": None}, 0)
+            for piece in pieces
+        ]
         kind, name = (ChatCompletion, "chat.completion") if self.is_chat else (Completion, "text_completion")
-        return _dump(kind, self._head(name) | {"choices": own, "usage": usage})
+        return _dump(kind, self._head(name) | {"choices": own, "usage": self.usage(choices)})
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool, offset: int) -> dict[str, Any]:
         """Return the chunk of a piece; ``offset`` is the length of the choice's text before it."""
-        if self.is_chat:
-            delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-            own = {
-                "index": piece.index, "delta": delta | {"content": piece.text}, "finish_reason": piece.finish_reason,
-                "logprobs": self._chat_logprobs(piece),
-            }  # fmt: skip
-        else:
-            own = {
-                "index": piece.index, "text": piece.text, "finish_reason": piece.finish_reason,
-                "logprobs": self._logprobs(piece.tokens, piece.logprobs, offset),
-            }  # fmt: skip
-        body = self._stream_head() | {"choices": [own]}
+        role = {"role": "assistant"} if is_first else {}
+        body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | {"content": piece.text}, offset)]}
         if self.includes_usage:
             body["usage"] = self.usage(choices) if self.has_continuous_usage else None
-        return _dump(ChatCompletionChunk if self.is_chat else Completion, body)
+        return self._chunk(body)
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the last chunk of a stream with ``include_usage``."""
-        kind = ChatCompletionChunk if self.is_chat else Completion
-        return _dump(kind, self._stream_head() | {"choices": [], "usage": self.usage(choices)})
+        return self._chunk({"choices": [], "usage": self.usage(choices)})
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return counts of tokens and the measurements of the first choice."""
         prompt = sum({id(choice.prompt): len(choice.prompt) for choice in choices}.values())
         completion = sum(len(choice.tokens) for choice in choices)
-        accepted = sum(choice.decoding.metrics.accepted for choice in choices)
-        drafted = sum(choice.decoding.metrics.drafted for choice in choices)
+        metrics = [choice.decoding.metrics for choice in choices]
+        accepted, drafted = sum(own.accepted for own in metrics), sum(own.drafted for own in metrics)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -74,21 +68,22 @@ class Answer:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
             },
-            "metrics": measurements(choices[0]),
+            "metrics": measurements(metrics[0]),
         }  # fmt: skip
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _stream_head(self) -> dict[str, Any]:
-        return self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+    def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
+        kind, name = (ChatCompletionChunk, "chat.completion.chunk") if self.is_chat else (Completion, "text_completion")
+        return _dump(kind, self._head(name) | body)
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: Piece, field: str, message: dict[str, Any], offset: int) -> dict[str, Any]:
+        """Return a choice: of a chat with its message in this field, of a completion with its text."""
         own: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
         if self.is_chat:
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
-            return own | {"message": message, "logprobs": self._chat_logprobs(piece)}
-        return own | {"text": piece.text, "logprobs": self._logprobs(piece.tokens, piece.logprobs, 0)}
+            return own | {field: message, "logprobs": self._chat_logprobs(piece)}
+        return own | {"text": piece.text, "logprobs": self._logprobs(piece.tokens, piece.logprobs, offset)}
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.wants_logprobs:
@@ -105,7 +100,7 @@ class Answer:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.token_text(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
@@ -120,17 +115,21 @@ class Answer:
         return {
             "tokens": texts,
             "text_offset": offsets,
-            "token_logprobs": [None if own is None else max(own.logprob, -9999.0) for own in logprobs],
+            "token_logprobs": [None if own is None else _finite(own.logprob) for own in logprobs],
             "top_logprobs": [
-                None if own is None else {self.token_text(token): max(value, -9999.0) for token, value in own.top}
+                None if own is None else {self.token_text(token): _finite(value) for token, value in own.top}
                 for own in logprobs
             ],
         }
 
 
-def measurements(choice: Choice) -> dict[str, Any]:
-    """Return the measurements of a choice, under the names that vLLM's clients read, and of its SLOs."""
-    metrics = choice.decoding.metrics
+def _finite(logprob: float) -> float:
+    """Return a log probability that JSON can hold."""
+    return max(logprob, IMPOSSIBLE)
+
+
+def measurements(metrics: RequestMetrics) -> dict[str, Any]:
+    """Return the measurements of a request, under the names that vLLM's clients read, and of its SLOs."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(1e3 * seconds, 3)

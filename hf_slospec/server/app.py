@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -305,9 +306,11 @@ class _Server:
         """Return the token ids of a text or of messages."""
         body = await self._read(request, TokenizeBody)
         if body.messages is not None:
-            ids = chat_prompt(body.messages, self.engine, add_generation_prompt=body.add_generation_prompt)
+            chat = partial(chat_prompt, add_generation_prompt=body.add_generation_prompt)
+            ids = await asyncio.to_thread(chat, body.messages, self.engine)
         else:
-            ids = self.engine.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"]
+            tokenize = partial(self.engine.tokenizer, add_special_tokens=body.add_special_tokens)
+            ids = (await asyncio.to_thread(tokenize, body.prompt))["input_ids"]
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.max_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = [self._token_text(token) for token in ids]
@@ -347,7 +350,7 @@ class _Server:
         return Response(status_code=200)
 
     async def metrics(self) -> Response:
-        """Return metrics for Prometheus, and as JSON where that is asked for."""
+        """Return metrics for Prometheus."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
 
 
 class StreamOptions(BaseModel):

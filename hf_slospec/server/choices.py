@@ -32,7 +32,6 @@ class Piece:
 class NothingToDecode:
     """Decoding of a request for no tokens, whose prompt alone is wanted."""
 
-    seed: int | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = "length"
 

@@ -25,8 +25,6 @@ class Order:
 class Decoding(Protocol):
     """A request that is being decoded."""
 
-    seed: int | None
-
     def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last; an error of the request is raised."""
 

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, Device, DType, Size, TargetModel
+from hf_slospec.cli.options import Assistant, Device, DType, Size, TargetModel, errors_shown
 from hf_slospec.demo.serve import Options, serve
-from hf_slospec.errors import InvalidInputError, SLOSpecError
 
 MISSING = "the demo needs gradio; install it with: pip install 'hf_slospec[demo]'"
 
@@ -42,15 +41,5 @@ def demo(
     hf_slospec demo --target org/name --assistant org/draft --device cuda --host 0.0.0.0 --password ...
     """
     console = Console(stderr=True, soft_wrap=True)
-    try:
+    with errors_shown(console, ("gradio",), MISSING):
         serve(Options(target, assistant, size, dtype, device, host, port, password), console.print)
-    except ModuleNotFoundError as error:
-        if error.name != "gradio":
-            raise
-        console.print(MISSING, style="red", markup=False)
-        raise typer.Exit(1) from error
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from error
-    except (SLOSpecError, OSError) as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from error

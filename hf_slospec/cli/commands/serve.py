@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, ConfigJSON, Device, DType, Size, TargetModel, settings_of
-from hf_slospec.errors import InvalidInputError, SLOSpecError
+from hf_slospec.cli.options import Assistant, ConfigJSON, Device, DType, Size, TargetModel, errors_shown, settings_of
 
 MISSING = "the server needs further packages; install them with: pip install 'hf_slospec[serve]'"
 
@@ -45,7 +44,7 @@ def serve(
     Example:  hf_slospec serve --size 0.1B --port 8000
     """
     console = Console(stderr=True, soft_wrap=True)
-    try:
+    with errors_shown(console, ("fastapi", "uvicorn", "openai", "prometheus_client"), MISSING):
         from hf_slospec.server.orders import SLOLimits
         from hf_slospec.server.serve import ServeOptions
         from hf_slospec.server.serve import serve as run
@@ -56,13 +55,3 @@ def serve(
             tuple(allowed_origin), chat_template, root_path, limits, settings_of(config),
         )  # fmt: skip
         run(options, lambda text: console.print(text, markup=False, highlight=False))
-    except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-            raise
-        console.print(MISSING, style="red", markup=False)
-        raise typer.Exit(1) from error
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from error
-    except (SLOSpecError, OSError) as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from error
