@@ -33,7 +33,7 @@ def static_engine(config: SLOSpecConfig, parts: Parts, requests: Sequence[Reques
 def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:
     """Return an engine to which requests are added while it runs."""
     target, drafter, policy, costs, clock = parts
-    scheduler = ContinuousScheduler(limits, costs, config.admission, config.prefill)
+    scheduler = ContinuousScheduler(limits, costs, config.admission, config.prefill, target.num_reusable)
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
 
 

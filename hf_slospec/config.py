@@ -60,6 +60,12 @@ class SLOSpecConfig(PolicySettings):
         ge=1,
         description="Batcher: maximum tokens of K/V cache. None: as many as fit into two fifths of the free memory.",
     )
+    kept_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Batcher: tokens of finished requests whose K/V is kept for requests that begin alike, at most. "
+        "None: as many as running requests leave of kv_tokens. 0: none, and no request uses another's K/V.",
+    )
     prefill_chunk: int = Field(512, ge=1, description="Batcher: maximum prefill tokens of one step.")
     starvation_s: float = Field(
         30.0,

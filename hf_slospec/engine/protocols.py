@@ -47,7 +47,6 @@ class Schedule:
 
     decoding: Sequence[Request]
     chunks: Sequence[Chunk] = ()  # of requests in prefill
-    preempted: Sequence[Request] = ()  # requests that lose their K/V before the step
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -115,8 +114,22 @@ class Target(Protocol):
     ) -> None:
         """Keep the K/V of committed tokens and of chunks, and drop that of rejected nodes."""
 
+    def reuse(self, request: Request) -> int:
+        """Give a request that has no K/V that of a text which begins alike, if there is one.
+
+        Returns:
+            The request's tokens whose K/V is cached now; never all.
+        """
+
+    def num_reusable(self, request: Request) -> int:
+        """Return how many tokens ``reuse`` would find now; 0 for a request that has K/V."""
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of requests that are over whose K/V is kept."""
+
     def release(self, request: Request) -> None:
-        """Drop the K/V of a request that finished, was cancelled or preempted; an unknown request is ignored."""
+        """Drop or keep the K/V of a request that finished, was cancelled or preempted; unknown ones are ignored."""
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless exactly the K/V of these requests is taken and the rest is free."""
@@ -126,6 +139,9 @@ class Scheduler(Protocol):
     """Holds the unfinished requests and picks those of each step."""
 
     running: list[Request]  # requests that may hold K/V
+
+    def enter(self, now_s: float) -> Sequence[Request]:
+        """Give room to waiting requests; return those that lose their K/V to them, before the step."""
 
     def schedule(self, now_s: float) -> Schedule:
         """Return which requests decode and which prompts are prefilled in the step that begins now."""

@@ -50,6 +50,7 @@ class Request:
     priority: int = 0  # higher goes first
     is_guaranteed: bool = False  # the batcher guarantees its SLOs
     is_best_effort: bool = False  # it uses leftover budget, and may be preempted
+    cache_salt: str = ""  # it shares K/V with requests of the same one only
 
     num_cached: int = 0  # tokens whose K/V the target holds
     num_draft_seen: int = 0  # tokens that the drafter was given
@@ -57,6 +58,7 @@ class Request:
     last_token_s: float = 0.0
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # of its own processors or criteria, which ended it
+    num_reused: int = 0  # tokens of the prompt whose K/V another request had computed
     num_preempted: int = 0  # times it lost its K/V to another request
     num_steps: int = 0  # verify steps, prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
@@ -203,6 +205,7 @@ class Request:
             ttft_slo_s=self.ttft_slo_s,
             guaranteed=self.is_guaranteed,
             preempted=self.num_preempted,
+            reused=self.num_reused,
         )
 
 
@@ -225,6 +228,7 @@ class RequestMetrics:
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     guaranteed: bool = False  # the batcher guaranteed its SLOs
     preempted: int = 0  # times it lost its K/V to another request, in the batcher
+    reused: int = 0  # tokens of the prompt whose K/V another request had computed, in the batcher
 
     @property
     def acceptance_length(self) -> float | None:

@@ -38,8 +38,9 @@ class Engine(Generic[S]):
         is raised, and then no token has been committed.
         """
         watch = _Stopwatch(self.clock)
+        self.forget(self.scheduler.enter(watch.begun_s))
+        self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
-        self.forget(schedule.preempted)
         plan = self._plan(schedule, watch)
         candidates, num_catch_up = self._draft(schedule, plan, watch)
         selection = self._select(schedule, candidates, plan, watch)
@@ -67,6 +68,17 @@ class Engine(Generic[S]):
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
+
+    def _reuse(self) -> None:
+        """Give requests that have room but no K/V that of texts which begin alike."""
+        reuse_drafts = getattr(self.drafter, "reuse", None)
+        for request in self.scheduler.running:
+            if not request.num_cached:
+                request.num_cached = self.target.reuse(request)
+                if not request.num_emitted:
+                    request.num_reused = request.num_cached
+                if reuse_drafts is not None:
+                    request.num_draft_seen = reuse_drafts(request)
 
     def _plan(self, schedule: Schedule, watch: _Stopwatch) -> Plan:
         plan = Plan(0, 1)
@@ -155,7 +167,7 @@ class Engine(Generic[S]):
         self.forget(finished)
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Drop the K/V of requests; their tokens stay."""
+        """Let go of the K/V of requests; their tokens stay."""
         for request in requests:
             self.target.release(request)
             self.drafter.release(request)

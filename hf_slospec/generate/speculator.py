@@ -96,17 +96,21 @@ class Speculator:
         history = self.history if is_same_shape else SpeculationHistory(config)
         return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
 
-    def new_target(self, sampler: Sampler, max_slots: int | None = None, holds_finished: bool = False) -> PackedTarget:
-        """Return the target for one engine; with ``holds_finished``, K/V of finished requests stays readable."""
-        return PackedTarget(self.target.packed, self.max_nodes, sampler, max_slots, holds_finished)
+    def new_target(
+        self, sampler: Sampler, max_slots: int | None = None, max_kept: float = 0, holds_finished: bool = False
+    ) -> PackedTarget:
+        """Return the target for one engine; the arguments are those of :class:`PackedTarget`."""
+        return PackedTarget(self.target.packed, self.max_nodes, sampler, max_slots, max_kept, holds_finished)
 
-    def new_drafter(self, max_slots: int | None = None, keeps_rng: bool = True) -> Drafter:
+    def new_drafter(self, max_slots: int | None = None, max_kept: float = 0, keeps_rng: bool = True) -> Drafter:
         """Return the drafter for one engine.
 
-        ``keeps_rng`` restores the global generator after a user's drafter: the target samples from it.
+        ``max_slots`` and ``max_kept`` are those of :class:`AssistantDrafter`. ``keeps_rng`` restores the global
+        generator after a user's drafter: the target samples from it.
         """
         if self.draft is not None:
-            return AssistantDrafter(self.draft.packed, self.max_nodes, vocab_size(self.target.model), max_slots)
+            proposed = vocab_size(self.target.model)
+            return AssistantDrafter(self.draft.packed, self.max_nodes, proposed, max_slots, max_kept)
         if self.drafter is None:
             return PromptLookupDrafter()
         return CheckedDrafter(self.drafter, vocab_size(self.target.model), keeps_rng)

@@ -36,14 +36,16 @@ class PackedTarget:
         max_nodes: int,
         sampler: Sampler,
         max_slots: int | None = None,
+        max_kept: float = 0,
         holds_finished: bool = False,
     ):
-        """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted, ``max_slots`` all K/V.
+        """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted.
 
-        With ``holds_finished``, K/V of finished requests stays readable in ``sequences`` until ``close``.
+        ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`. With ``holds_finished``, K/V of finished
+        requests stays readable in ``sequences`` until ``close``.
         """
         self.sampler, self.holds_finished = sampler, holds_finished
-        self.sequences = RequestSequences(packed, max_nodes, max_slots)
+        self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -85,6 +87,16 @@ class PackedTarget:
         for chunk in chunks:
             self.sequences.of(chunk.request).length += chunk.num_tokens
         self.sequences.cache.pool.move(source, destination)
+
+    def reuse(self, request: Request) -> int:
+        return self.sequences.reuse(request)
+
+    def num_reusable(self, request: Request) -> int:
+        return self.sequences.num_reusable(request)
+
+    @property
+    def num_kept(self) -> int:
+        return self.sequences.num_kept
 
     def release(self, request: Request) -> None:
         if not self.holds_finished:

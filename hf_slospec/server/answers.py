@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.choices import Choice, Piece
+from hf_slospec.server.messages import Parts
 
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
 
@@ -37,7 +38,7 @@ class Answer:
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of a request that is not streamed; ``pieces`` has each choice in full."""
         own = [
-            self._choice(piece, "message", {"role": "assistant", "content": piece.text, "refusal": None}, 0)
+            self._choice(piece, "message", {"role": "assistant", "refusal": None} | _message(piece.parts), 0)
             for piece in pieces
         ]
         kind, name = (ChatCompletion, "chat.completion") if self.is_chat else (Completion, "text_completion")
@@ -46,7 +47,7 @@ class Answer:
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool, offset: int) -> dict[str, Any]:
         """Return the chunk of a piece; ``offset`` is the length of the choice's text before it."""
         role = {"role": "assistant"} if is_first else {}
-        body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | {"content": piece.text}, offset)]}
+        body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | _delta(piece.parts), offset)]}
         if self.includes_usage:
             body["usage"] = self.usage(choices) if self.has_continuous_usage else None
         return self._chunk(body)
@@ -65,6 +66,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": metrics[0].reused},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
             },
@@ -121,6 +123,24 @@ class Answer:
                 for own in logprobs
             ],
         }
+
+
+def _message(parts: Parts) -> dict[str, Any]:
+    """Return the fields of a whole message."""
+    found: dict[str, Any] = {"content": None if parts.tool_calls and not parts.content else parts.content}
+    if parts.reasoning:
+        found["reasoning_content"] = parts.reasoning
+    if parts.tool_calls:
+        found["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in parts.tool_calls]
+    return found
+
+
+def _delta(parts: Parts) -> dict[str, Any]:
+    """Return the fields of a message's next chunk."""
+    found: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    if parts.tool_calls:
+        found["tool_calls"] = parts.tool_calls
+    return found | {"content": parts.content} if parts.content or not found else found
 
 
 def _finite(logprob: float) -> float:

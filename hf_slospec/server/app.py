@@ -33,10 +33,12 @@ from hf_slospec.server.answers import Answer, error_body
 from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from hf_slospec.server.choices import Choice, NothingToDecode, Piece, merged
 from hf_slospec.server.engine import Decoding, Order, ServedEngine
+from hf_slospec.server.messages import PlainParts, TemplateParts
 from hf_slospec.server.orders import (
     SLOLimits,
     asked_slos,
     chat_prompt,
+    end_tokens,
     num_top_logprobs,
     order_of,
     prompt_of,
@@ -186,7 +188,7 @@ class _Server:
                 chat_prompt(
                     body.messages, self.engine, add_generation_prompt=body.add_generation_prompt,
                     continue_final_message=body.continue_final_message,
-                    tools=None if body.tool_choice == "none" else body.tools,
+                    tools=body.shown_tools,
                     template_kwargs=body.chat_template_kwargs,
                 )
             ]  # fmt: skip
@@ -228,18 +230,22 @@ class _Server:
         self, index: int, order: Order, body: SamplingBody, echo: list[TokenLogprobs | None] | None
     ) -> Choice:
         """Submit an order, and return it as a choice."""
+        reader = await asyncio.to_thread(self._reader, body, order.prompt)
+        skips, hidden = body.skip_special_tokens, body.stop_token_ids or []
+        if isinstance(reader, TemplateParts):  # templates know special tokens by their texts
+            skips, hidden = False, end_tokens(body, self.engine.generation_config)
         is_empty = order.arguments["max_new_tokens"] == 0
         decoding: Decoding = NothingToDecode(order.prompt) if is_empty else await self.engine.submit(order)
         return Choice(
-            index,
-            decoding,
-            order.prompt,
-            self._decoded(body),
-            body.stop_strings,
-            body.stop_token_ids or [],
-            body.include_stop_str_in_output,
-            echo,
-        )
+            index, decoding, order.prompt, partial(self._text, skips), body.stop_strings, hidden,
+            body.include_stop_str_in_output, echo, reader,
+        )  # fmt: skip
+
+    def _reader(self, body: SamplingBody, prompt: list[int]) -> PlainParts | TemplateParts:
+        """Return what tells the parts of an answer to a prompt apart."""
+        if (template := self.engine.response_template) is None or not isinstance(body, ChatBody):
+            return PlainParts()
+        return TemplateParts(template, self.engine.tokenizer.decode(prompt), body.shown_tools)
 
     async def _echo(self, body: SamplingBody, prompt: list[int]) -> list[TokenLogprobs | None] | None:
         """Return log probabilities of a prompt that the answer repeats, none if not asked for; None: no such prompt."""
@@ -289,11 +295,8 @@ class _Server:
             yield _event(_fault_of(error).body)
         yield "data: [DONE]\n\n"
 
-    def _decoded(self, body: SamplingBody) -> Callable[[list[int]], str]:
-        def text(tokens: list[int]) -> str:
-            found: str = self.engine.tokenizer.decode(tokens, skip_special_tokens=body.skip_special_tokens)
-            return found
-
+    def _text(self, skips_special_tokens: bool, tokens: list[int]) -> str:
+        text: str = self.engine.tokenizer.decode(tokens, skip_special_tokens=skips_special_tokens)
         return text
 
     def _token_text(self, token: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -52,6 +53,7 @@ class SamplingBody(BaseModel):
     slo_ttft: float | None = Field(None, gt=0, allow_inf_nan=False, description="Seconds to the first token.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM.")
     best_effort: bool = False
+    cache_salt: str = Field("", description="Share K/V with requests of the same salt only, as with vLLM.")
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -135,7 +137,21 @@ class Message(BaseModel):
         given = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             given["content"] = "".join(part.text for part in self.content)
+        if isinstance(calls := given.get("tool_calls"), list):  # templates want arguments as a mapping
+            given["tool_calls"] = [_with_arguments(call) for call in calls]
         return given
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call whose arguments are no longer a text, if they are one in JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}}
 
 
 class ResponseFormat(BaseModel):
@@ -160,6 +176,11 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hf_slospec.engine.request import FinishReason, Request
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import Decoding
+from hf_slospec.server.messages import Parts, PlainParts, TemplateParts
 from hf_slospec.server.text import StoppedText
 from hf_slospec.serving.handle import ToText
 
@@ -22,11 +23,13 @@ class Piece:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # of the tokens, if they were asked for; None for a prompt's first token
     finish_reason: str | None = None  # of the last piece
+    parts: Parts = field(default_factory=Parts)  # of the text, told apart
 
     def joined(self, after: Piece) -> Piece:
         """Return this piece with the one after it."""
         tokens, logprobs = self.tokens + after.tokens, self.logprobs + after.logprobs
-        return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason)
+        parts = self.parts + after.parts
+        return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason, parts)
 
 
 class NothingToDecode:
@@ -58,6 +61,7 @@ class Choice:
     stop_tokens: Sequence[int] = ()  # whose text is left out at the end
     keeps_stop: bool = False
     echo: list[TokenLogprobs | None] | None = None  # the output begins with the prompt, with these if asked for
+    reader: PlainParts | TemplateParts = field(default_factory=PlainParts)
     tokens: list[int] = field(default_factory=list)
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -69,11 +73,14 @@ class Choice:
             begin = len(self.tokens)  # new ones only
             self.tokens += new
             shown = new[:-1] if is_last and not self.keeps_stop and new and new[-1] in self.stop_tokens else new
-            reason = str(self.decoding.finish_reason) if is_last else None
             added = text.push(shown, is_last)
+            parts = self.reader.push(added, is_last)
+            reason = str(self.decoding.finish_reason) if is_last else None
+            if reason == "stop" and self.reader.num_calls:
+                reason = "tool_calls"
             if new or added or is_last:
                 logprobs: list[TokenLogprobs | None] = [*self.decoding.logprobs[begin : begin + len(new)]]
-                yield Piece(self.index, added, new, logprobs, reason)
+                yield Piece(self.index, added, new, logprobs, reason, parts)
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from hf_slospec.engine.request import FinishReason, RequestMetrics
 from hf_slospec.models.compatibility.probe import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.server.messages import response_template
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.telemetry import Collector, Stats
 
@@ -51,6 +52,7 @@ class ServedEngine(Protocol):
     max_len: int | None  # tokens of prompt and output at most, as far as the model has a limit
     generation_config: Any
     vocab_size: int
+    response_template: dict[str, Any] | None  # tells reasoning and tool calls from content; None: all is content
 
     async def submit(self, order: Order) -> Decoding:
         """Queue a request; raises the errors of ``SLOSpecGenerator.submit``."""
@@ -71,7 +73,9 @@ class ServedEngine(Protocol):
 class LocalEngine:
     """The batcher of a generator in this process, which must have a tokenizer."""
 
-    def __init__(self, generator: SLOSpecGenerator):
+    def __init__(self, generator: SLOSpecGenerator, template: dict[str, Any] | None = None):
+        """``template`` replaces the response template of the tokenizer or of the kind of model."""
+        self.response_template = template or response_template(generator.model, generator.tokenizer)
         self.generator, self.tokenizer = generator, generator.tokenizer
         self.max_len = generator.decoder.speculator.target.packed.max_positions
         self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)

@@ -129,7 +129,7 @@ def order_of(
     """
     arguments = _sampling(body, engine.generation_config) | slos
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
-    arguments |= {"priority": -body.priority, "best_effort": body.best_effort}
+    arguments |= {"priority": -body.priority, "best_effort": body.best_effort, "cache_salt": body.cache_salt}
     if body.seed is not None:
         arguments["seed"] = (body.seed + choice) % SEEDS
     arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None

@@ -7,9 +7,13 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError
+from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.orders import SLOLimits
@@ -18,6 +22,7 @@ from hf_slospec.tiny.load import load_pair
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 DRAIN_S = 30  # that requests have to finish after the first signal
+KEYS = TypeAdapter(dict[str, SLOLimits])
 EMBEDDED = "tiny"  # model name of the embedded pair
 
 
@@ -34,9 +39,11 @@ class ServeOptions:
     port: int = 8000
     model_name: str | None = None
     api_keys: tuple[str, ...] = ()
+    key_file: Path | None = None  # JSON: SLO limits by API key
     allows_no_key: bool = False
     allowed_origins: tuple[str, ...] = ()
     chat_template: Path | None = None
+    response_template: Path | None = None  # JSON, see transformers' response templates
     root_path: str = ""
     limits: SLOLimits = field(default_factory=SLOLimits)
     config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
@@ -50,31 +57,59 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     """
     import uvicorn
 
-    if options.host not in LOCAL and not options.api_keys and not options.allows_no_key:
+    keys = _keys(options)
+    if options.host not in LOCAL and not keys and not options.allows_no_key:
         raise InvalidInputError(
             f"--host {options.host} lets other machines in; give --api-key, or --no-api-key to serve all of them"
         )
+    template = None if options.response_template is None else _response_template(options.response_template)
     pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
     if options.chat_template is not None:
-        try:
-            pair.tokenizer.chat_template = options.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInputError(f"--chat-template {options.chat_template}: {error}") from error
+        pair.tokenizer.chat_template = _read("--chat-template", options.chat_template)
     name = options.model_name or options.target or EMBEDDED
     settings = ServerSettings(
         model_name=name,
-        api_keys=dict.fromkeys(options.api_keys, options.limits),
+        api_keys=keys,
         limits=options.limits,
         allowed_origins=options.allowed_origins,
         root_path=options.root_path,
     )
     say(f"loading and measuring {name}; the first start on a machine takes some seconds longer")
     with SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config) as generator:
-        app = make_app(LocalEngine(generator), settings)
+        app = make_app(LocalEngine(generator, template), settings)
         say(welcome(options, name, generator))
         uvicorn.run(
             app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
         )  # fmt: skip
+
+
+def _keys(options: ServeOptions) -> dict[str, SLOLimits]:
+    """Return the SLO limits of every API key."""
+    keys = dict.fromkeys(options.api_keys, options.limits)
+    if options.key_file is not None:
+        try:
+            keys |= KEYS.validate_json(_read("--api-key-file", options.key_file))
+        except ValidationError as error:
+            raise InvalidInputError(f"--api-key-file {options.key_file}: {describe_validation_error(error)}") from None
+    if any(not key for key in keys):
+        raise InvalidInputError("an API key is empty")
+    return keys
+
+
+def _response_template(path: Path) -> dict[str, Any]:
+    try:
+        template: dict[str, Any] = json.loads(_read("--response-template", path))
+        load_response_template(template)
+    except ValueError as error:
+        raise InvalidInputError(f"--response-template {path}: {error}") from error
+    return template
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{option} {path}: {error}") from error
 
 
 def welcome(options: ServeOptions, name: str, generator: SLOSpecGenerator) -> str:
@@ -83,15 +118,16 @@ def welcome(options: ServeOptions, name: str, generator: SLOSpecGenerator) -> st
     step_s = float(costs.verify_s(1, 1, 0))
     target, draft = generator.model, generator.assistant_model
     url = f"http://{options.host}:{options.port}/v1"
-    key = "$KEY" if options.api_keys else "none"
+    is_guarded = bool(options.api_keys or options.key_file)
+    key = "$KEY" if is_guarded else "none"
     slo_s = max(round(2 * step_s, 3), 0.001)
     body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32, "slo_tpot": slo_s})
-    auth = f" -H {shlex.quote('Authorization: Bearer ' + key)}" if options.api_keys else ""
+    auth = f" -H {shlex.quote('Authorization: Bearer ' + key)}" if is_guarded else ""
     size = f"{target.num_parameters() / 1e6:.0f} M parameters, {str(target.dtype).removeprefix('torch.')}"
     lines = [
         f"model    {name}: {size}",
         "draft    prompt lookup" if draft is None else f"draft    {draft.num_parameters() / 1e6:.1f} M parameters",
-        f"address  {url}" + (" (API key required)" if options.api_keys else ""),
+        f"address  {url}" + (" (API key required)" if is_guarded else ""),
         f"step     {1e3 * step_s:.3g} ms for one request without drafts: what a TPOT SLO below that needs is drafts",
         f"curl     curl {url}/completions -H 'Content-Type: application/json'{auth} -d {shlex.quote(body)}",
         f'Python   OpenAI(base_url="{url}", api_key="{key}").completions.create('

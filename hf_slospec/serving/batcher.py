@@ -69,6 +69,7 @@ class Batcher:
         self._handles: dict[int, RequestHandle] = {}  # of unfinished requests, by index
         self._num_waiting = 0  # in the scheduler
         self.num_running = self.kv_held = 0  # requests, and the slots they hold at their longest
+        self.num_kept = 0  # tokens of requests that are over whose K/V is kept
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._pid = os.getpid()
@@ -198,7 +199,7 @@ class Batcher:
             left = list(self._handles.values())
             self._arrivals.clear()
             self._aborted.clear()
-            self._num_waiting = self.num_running = self.kv_held = 0
+            self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
             self._ending = "now"
             self._state.notify_all()
         for handle in left:
@@ -211,7 +212,7 @@ class Batcher:
         if not (is_busy := _is_busy(scheduler)):
             self.lock.rest()
         with self._state:
-            self._count(scheduler)
+            self._count(engine)
             self._state.wait_for(lambda: is_busy or self._arrivals or self._aborted or self._ending)
             arrivals, self._arrivals = self._arrivals, deque()
             aborted, self._aborted = self._aborted, deque()
@@ -239,7 +240,8 @@ class Batcher:
                 self._handles[part.index].advance()
         self.observer.on_step(event)
 
-    def _count(self, scheduler: ContinuousScheduler) -> None:
+    def _count(self, engine: Engine[ContinuousScheduler]) -> None:
+        scheduler, self.num_kept = engine.scheduler, engine.target.num_kept
         before, self._num_waiting = self._num_waiting, len(scheduler.waiting)
         self.num_running, self.kv_held = len(scheduler.running), scheduler.kv_held
         if self._num_waiting < before:

@@ -133,6 +133,7 @@ class SLOSpecGenerator:
         block: bool = False,
         timeout: float | None = None,
         logprobs: int | None = None,
+        cache_salt: str = "",
         **kwargs: Any,
     ) -> RequestHandle:
         """Queue one request for the batcher; may be called from any thread.
@@ -150,6 +151,8 @@ class SLOSpecGenerator:
             block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.
             logprobs: record the log probability of every new token, and of so many of the most probable ones at its
                 place, before any processor: ``handle.logprobs``.
+            cache_salt: share K/V of common beginnings with requests of the same salt only: whoever measures times
+                cannot find out what others have sent.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 
@@ -161,7 +164,7 @@ class SLOSpecGenerator:
         """
         options = SubmitOptions.of(
             slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block),
-            timeout=timeout, logprobs=logprobs,
+            timeout=timeout, logprobs=logprobs, cache_salt=cache_salt,
         )  # fmt: skip
         return self._service.submit(prompt, slo_tpot, options, kwargs)
 

@@ -95,8 +95,9 @@ class BatchingService:
 
     def _new_engine(self) -> Engine[ContinuousScheduler]:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
-        target = speculator.new_target(self._samplers, slots)
-        drafter = speculator.new_drafter(slots, keeps_rng=False)  # every request has noise of its own
+        kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens
+        target = speculator.new_target(self._samplers, slots, kept)
+        drafter = speculator.new_drafter(slots, kept, keeps_rng=False)  # every request has noise of its own
         costs = speculator.costs.for_own_engine()  # generate calls beside it have other batches
         engine = continuous_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
@@ -137,9 +138,11 @@ class BatchingService:
         """Return a snapshot."""
         batcher, limits = self._batcher, self._limits
         if batcher is None or limits is None:
-            return self.telemetry.stats(0, 0, 0, 0, None)
+            return self.telemetry.stats(0, 0, 0, 0, 0, None)
         memory = self.decoder.speculator.memory(batcher.num_running)
-        return self.telemetry.stats(batcher.num_running, batcher.num_waiting, batcher.kv_held, limits.kv_tokens, memory)
+        return self.telemetry.stats(
+            batcher.num_running, batcher.num_waiting, batcher.kv_held, batcher.num_kept, limits.kv_tokens, memory
+        )
 
     def collector(self) -> Collector:
         """Return a collector for Prometheus."""
@@ -185,7 +188,7 @@ class BatchingService:
         check_rope_alone(request, self.decoder.model.config.get_text_config())
         request.index = next(self._index)
         request.ttft_slo_s, request.priority = options.slo_ttft, options.priority
-        request.is_best_effort = options.best_effort
+        request.is_best_effort, request.cache_salt = options.best_effort, options.cache_salt
         if (needed := self.limits.kv_needed(request)) > self.limits.kv_tokens:
             raise InvalidInputError(
                 f"prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} + "

@@ -42,6 +42,7 @@ class SubmitOptions(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**64)
     block: bool = False
     timeout: float | None = Field(None, ge=0)  # seconds
+    cache_salt: str = ""
     logprobs: int | None = Field(None, ge=0)  # log probabilities at each place, besides the token's own
 
     @field_validator("slo_ttft", "timeout", mode="before")

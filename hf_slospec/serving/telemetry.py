@@ -38,6 +38,7 @@ class Stats(BaseModel):
     running: int = Field(description="Requests that hold K/V.")
     waiting: int = Field(description="Requests that wait for room, preempted ones included.")
     kv_tokens: int = Field(description="Tokens of K/V that running requests hold at their longest.")
+    kept_tokens: int = Field(description="Tokens of finished requests whose K/V is kept for requests that begin alike.")
     kv_limit: int = Field(description="Tokens of K/V at most.")
     memory: MemoryUse | None = Field(description="None before the batcher was first started.")
     finished: dict[str, int] = Field(description="Requests by how they ended: stop, length, cancelled, error.")
@@ -48,6 +49,7 @@ class Stats(BaseModel):
     preempted: int = Field(description="Times that finished requests had been preempted.")
     steps: int
     prompt_tokens: int = Field(description="Of finished requests.")
+    reused_tokens: int = Field(description="Of these, tokens whose K/V other requests had computed.")
     generated_tokens: int
     drafted_tokens: int = Field(description="Of finished requests.")
     accepted_tokens: int = Field(description="Drafted tokens that were accepted.")
@@ -113,6 +115,7 @@ class Telemetry:
                 drafted=metrics.drafted,
                 accepted=metrics.accepted,
                 preempted=metrics.preempted,
+                reused=metrics.reused,
             )
             if metrics.ttft_s is None:
                 return
@@ -127,7 +130,9 @@ class Telemetry:
                 self._counts["guaranteed"] += metrics.guaranteed
                 self._counts["broken"] += metrics.guaranteed and not metrics.attained
 
-    def stats(self, running: int, waiting: int, kv_tokens: int, kv_limit: int, memory: MemoryUse | None) -> Stats:
+    def stats(
+        self, running: int, waiting: int, kv_tokens: int, kept_tokens: int, kv_limit: int, memory: MemoryUse | None
+    ) -> Stats:
         """Return a snapshot with the present state, which the caller knows."""
         with self._lock:
             counts = self._counts
@@ -135,6 +140,7 @@ class Telemetry:
                 running=running,
                 waiting=waiting,
                 kv_tokens=kv_tokens,
+                kept_tokens=kept_tokens,
                 kv_limit=kv_limit,
                 memory=memory,
                 finished=dict(self._finished),
@@ -145,6 +151,7 @@ class Telemetry:
                 preempted=counts["preempted"],
                 steps=counts["steps"],
                 prompt_tokens=counts["prompt"],
+                reused_tokens=counts["reused"],
                 generated_tokens=counts["generated"],
                 drafted_tokens=counts["drafted"],
                 accepted_tokens=counts["accepted"],
@@ -165,6 +172,8 @@ class Telemetry:
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of finished requests.", stats.prompt_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up among kept texts.", stats.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens whose K/V was there.", stats.reused_tokens),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.drafted_tokens),
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),

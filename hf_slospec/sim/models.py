@@ -53,6 +53,14 @@ class SimulatedTarget:
     ) -> None:
         """Do nothing: there is no K/V cache."""
 
+    num_kept = 0
+
+    def reuse(self, request: Request) -> int:
+        """Return 0: there is no K/V cache."""
+        return 0
+
+    num_reusable = reuse
+
     def release(self, request: Request) -> None:
         """Do nothing: there is no K/V cache."""
 

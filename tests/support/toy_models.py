@@ -85,6 +85,13 @@ class ToyTarget:
             known = self.cached.setdefault(chunk.request, [])
             known += chunk.request.tokens[len(known) :][: chunk.num_tokens]
 
+    num_kept = 0
+
+    def reuse(self, request: Request) -> int:
+        return 0
+
+    num_reusable = reuse
+
     def release(self, request: Request) -> None:
         self.released.append(request)
         self.cached.pop(request, None)

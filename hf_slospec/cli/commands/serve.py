@@ -25,11 +25,19 @@ def serve(
     api_key: Annotated[
         list[str], typer.Option(envvar="HF_SLOSPEC_API_KEY", help="Key that clients must send; repeatable.")
     ] = [],  # noqa: B006  read only
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help='JSON with SLO limits by key: {"KEY": {"default_tpot": 0.1, "strictest_tpot": 0.02}}.'),
+    ] = None,
     no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Serve other machines without a key.")] = False,
     allowed_origin: Annotated[
         list[str], typer.Option(help="Origin of web pages that may call the server (CORS); repeatable.")
     ] = [],  # noqa: B006
     chat_template: Annotated[Path | None, typer.Option(help="File with a chat template (Jinja).")] = None,
+    response_template: Annotated[
+        Path | None,
+        typer.Option(help="JSON that tells reasoning and tool calls from content; default: the model's own."),
+    ] = None,
     root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the server.")] = "",
     default_slo_tpot: Annotated[float | None, typer.Option(help="SLO of requests without one, in seconds.")] = None,
     strictest_slo_tpot: Annotated[
@@ -51,7 +59,7 @@ def serve(
 
         limits = SLOLimits(default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot)
         options = ServeOptions(
-            target, assistant, size, dtype, device, host, port, served_model_name, tuple(api_key), no_api_key,
-            tuple(allowed_origin), chat_template, root_path, limits, settings_of(config),
+            target, assistant, size, dtype, device, host, port, served_model_name, tuple(api_key), api_key_file,
+            no_api_key, tuple(allowed_origin), chat_template, response_template, root_path, limits, settings_of(config),
         )  # fmt: skip
         run(options, lambda text: console.print(text, markup=False, highlight=False))

@@ -36,6 +36,7 @@ def guaranteeable(
     guaranteed: Sequence[Request],
     kv_free: int,
     kv_needed: Callable[[Request], int],
+    num_reusable: Callable[[Request], int],
     costs: StepCosts,
     now_s: float,
 ) -> list[Request]:
@@ -44,6 +45,8 @@ def guaranteeable(
     Args:
         guaranteed: guaranteed requests that are not finished, in prefill or decoding.
         kv_free: slots that no guaranteed request holds.
+        kv_needed: slots of a request.
+        num_reusable: tokens of a request that need no prefill, as their K/V is known from other requests.
     """
     level_s = costs.recent.draft_s / max(costs.recent.depth, 1.0)
     # Rounded, so that cached rates are found again as long as little changes.
@@ -60,7 +63,7 @@ def guaranteeable(
 
     def candidate(request: Request, is_forced: bool) -> Candidate:
         deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
-        tokens, slots = request.num_uncached, kv_needed(request)
+        tokens, slots = request.num_uncached - num_reusable(request), kv_needed(request)
         return Candidate(deadline_s, tokens, slots, tier_of(request), rank[request.priority], is_forced)
 
     running = [0] * len(tiers)

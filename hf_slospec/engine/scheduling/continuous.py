@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +50,15 @@ class ContinuousScheduler:
     """
 
     def __init__(
-        self, limits: Limits, costs: StepCosts, admission: AdmissionName = "slo", prefill: PrefillName = "beside"
+        self,
+        limits: Limits,
+        costs: StepCosts,
+        admission: AdmissionName = "slo",
+        prefill: PrefillName = "beside",
+        num_reusable: Callable[[Request], int] = lambda request: 0,
     ):
+        """``num_reusable`` tells how much of a waiting request need not be prefilled, see :class:`Target`."""
+        self.num_reusable = num_reusable
         self.limits, self.costs, self.admission, self.prefill = limits, costs, admission, prefill
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -90,15 +97,18 @@ class ContinuousScheduler:
         """Let a step that fitted into memory raise the share of work that is tried."""
         self._share = min(1.0, self._share * 1.05)
 
-    def schedule(self, now_s: float) -> Schedule:
-        """Return the next step: decide guarantees, give room, then share the step between decoding and prefill."""
+    def enter(self, now_s: float) -> list[Request]:
+        """Decide guarantees and give room to waiting requests, in order; return those preempted for them."""
         self.decide_guarantees(now_s)
-        preempted = self._enter(now_s)
+        return self._enter(now_s)
+
+    def schedule(self, now_s: float) -> Schedule:
+        """Return the next step of the running requests, shared between decoding and prefill."""
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
         decoding = self._taking_part(decoding, allowed_s)
         chunks = self._chunks(decoding, allowed_s, now_s)
-        return Schedule([] if chunks and self.prefill == "first" else decoding, chunks, preempted)
+        return Schedule([] if chunks and self.prefill == "first" else decoding, chunks)
 
     @property
     def kv_held(self) -> int:
@@ -117,7 +127,12 @@ class ContinuousScheduler:
         chunk = self.limits.prefill_chunk
         fastest = chunk / float(self.costs.step_s(0, chunk))  # tokens per second
         for request in list(self._undecided):
-            if not request.num_emitted and now_s + request.num_uncached / fastest > prefill_deadline_s(request):
+            left_s = prefill_deadline_s(request) - now_s
+            if (
+                not request.num_emitted
+                and request.num_uncached > fastest * left_s
+                and request.num_uncached - self.num_reusable(request) > fastest * left_s
+            ):
                 self._undecided.remove(request)  # stays best effort
         before = [request for request in (*self.running, *self.waiting) if request.is_guaranteed]
         unmovable = [*before, *(request for request in self.running if request in self._protected)]
@@ -125,7 +140,9 @@ class ContinuousScheduler:
         if not self._has_changed or not self._undecided or places <= 0:
             return
         kv_free = self._kv_limit - self._held(unmovable)
-        found = guaranteeable(self._undecided, before, kv_free, self.limits.kv_needed, self.costs, now_s)
+        found = guaranteeable(
+            self._undecided, before, kv_free, self.limits.kv_needed, self.num_reusable, self.costs, now_s
+        )
         found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
             request.is_guaranteed, request.is_best_effort = True, False

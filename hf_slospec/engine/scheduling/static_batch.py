@@ -17,6 +17,10 @@ class StaticScheduler:
     def __init__(self, requests: Sequence[Request]):
         self.running = list(requests)
 
+    def enter(self, now_s: float) -> Sequence[Request]:
+        """Do nothing: no request waits."""
+        return ()
+
     def schedule(self, now_s: float) -> Schedule:
         """Return chunks of all unfinished prompts, or all requests once there are none."""
         chunks = [Chunk.of(request, CHUNK) for request in self.running if not request.is_decoding]

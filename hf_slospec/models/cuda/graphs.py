@@ -7,10 +7,8 @@ values in the tensors, host constants included, so a graph is only replayed for 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
-import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 
+from hf_slospec.models.compatibility.fingerprint import PLAIN, settings, weight_homes
 from hf_slospec.models.compatibility.hooks import changing_hooks
 from hf_slospec.models.cuda.sync_guard import SyncGuard
 from hf_slospec.models.cuda.transfer import DeviceCopy, signature
@@ -28,9 +27,6 @@ MAX_GRAPHS = 128  # of one model and pool; the least recently used are dropped
 PATIENCE = 8  # a signature's forwards before it is captured, which takes as long as many forwards (an estimate)
 MEMORY_SHARE = 16  # graphs may take 1/16 of a device's memory, and so may an idle pool that is kept for them
 TOLERANCE = 0.05  # relative, of a first replay; beyond rounding in any dtype
-OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
-FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
 
 Run = Callable[[], torch.Tensor]
 
@@ -210,38 +206,13 @@ class GraphPreconditions:
         """Read the modules again: replaced ones, hooks, and plain attributes such as an adapter's switches."""
         modules = list(self._model.modules())
         has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
-        homes = [home for module in modules for home in (module._parameters, module._buffers)]
-        self._homes = [(home, name) for home in homes for name, tensor in home.items() if tensor is not None]
-        weights = [tensor for home in homes for tensor in home.values() if tensor is not None]
+        self._homes = list(weight_homes(self._model))
+        weights = [home[name] for home, name in self._homes]
         are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        configs = {
-            id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")
-        }
-        self._settings = tuple((type(one), _settings_of(vars(one))) for one in [*modules, *configs.values()])
+        self._settings = settings(self._model)
 
     def now(self) -> Hashable:
         """Return a value that stays equal as long as no change is noticed."""
         weights = (home.get(name) for home, name in self._homes)
         return self._settings, tuple(None if weight is None else weight.data_ptr() for weight in weights)
-
-
-def _settings_of(attributes: dict[str, Any]) -> Hashable:
-    # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A
-    # config's attention implementation is ours while a forward runs. Parameters, buffers, submodules and hooks are
-    # read separately.
-    passing = {"training", "_attn_implementation_internal", *OWN}
-    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in passing)
-
-
-def _fixed(value: Any) -> Hashable:
-    """Return a value that is equal for attributes with the same effect on a forward, as far as can be told."""
-    if isinstance(value, PLAIN):
-        return value.data_ptr(), value.shape, value.dtype  # graphs read it at its address
-    if isinstance(value, dict):
-        return dict, tuple((key, _fixed(part)) for key, part in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_fixed, value))
-    if isinstance(value, (bool, int, float, str, type(None), *FUNCTIONS)):
-        return type(value), value
-    return (type(value),)

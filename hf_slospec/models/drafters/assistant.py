@@ -99,10 +99,20 @@ class AssistantDrafter:
     CATCH_UP = 1024  # tokens processed per step at most, over all requests that lack more than FEW
     FEW = MAX_CATCH_UP
 
-    def __init__(self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None):
-        """``max_nodes`` bounds depth times width of plans, ``vocab_size`` the proposed ids, ``max_slots`` all K/V."""
+    def __init__(
+        self,
+        packed: PackedModel,
+        max_nodes: int,
+        vocab_size: int,
+        max_slots: int | None = None,
+        max_kept: float = 0,
+    ):
+        """``max_nodes`` bounds depth times width of plans, ``vocab_size`` the proposed ids.
+
+        ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`.
+        """
         self.packed, self.vocab_size = packed, vocab_size
-        self.sequences = RequestSequences(packed, max_nodes, max_slots)
+        self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with as_memory_error(), evaluating(self.packed.model):
@@ -154,6 +164,10 @@ class AssistantDrafter:
             inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
             ancestors = torch.cat((inherited, self._own(tokens)), dim=-1)
         return self._trees(requests, layers)
+
+    def reuse(self, request: Request) -> int:
+        """Give a request that has no K/V that of a text which begins alike; return its tokens with K/V."""
+        return self.sequences.reuse(request)
 
     def release(self, request: Request) -> None:
         self.sequences.release(request)

@@ -159,6 +159,13 @@ class KVPool:
                 stack[:, start : start + sequence.length] = tokens
             sequence.start = start
 
+    def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
+        """Give one sequence the K/V of the first ``length`` tokens of another."""
+        for stack in self._stacks.values():
+            tokens = stack[:, source.start : source.start + length]
+            stack[:, destination.start : destination.start + length] = tokens
+        destination.length = length
+
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
         """Fill an empty pool with sequences of another one, and with new ones, at these capacities."""
         starts = itertools.accumulate(capacities.values(), initial=0)

@@ -10,25 +10,39 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.kv_cache.cache import KVCache
+from hf_slospec.models.kv_cache.kept_texts import KeptText, KeptTexts, num_common
 from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import PackedModel
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
+FEW = 16  # tokens whose K/V is computed faster than it is worth keeping or copying
 
 
 class RequestSequences:
     """The requests of one engine that have K/V in a model's cache, which other engines may share.
 
+    The K/V of requests that are over is kept where there is room, and given to requests whose texts begin alike: the
+    text is taken over if little of it is left out, and otherwise copied. Requests that need the room get it.
+
     All methods but the constructor must be called with the model's lock held.
     """
 
-    def __init__(self, packed: PackedModel, max_nodes: int, max_slots: int | None = None):
-        """``max_nodes`` bounds the tree nodes of one request staged at a time, ``max_slots`` the slots of them all."""
-        self.packed, self.max_nodes, self.max_slots = packed, max_nodes, max_slots
+    def __init__(self, packed: PackedModel, max_nodes: int, max_slots: int | None = None, max_kept: float = 0):
+        """Begin without requests.
+
+        Args:
+            max_nodes: tree nodes of one request staged at a time, at most.
+            max_slots: slots of all requests and kept texts, at most.
+            max_kept: tokens of kept texts, at most; 0 keeps none, and requests share nothing.
+        """
+        self.packed, self.max_nodes, self.max_slots, self.max_kept = packed, max_nodes, max_slots, max_kept
         self._cache: KVCache | None = None
         self._by_request: dict[Request, CachedSequence] = {}
         self._embeds: dict[Request, torch.Tensor] = {}
+        self._weights: dict[Request, int] = {}  # state of the model's weights when its first token was cached
+        self._kept, self._kept_weights = KeptTexts(), 0
 
     @property
     def cache(self) -> KVCache:
@@ -56,7 +70,7 @@ class RequestSequences:
         """
         self._provide(
             {
-                request: self._capacity(request, max(len(request.tokens), FIRST_ROOM))
+                request: self._roomy_capacity(request)
                 for request in requests
                 if self._room_of(request) < self._capacity(request, 0)
             }
@@ -70,6 +84,9 @@ class RequestSequences:
     def _room_of(self, request: Request) -> int:
         return self._by_request[request].capacity if request in self._by_request else 0
 
+    def _roomy_capacity(self, request: Request) -> int:
+        return self._capacity(request, max(len(request.tokens), FIRST_ROOM))
+
     def _capacity(self, request: Request, room: int) -> int:
         """Return the slots for the text, ``room`` more tokens of it if it may get so long, and one step's nodes."""
         return len(request.tokens) + min(request.num_left, room) + self.max_nodes
@@ -82,21 +99,39 @@ class RequestSequences:
         if limit is not None:
             if (needed := sum((held | capacities).values())) > limit:
                 raise MemoryError(f"{needed} KV slots are needed, and there may be {limit}")
-            limit += self.cache.num_held - sum(held.values())  # sequences of others in the same pool
+            self._keep_at_most(limit - needed)
+            # Sequences of others in the same pool do not count.
+            limit += self.cache.num_held - sum(held.values()) - self._kept.num_tokens
         sequences = {request: self._by_request.get(request) or CachedSequence() for request in capacities}
-        self.cache.reserve({sequences[request]: slots for request, slots in capacities.items()}, limit)
+        slots = {sequences[request]: slots for request, slots in capacities.items()}
+        try:
+            with as_memory_error():
+                self.cache.reserve(slots, limit)
+        except MemoryError:
+            if not len(self._kept):
+                raise
+            self._keep_at_most(0)
+            self.cache.reserve(slots, limit)
         self._by_request |= sequences
+        self._weights |= {request: self.packed.weights_state for request in capacities if request not in self._weights}
 
     def release(self, request: Request) -> None:
-        """Drop the K/V of a request, if it has any."""
-        self._embeds.pop(request, None)
-        if (sequence := self._by_request.pop(request, None)) is not None:
+        """Drop the K/V of a request, if it has any, or keep it for requests that begin alike."""
+        has_embeds = self._embeds.pop(request, None) is not None
+        weights, sequence = self._weights.pop(request, None), self._by_request.pop(request, None)
+        if sequence is None:
+            return
+        if self._is_shareable(sequence, weights) and not has_embeds and request.error is None:
+            self._keep(KeptText(request.cache_salt, request.tokens[: sequence.length], sequence))
+        else:
             self.cache.release(sequence)
 
     def close(self) -> None:
         """Release all requests and the cache: after its last user, its memory is freed or kept for its CUDA graphs."""
+        self.max_kept = 0
         for request in list(self._by_request):
             self.release(request)
+        self._keep_at_most(0)
         if self._cache is not None:
             self.packed.keep_if_captured(self._cache)
             self._cache = None
@@ -104,8 +139,95 @@ class RequestSequences:
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless only some of these requests hold slots, none of which another sequence has."""
         assert self._by_request.keys() <= set(requests), "a request that is not running holds K/V"
-        assert set(self._by_request.values()) <= set(self.cache.pool.sequences), "a request has lost its KV slots"
+        own = {*self._by_request.values(), *(text.sequence for text in self._kept.texts())}
+        assert own <= set(self.cache.pool.sequences), "a request has lost its KV slots"
         self.cache.pool.check()
+
+    # ---- texts that begin alike
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of requests that are over whose K/V is kept."""
+        return self._kept.num_tokens
+
+    def num_reusable(self, request: Request) -> int:
+        """Return how many tokens :meth:`reuse` would find now for a request without K/V; 0 for one that has some."""
+        return 0 if request in self._by_request else self._beginning_alike(request)[1]
+
+    def reuse(self, request: Request) -> int:
+        """Give a request without K/V that of the text which begins alike for longest.
+
+        Returns:
+            The request's tokens whose K/V is cached now; never all, as the last one's logits are wanted.
+        """
+        if request not in self._by_request:
+            source, length = self._beginning_alike(request)
+            if isinstance(source, KeptText):
+                self._kept.touch(source)  # so that it is the last to make room for the request
+                if len(source.tokens) - length < FEW or not self._is_room_beside(source, request):
+                    self._take_over(source, request, length)
+                else:
+                    self._copy(source.sequence, request, length)
+            elif source is not None:
+                self._copy(source, request, length)
+        return self.num_cached(request)
+
+    def _beginning_alike(self, request: Request) -> tuple[KeptText | CachedSequence | None, int]:
+        """Return the text, kept or of another request, that begins like this one for longest, and for how long."""
+        if not self.max_kept:
+            return None, 0
+        if self._kept_weights != self.packed.weights_state:
+            self._keep_at_most(0)
+        wanted, found = request.tokens[:-1], list[tuple[KeptText | CachedSequence | None, int]]()
+        found.append(self._kept.longest(wanted, request.cache_salt))
+        for other, sequence in self._by_request.items():
+            is_open = self._is_shareable(sequence, self._weights[other]) and other not in self._embeds
+            if is_open and other.cache_salt == request.cache_salt:
+                found.append((sequence, num_common(other.tokens[: sequence.length], wanted)))
+        source, length = max(found, key=lambda pair: pair[1])
+        return (source, length) if length >= FEW else (None, 0)
+
+    def _is_shareable(self, sequence: CachedSequence, weights: int | None) -> bool:
+        return bool(self.max_kept) and sequence.length >= FEW and weights == self.packed.weights_state
+
+    def _is_room_beside(self, text: KeptText, request: Request) -> bool:
+        if self.max_slots is None:
+            return True
+        held = sum(sequence.capacity for sequence in self._by_request.values())
+        return held + len(text.tokens) + self._roomy_capacity(request) <= self.max_slots
+
+    def _take_over(self, text: KeptText, request: Request, length: int) -> None:
+        self._kept.remove(text)
+        text.sequence.length = length
+        self._by_request[request], self._weights[request] = text.sequence, self._kept_weights
+
+    def _copy(self, source: CachedSequence, request: Request, length: int) -> None:
+        """Copy the first tokens' K/V, unless there is no room for both."""
+        try:
+            self.reserve([request])
+        except MemoryError:
+            return  # the step that needs the room reports it
+        if source.length >= length:  # it was not dropped to make room
+            self.cache.pool.copy(source, self.of(request), length)
+
+    def _keep(self, text: KeptText) -> None:
+        if self._kept_weights != self.packed.weights_state:
+            self._keep_at_most(0)
+            self._kept_weights = self.packed.weights_state
+        text.sequence.capacity = text.sequence.length
+        for unneeded in self._kept.add(text):
+            self.cache.release(unneeded.sequence)
+        self._keep_at_most(self.max_kept)
+
+    def _keep_at_most(self, num_tokens: float) -> None:
+        """Drop the least recently used texts until those left have so many tokens at most."""
+        for text in self._kept.texts():
+            if self._kept.num_tokens <= num_tokens:
+                return
+            self._kept.remove(text)
+            self.cache.release(text.sequence)
+
+    # ---- forwards
 
     def forward(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Forward new tokens of requests; see :meth:`PackedModel.forward`."""

@@ -23,8 +23,13 @@ SHAPE = LayerShape(*[Stored(1, 1, torch.float32, torch.device("cpu"))] * 2)
 class Packed:
     """As much of a packed model as storage asks for."""
 
+    weights_state = 0
+
     def __init__(self) -> None:
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
+
+    def keep_if_captured(self, cache: KVCache) -> None:
+        cache.trim()
 
 
 def mark(sequences: RequestSequences, request: Request) -> None:
