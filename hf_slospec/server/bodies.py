@@ -154,12 +154,37 @@ def _with_arguments(call: Any) -> Any:
     return call | {"function": function | {"arguments": arguments}}
 
 
-class ResponseFormat(BaseModel):
-    """Format of the output; only plain text is supported."""
+class JSONSchema(BaseModel):
+    """A named JSON schema."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text"]
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # outputs always follow the schema
+
+
+class ResponseFormat(BaseModel):
+    """Format of the output: text, any JSON object, or JSON that follows a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and to no other")
+        return self
+
+    @property
+    def schema_to_follow(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the output; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class ChatBody(SamplingBody):
@@ -194,7 +219,14 @@ class ChatBody(SamplingBody):
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         if self.max_tokens == 0:
             raise ValueError("max_tokens must be at least 1")
+        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError("response_format ends the output with the JSON; leave ignore_eos and min_tokens out")
         return self
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the output; None for text."""
+        return None if self.response_format is None else self.response_format.schema_to_follow
 
 
 class TokenizeBody(BaseModel):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hf_slospec.engine.request import FinishReason, RequestMetrics
+from hf_slospec.generate.grammars import Grammars
 from hf_slospec.models.compatibility.probe import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.messages import response_template
@@ -21,6 +22,7 @@ class Order:
 
     prompt: list[int]
     arguments: dict[str, Any] = field(default_factory=dict)
+    json_schema: dict[str, Any] | None = None  # that the output follows
 
 
 class Decoding(Protocol):
@@ -70,6 +72,12 @@ class ServedEngine(Protocol):
         """Raise NotRunningError unless requests are taken."""
 
 
+def model_end_tokens(generation_config: Any) -> list[int]:
+    """Return the tokens with which a model ends its outputs."""
+    own = generation_config.eos_token_id
+    return [] if own is None else [own] if isinstance(own, int) else list(own)
+
+
 class LocalEngine:
     """The batcher of a generator in this process, which must have a tokenizer."""
 
@@ -79,9 +87,17 @@ class LocalEngine:
         self.generator, self.tokenizer = generator, generator.tokenizer
         self.max_len = generator.decoder.speculator.target.packed.max_positions
         self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)
+        self._grammars = Grammars(self.tokenizer, self.vocab_size, model_end_tokens(self.generation_config))
 
     async def submit(self, order: Order) -> Decoding:
-        return await asyncio.to_thread(self.generator.submit, order.prompt, **order.arguments)
+        return await asyncio.to_thread(self._submit, order)
+
+    def _submit(self, order: Order) -> Decoding:
+        arguments = dict(order.arguments)
+        if order.json_schema is not None:
+            constraint = self._grammars.processor(order.json_schema, len(order.prompt))
+            arguments["logits_processor"] = [*arguments.get("logits_processor", ()), constraint]
+        return self.generator.submit(order.prompt, **arguments)
 
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
         return await asyncio.to_thread(self.generator.prompt_logprobs, prompt, num_top)

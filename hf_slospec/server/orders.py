@@ -12,7 +12,7 @@ from pydantic import Field
 from hf_slospec.errors import InputModel, InvalidInputError, UnsupportedOptionError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
-from hf_slospec.server.engine import Order, ServedEngine
+from hf_slospec.server.engine import Order, ServedEngine, model_end_tokens
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 SEEDS = 2**63
@@ -152,7 +152,7 @@ def order_of(
         arguments["logits_processor"] = [penalties]
     if (num_top := num_top_logprobs(body)) is not None:
         arguments["logprobs"] = num_top
-    return Order(prompt, arguments)
+    return Order(prompt, arguments, body.json_schema if isinstance(body, ChatBody) else None)
 
 
 def num_top_logprobs(body: SamplingBody) -> int | None:
@@ -165,8 +165,7 @@ def num_top_logprobs(body: SamplingBody) -> int | None:
 
 def end_tokens(body: SamplingBody, generation_config: Any) -> list[int]:
     """Return the tokens that end the output: the model's own, unless they are to be ignored, and the request's."""
-    own = generation_config.eos_token_id
-    own = [] if body.ignore_eos or own is None else [own] if isinstance(own, int) else list(own)
+    own = [] if body.ignore_eos else model_end_tokens(generation_config)
     return [*own, *(body.stop_token_ids or [])]
 
 

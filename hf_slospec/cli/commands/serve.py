@@ -52,7 +52,7 @@ def serve(
     Example:  hf_slospec serve --size 0.1B --port 8000
     """
     console = Console(stderr=True, soft_wrap=True)
-    with errors_shown(console, ("fastapi", "uvicorn", "openai", "prometheus_client"), MISSING):
+    with errors_shown(console, ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"), MISSING):
         from hf_slospec.server.orders import SLOLimits
         from hf_slospec.server.serve import ServeOptions
         from hf_slospec.server.serve import serve as run
