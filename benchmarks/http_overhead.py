@@ -79,7 +79,8 @@ from hf_slospec.server.engine import LocalEngine
 import torch
 torch.set_num_threads(1)
 with SLOSpecGenerator(*load_tiny_pair(torch.float32), SLOSpecConfig(kept_tokens=0)) as generator:
-    listener = socket.socket(); listener.bind(("127.0.0.1", 0))
+    # With the protocol named, asyncio turns Nagle's algorithm off, as for sockets of its own.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP); listener.bind(("127.0.0.1", 0))
     app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True).start()

@@ -7,7 +7,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +16,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import hf_slospec
 from hf_slospec.errors import (
@@ -71,7 +72,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         title="hf_slospec", version=hf_slospec.__version__, root_path=settings.root_path, docs_url=None, redoc_url=None
     )
     server = _Server(engine, settings)
-    app.middleware("http")(server.guard)
+    app.add_middleware(_Guard, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
@@ -124,24 +125,25 @@ class Fault(Exception):  # noqa: N818  it is an answer
         self.status, self.body, self.headers = status, body, dict(headers or {})
 
 
-class _Server:
-    """The endpoints."""
+class _Guard:
+    """ASGI middleware that checks the API key and notes its limits."""
 
-    def __init__(self, engine: ServedEngine, settings: ServerSettings):
-        self.engine, self.settings, self.begun = engine, settings, int(time.time())
+    def __init__(self, app: ASGIApp, settings: ServerSettings):
+        self.app, self.settings = app, settings
 
-    # ---- before every endpoint
-
-    async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Check the API key."""
-        request.state.limits = self.settings.limits
-        if self.settings.api_keys and request.url.path.startswith(GUARDED) and request.method != "OPTIONS":
-            limits = self._limits_of(request.headers.get("authorization", ""))
-            if limits is None:
-                body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
-                return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer that there is no valid key."""
+        if scope["type"] == "http":
+            request, limits = Request(scope), self.settings.limits
+            if self.settings.api_keys and request.url.path.startswith(GUARDED) and request.method != "OPTIONS":
+                found = self._limits_of(request.headers.get("authorization", ""))
+                if found is None:
+                    body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+                    await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                    return
+                limits = found
             request.state.limits = limits
-        return await call_next(request)
+        await self.app(scope, receive, send)
 
     def _limits_of(self, header: str) -> SLOLimits | None:
         """Return the limits of the key in an Authorization header, in a time that does not depend on the key."""
@@ -151,6 +153,13 @@ class _Server:
             if hmac.compare_digest(key.encode(), given):
                 found = limits
         return found
+
+
+class _Server:
+    """The endpoints."""
+
+    def __init__(self, engine: ServedEngine, settings: ServerSettings):
+        self.engine, self.settings, self.begun = engine, settings, int(time.time())
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """Return the validated body.
@@ -230,7 +239,10 @@ class _Server:
         self, index: int, order: Order, body: SamplingBody, echo: list[TokenLogprobs | None] | None
     ) -> Choice:
         """Submit an order, and return it as a choice."""
-        reader = await asyncio.to_thread(self._reader, body, order.prompt)
+        reader: PlainParts | TemplateParts = PlainParts()
+        if (template := self.engine.response_template) is not None and isinstance(body, ChatBody):
+            prefix = await asyncio.to_thread(self.engine.tokenizer.decode, order.prompt)
+            reader = TemplateParts(template, prefix, body.shown_tools)
         skips, hidden = body.skip_special_tokens, body.stop_token_ids or []
         if isinstance(reader, TemplateParts):  # templates know special tokens by their texts
             skips, hidden = False, end_tokens(body, self.engine.generation_config)
@@ -240,12 +252,6 @@ class _Server:
             index, decoding, order.prompt, partial(self._text, skips), body.stop_strings, hidden,
             body.include_stop_str_in_output, echo, reader,
         )  # fmt: skip
-
-    def _reader(self, body: SamplingBody, prompt: list[int]) -> PlainParts | TemplateParts:
-        """Return what tells the parts of an answer to a prompt apart."""
-        if (template := self.engine.response_template) is None or not isinstance(body, ChatBody):
-            return PlainParts()
-        return TemplateParts(template, self.engine.tokenizer.decode(prompt), body.shown_tools)
 
     async def _echo(self, body: SamplingBody, prompt: list[int]) -> list[TokenLogprobs | None] | None:
         """Return log probabilities of a prompt that the answer repeats, none if not asked for; None: no such prompt."""

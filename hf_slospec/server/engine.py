@@ -51,7 +51,7 @@ class ServedEngine(Protocol):
     """A model behind the server: in this process, or replicas of it."""
 
     tokenizer: Any
-    max_len: int | None  # tokens of prompt and output at most, as far as the model has a limit
+    max_len: int  # tokens of prompt and output at most
     generation_config: Any
     vocab_size: int
     response_template: dict[str, Any] | None  # tells reasoning and tool calls from content; None: all is content
@@ -79,13 +79,13 @@ def model_end_tokens(generation_config: Any) -> list[int]:
 
 
 class LocalEngine:
-    """The batcher of a generator in this process, which must have a tokenizer."""
+    """The started batcher of a generator in this process, which must have a tokenizer."""
 
     def __init__(self, generator: SLOSpecGenerator, template: dict[str, Any] | None = None):
         """``template`` replaces the response template of the tokenizer or of the kind of model."""
         self.response_template = template or response_template(generator.model, generator.tokenizer)
         self.generator, self.tokenizer = generator, generator.tokenizer
-        self.max_len = generator.decoder.speculator.target.packed.max_positions
+        self.max_len = generator.max_len
         self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)
         self._grammars = Grammars(self.tokenizer, self.vocab_size, model_end_tokens(self.generation_config))
 

@@ -44,49 +44,58 @@ class TemplateParts:
         """``prefix`` is the text of the prompt, which may begin the answer; ``tools`` give the types of arguments."""
         self._parser: ResponseParser | None = ResponseParser(template, prefix=prefix, tools=list(tools or ()))
         self.num_calls, self._has_content = 0, False
-        self._raw = ""  # of a tool call that is not complete
+        self._unwritten = ""  # text behind the last that was told apart: delimiters, a tool call that is not complete
 
     def push(self, text: str, is_last: bool) -> Parts:
         """Return the parts that more text completes. A tool call that cannot be parsed is content, as it was written.
 
         Whitespace before the content is left out: templates put it between reasoning or tool calls and the content.
         """
-        if self._parser is None:
-            return Parts(text)
-        found = Parts()
-        try:
-            for event in self._parser.feed(text):
-                self._take(event, found)
-            if is_last:
-                for event in self._parser.finalize()[1]:
-                    self._take(event, found)
-        except (ValueError, TypeError, LookupError, AttributeError):  # of what the model wrote
-            self._parser = None
-            found.content += self._raw
+        self._unwritten += text
+        found = Parts(text)
+        if self._parser is not None:
+            try:
+                events = self._parser.feed(text)
+                if is_last:
+                    events += self._parser.finalize()[1]
+                found = self._taken(events)
+            except (ValueError, TypeError, LookupError, AttributeError):  # of what the model wrote
+                self._parser, found = None, Parts(self._unwritten)
         if not self._has_content:
             found.content = found.content.lstrip()
             self._has_content = bool(found.content)
         return found
 
-    def _take(self, event: dict[str, Any], found: Parts) -> None:
-        kind, name = event["type"], event["field"]
-        if name == TOOL_CALLS:
-            self._raw += event.get("text", "")
-            if kind == "region_close":
+    def _taken(self, events: Sequence[dict[str, Any]]) -> Parts:
+        found, calls, written = Parts(), list[dict[str, Any]](), ""
+        for event in events:
+            kind, name = event["type"], event["field"]
+            if name == TOOL_CALLS and kind == "region_close":
                 values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                calls = [self._call(value["function"], place) for place, value in enumerate(values, self.num_calls)]
-                self.num_calls, self._raw = self.num_calls + len(calls), ""
-                found.tool_calls += calls
-        elif kind == "region_chunk" and name in REASONING:
-            found.reasoning += event["text"]
-        elif kind == "region_chunk":
-            found.content += event["text"]
+                calls += [_function(value["function"]) for value in values]
+            elif name != TOOL_CALLS and kind == "region_chunk":
+                written = event["text"]
+                if name in REASONING:
+                    found.reasoning += written
+                else:
+                    found.content += written
+        if written:
+            self._unwritten = self._unwritten[self._unwritten.rfind(written) + len(written) :]
+        elif calls:
+            self._unwritten = ""
+        for function in calls:
+            found.tool_calls.append(
+                {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+            )
+            self.num_calls += 1
+        return found
 
-    def _call(self, function: dict[str, Any], index: int) -> dict[str, Any]:
-        name, arguments = function["name"], function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        call = {"name": str(name), "arguments": text}
-        return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call}
+
+def _function(parsed: dict[str, Any]) -> dict[str, str]:
+    """Return a function's name and its arguments as a text."""
+    arguments = parsed.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": str(parsed["name"]), "arguments": text}
 
 
 def response_template(model: Any, tokenizer: Any) -> dict[str, Any] | None:

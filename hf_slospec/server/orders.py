@@ -9,12 +9,13 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import Field
 
-from hf_slospec.errors import InputModel, InvalidInputError, UnsupportedOptionError
+from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from hf_slospec.server.engine import Order, ServedEngine, model_end_tokens
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
+DEFAULT_CHAT_TOKENS = 4096  # of chats; every request counts with its longest output, so it is not all that fits
 SEEDS = 2**63
 # llm-d's headers, in milliseconds; the second of each pair is deprecated
 SLO_HEADERS = {
@@ -125,7 +126,7 @@ def order_of(
     """Return the order of one choice of a request.
 
     Raises:
-        InvalidInputError, UnsupportedOptionError: a field cannot be served.
+        InvalidInputError: a field cannot be served.
     """
     arguments = _sampling(body, engine.generation_config) | slos
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
@@ -187,17 +188,14 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
 
 
 def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
-    room = None if engine.max_len is None else engine.max_len - prompt_len + 1  # the last token needs no position
-    if room is not None and room < 1:
-        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in the model's {engine.max_len}")
-    asked = body.max_tokens
+    room = engine.max_len - prompt_len
+    if room < 1:
+        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in the {engine.max_len} that fit")
+    is_chat, asked = isinstance(body, ChatBody), body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         asked = body.max_completion_tokens
     if asked is None:
-        asked = DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else room
-        if asked is None:
-            raise UnsupportedOptionError("max_tokens is required: this model has no limit of its own")
-        return asked if room is None else min(asked, room)
-    if room is not None and asked > room:
+        return min(DEFAULT_CHAT_TOKENS if is_chat else DEFAULT_MAX_TOKENS, room)
+    if asked > room:
         raise InvalidInputError(f"max_tokens is {asked}, and a prompt of {prompt_len} tokens leaves room for {room}")
     return asked

@@ -232,6 +232,8 @@ class Batcher:
         except MemoryError as error:
             self._do_less(engine, error)
             return
+        with self._state:
+            self._count(engine)  # before whoever waits for a result reads the counts
         for part in event.requests:
             request = self._handles[part.index].request
             if request.is_finished:

@@ -197,6 +197,11 @@ class SLOSpecGenerator:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop(drain=error is None)
 
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output that one submitted request may have, once the batcher was started."""
+        return self._service.max_len
+
     def check_running(self) -> None:
         """Raise NotRunningError, which says why, unless the batcher takes requests."""
         _ = self._service.batcher

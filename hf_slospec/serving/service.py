@@ -27,6 +27,7 @@ from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.validation import check_rope_alone
+from hf_slospec.models.compatibility.probe import trained_len
 from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import RequestSamplers
 from hf_slospec.policies import max_nodes_per_request
@@ -92,6 +93,12 @@ class BatchingService:
         """Resources of the engine, once the batcher was started."""
         assert self._limits is not None
         return self._limits
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output that one request may have, once the batcher was started."""
+        most = trained_len(self.decoder.model) or math.inf
+        return int(min(most, self.limits.kv_tokens - self.limits.max_nodes))
 
     def _new_engine(self) -> Engine[ContinuousScheduler]:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
@@ -212,7 +219,7 @@ def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
         free = torch.cuda.mem_get_info(device)[0] + kept
     else:
         free = free_memory()
-    most = getattr(speculator.target.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    most = trained_len(speculator.target.model) or math.inf
     return int(min(FREE_SHARE * free / bytes_per_token, max_batch * (most + speculator.max_nodes)))
 
 

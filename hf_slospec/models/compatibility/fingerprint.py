@@ -16,12 +16,18 @@ FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
 
 
-def fingerprint(model: torch.nn.Module) -> Hashable:
-    """Return a value that stays equal as long as no change is noticed of what forwards compute.
+LIBRARIES = ("torch", "transformers")  # whose modules keep their settings; those of others are adapters, or users' own
 
-    Writes to ``weight.data``, which torch does not count, are not noticed.
+
+def fingerprint(model: torch.nn.Module) -> Hashable:
+    """Return a value that stays equal as long as no change of weights or adapters is noticed.
+
+    It takes a millisecond where :func:`settings` takes ten. Writes to ``weight.data``, which torch does not count, are
+    not noticed.
     """
-    return settings(model), tuple(_state_of(home[name]) for home, name in weight_homes(model))
+    own = [module for module in model.modules() if not plain_class(module).__module__.startswith(LIBRARIES)]
+    weights = tuple(_state_of(home[name]) for home, name in weight_homes(model))
+    return weights, tuple((plain_class(module), _settings_of(vars(module))) for module in own)
 
 
 def weight_homes(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

@@ -24,6 +24,11 @@ def vocab_size(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
+def trained_len(model: Any) -> int | None:
+    """Return the length of the longest text that the model was trained for; None if its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def input_device(model: Any) -> torch.device:
     """Return the device of the input embeddings; if they are offloaded, the device on which they are executed."""
     embeddings = model.get_input_embeddings()
