@@ -14,6 +14,7 @@ from examples import (
     custom_policy,
     hub_models,
     many_users,
+    openai_client,
     quickstart,
     rollouts,
     streaming,
@@ -118,6 +119,20 @@ def test_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys.readouterr().out)
     for name in ("hf_slospec", "without the noise"):
         assert rows[name][2] == "8 of 8" and number(rows[name][0]) >= 1.0
+
+
+def test_openai_client(capsys: pytest.CaptureFixture[str]) -> None:
+    openai_client.main(["--size", "tiny", "--new-tokens", "16", "--slo-tpot", "100"])
+    said = capsys.readouterr().out
+    rows = rows_of(said)
+    assert list(rows) == ["completion", *openai_client.USERS, "JSON"]
+    assert [own[0] for own in rows.values()] == ["100000.0", "100000.0", "400000.0", ""]
+    assert [own[4] for own in rows.values()] == ["yes", "yes", "yes", ""]
+    assert all(number(cell) > 0.0 for own in rows.values() for cell in own[1:3])
+    pieces = {user: re.findall(rf"^{user} \| (.*)$", said, re.MULTILINE) for user in openai_client.USERS}
+    texts = {user: "".join(map(ast.literal_eval, own)) for user, own in pieces.items()}
+    assert texts["copilot"] == texts["summary"] != ""  # the same question, greedily
+    assert re.search(r"^name='\w+' num_arguments=\d is_recursive=(True|False)$", said, re.MULTILINE)
 
 
 def test_a_table_of_ngrams_expects_what_it_has_read() -> None:
