@@ -233,7 +233,7 @@ class Batcher:
             self._do_less(engine, error)
             return
         with self._state:
-            self._count(engine)  # before whoever waits for a result reads the counts
+            self._count(engine)  # before threads that wait for a result read the counts
         for part in event.requests:
             request = self._handles[part.index].request
             if request.is_finished:

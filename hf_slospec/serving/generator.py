@@ -151,8 +151,8 @@ class SLOSpecGenerator:
             block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.
             logprobs: record the log probability of every new token, and of so many of the most probable ones at its
                 place, before any processor: ``handle.logprobs``.
-            cache_salt: share K/V of common beginnings with requests of the same salt only: whoever measures times
-                cannot find out what others have sent.
+            cache_salt: share K/V of common beginnings with requests of the same salt only, so that times do not tell
+                one user what others have sent.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 

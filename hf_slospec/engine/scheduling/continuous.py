@@ -98,7 +98,7 @@ class ContinuousScheduler:
         self._share = min(1.0, self._share * 1.05)
 
     def enter(self, now_s: float) -> list[Request]:
-        """Decide guarantees and give room to waiting requests, in order; return those preempted for them."""
+        """Give guarantees and room to waiting requests, in order; return those preempted for them."""
         self.decide_guarantees(now_s)
         return self._enter(now_s)
 

@@ -1,4 +1,4 @@
-"""What a model's forwards depend on, as a value that can be compared: weights, settings of its modules, adapters."""
+"""Values that change with what a model's forwards depend on: weights, settings of its modules, adapters."""
 
 from __future__ import annotations
 
