@@ -7,8 +7,8 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -25,7 +25,6 @@ from hf_slospec.errors import (
     NotRunningError,
     QueueFull,
     RequestCancelledError,
-    SLOSpecError,
     UnsupportedOptionError,
     describe_fault,
 )
@@ -48,6 +47,7 @@ from hf_slospec.server.orders import (
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_AFTER_S = 1
+BODY_S = 30.0  # until a request's body has arrived
 GUARDED = ("/v1/", "/tokenize", "/detokenize")  # paths that need an API key, where there are keys
 
 
@@ -77,8 +77,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    for kind in (HTTPException, Fault, SLOSpecError, Exception):
-        app.add_exception_handler(kind, _answer_fault)
+    app.add_exception_handler(HTTPException, _answer_fault)  # of the framework: no such path or method
     definitions: dict[str, Any] = {}
     for method, path, endpoint, body in (
         ("POST", "/v1/chat/completions", server.chat, ChatBody),
@@ -92,7 +91,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("GET", "/version", server.version, None),
     ):
         extra = None if body is None else {"requestBody": _described(body, definitions)}
-        app.add_api_route(path, endpoint, methods=[method], openapi_extra=extra, response_model=None)
+        app.add_api_route(path, _with_faults(endpoint), methods=[method], openapi_extra=extra, response_model=None)
     _add_definitions(app, definitions)
     return app
 
@@ -165,14 +164,19 @@ class _Server:
         """Return the validated body.
 
         Raises:
-            Fault: it is too large, no JSON, or invalid.
+            Fault: it is too large or too late, no JSON, or invalid.
         """
         received = bytearray()
-        async for part in request.stream():
-            received += part
-            if len(received) > self.settings.max_body_bytes:
-                most = self.settings.max_body_bytes
-                raise Fault(413, error_body(f"the body has more than {most} bytes", "invalid_request_error"))
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    received += part
+                    if len(received) > self.settings.max_body_bytes:
+                        most = self.settings.max_body_bytes
+                        raise Fault(413, error_body(f"the body has more than {most} bytes", "invalid_request_error"))
+        except TimeoutError:
+            text = f"the body was not there after {BODY_S:.0f} s"
+            raise Fault(408, error_body(text, "invalid_request_error"), {"Connection": "close"}) from None
         try:
             body = kind.model_validate_json(bytes(received))
         except ValidationError as error:
@@ -386,6 +390,20 @@ def _fault_of(error: Exception) -> Fault:
         return Fault(400, error_body(str(error), "invalid_request_error"))
     logger.error("a request failed", exc_info=error)
     return Fault(500, error_body("the request failed; the server's log says why", "internal_error"))
+
+
+def _with_faults(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    """Return an endpoint that answers errors itself: the framework would close the connection with the unknown ones."""
+
+    @wraps(endpoint)
+    async def answer(**arguments: Any) -> Response:
+        try:
+            return await endpoint(**arguments)
+        except Exception as error:  # noqa: BLE001  the log has those that are faults of ours
+            fault = _fault_of(error)
+            return JSONResponse(fault.body, fault.status, fault.headers)
+
+    return answer
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.connections import ImpatientProtocol
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.serving.generator import SLOSpecGenerator
@@ -79,7 +80,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         app = make_app(LocalEngine(generator, template), settings)
         say(welcome(options, name, generator))
         uvicorn.run(
-            app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
+            app, host=options.host, port=options.port, http=ImpatientProtocol, log_level="warning",
+            timeout_graceful_shutdown=DRAIN_S,
         )  # fmt: skip
 
 

@@ -70,11 +70,12 @@ def serving(generator: SLOSpecGenerator, settings: ServerSettings) -> Iterator[S
 class listening:  # noqa: N801  used like a function
     """Serves an application on a free port inside of the context."""
 
-    def __init__(self, app: FastAPI):
+    def __init__(self, app: FastAPI, **options: Any):
         # With the protocol named, asyncio turns Nagle's algorithm off, as for sockets of its own.
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.socket.bind(("127.0.0.1", 0))
-        config: Any = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=5)
+        self.socket.listen()  # connections wait until the server takes them
+        config: Any = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=5, **options)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from hf_slospec import QueueFull, SLOSpecGenerator, tiny_prompts
-from tests.server.conftest import KEY, STRICT_KEY, Served
+from hf_slospec.server import app as app_module
+from hf_slospec.server import connections
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
+from tests.server.conftest import KEY, STRICT_KEY, Served, listening
 
 PROMPT = tiny_prompts()[0][:60]
 CHAT: dict[str, Any] = dict(messages=[{"role": "user", "content": "x"}])
@@ -152,3 +158,47 @@ def test_errors_of_a_running_request_end_its_stream_alone(served: Served, monkey
     assert json.loads(lines[-2][6:])["error"]["type"] == "internal_error" and lines[-1] == "data: [DONE]"
     monkeypatch.undo()
     assert served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+
+
+def test_silent_connections_are_closed_and_hold_up_no_request(
+    generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "PATIENCE_S", 0.5)
+    app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
+    with listening(app, http=connections.ImpatientProtocol) as url:
+        host, port = url.removeprefix("http://").split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(40)]
+        for number, each in enumerate(silent):
+            each.settimeout(60.0)
+            if number % 2:
+                each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")  # and no more of the head
+        with httpx.Client(base_url=url, timeout=120.0) as client:
+            body = {"prompt": "x", "max_tokens": 40, "min_tokens": 40, "temperature": 0}
+            for _ in range(3):  # longer than the patience, and on one connection
+                assert client.post("/v1/completions", json=body).status_code == 200
+        for each in silent:
+            assert not each.recv(1024)  # closed
+            each.close()
+
+
+def test_no_more_connections_are_taken_than_there_is_room_for(
+    generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "max_connections", lambda: 3)
+    app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
+    with listening(app, http=connections.ImpatientProtocol) as url:
+        host, port = url.removeprefix("http://").split(":")
+        held = [socket.create_connection((host, int(port))) for _ in range(3)]
+        time.sleep(0.2)
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+            httpx.get(f"{url}/health", timeout=60.0)
+        for each in held:
+            each.close()
+
+
+def test_bodies_that_do_not_arrive_are_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "BODY_S", 0.3)
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60.0) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
