@@ -86,7 +86,7 @@ def main(
             frames = record(launch(page, options), seconds, every)
         finally:
             page.close(verbose=False)
-            sessions.generator.stop(drain=False)
+            sessions.generator.stop()
     save(frames, path, every, width)
     print(f"{path}: {len(frames)} frames, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
 

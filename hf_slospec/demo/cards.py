@@ -165,10 +165,11 @@ def headline(scene: Scene) -> str:
     attained, judged = scene.counts
     drafted = sum(view.metrics.drafted for view in views if view.metrics)
     accepted = sum(view.metrics.accepted for view in views if view.metrics)
+    since = "" if scene.policy is None else f" since “{scene.policy}” was chosen"
     tiles = [
         (f"{total:.1f}", "tokens/s in total"),
         (f"{verdicts.count('met')} of {len(verdicts)}", "running streams at their speed target"),
-        (f"{attained} of {judged}", f"answers met their speed target since “{scene.policy}” was chosen"),
+        (f"{attained} of {judged}", f"answers met their speed target{since}"),
         (f"{100 * accepted / drafted:.0f} %" if drafted else "-", "of drafted tokens accepted"),
     ]
     cells = "".join(f"<div><b>{number}</b><span>{words}</span></div>" for number, words in tiles)

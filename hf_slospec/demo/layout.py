@@ -20,8 +20,10 @@ INTRO = """<h1>One model, many users, each with a speed target</h1>
 <div class="intro"><p>All users below are served by <b>the same model at the same time</b>. Each may set a <b>speed
 target</b>: at most so many milliseconds per output token (TPOT). A small draft model proposes the next tokens, the
 large target model checks the proposals of all users in one step, and the <b>policy</b> decides whose proposals are
-checked: users below their speed target come first. The text is the one that the target model writes alone. Switch the
-policy and see which speed targets are met, or <a href="#own-request">send a request of your own</a>.</p></div>"""
+checked: users below their speed target come first. The text is the one that the target model writes alone. You may
+<a href="#own-request">send a request of your own</a>.</p></div>"""
+SWITCH = "Switch it and see which speed targets are met."
+NO_SWITCH = "A server keeps the policy that it was started with; it cannot be switched from here."
 EMBEDDED = """<p class="dim">These models are tiny and were trained on Python source, so all answers are Python-like
 nonsense. Speeds, drafts and speed targets are real.</p>"""
 LEGEND = """<p class="legend">In the texts, <span class="d">underlined</span> tokens were proposed by the draft model
@@ -126,7 +128,14 @@ class Page:
         page: gr.Blocks
         with gr.Blocks(title="hf_slospec demo", analytics_enabled=False, fill_width=True) as page:
             gr.HTML(INTRO + self.note, apply_default_css=False)
-            policy = gr.Radio(POLICIES, value=self.sessions.policy, label="Policy (for all users)", elem_id="policy")
+            now = self.sessions.generator.policy
+            policy = gr.Radio(
+                [] if now is None else POLICIES,
+                value=now,
+                label="Policy (for all users)",
+                info=NO_SWITCH if now is None else SWITCH,
+                elem_id="policy",
+            )
             head = gr.HTML(apply_default_css=False, elem_id="headline")
             gr.HTML(LEGEND, apply_default_css=False)
             with gr.Row(elem_classes=["users", "simulated"]):

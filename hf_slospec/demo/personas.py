@@ -45,17 +45,17 @@ class Persona(BaseModel):
 
     name: str
     description: str
-    code_prompt: str  # for the embedded pair, which was trained on Python source only
-    chat_prompt: str  # for other models
+    code_prompt: str  # for models that continue it, such as the embedded pair, trained on Python source only
+    chat_prompt: str  # for models with a chat template
     slo_factor: float | None  # its TPOT SLO as a multiple of plain decoding's TPOT; None: no SLO
     temperature: float = 0.0
     max_new_tokens: int = 160
 
-    def request(self, plain_tpot_s: float, is_embedded: bool) -> UserRequest:
+    def request(self, plain_tpot_s: float, is_chat: bool) -> UserRequest:
         """Return its request where plain decoding of a few streams takes ``plain_tpot_s`` per token."""
         tpot_slo_ms = None if self.slo_factor is None else max(round(1e3 * self.slo_factor * plain_tpot_s), 1)
         return UserRequest(
-            prompt=self.code_prompt if is_embedded else self.chat_prompt,
+            prompt=self.chat_prompt if is_chat else self.code_prompt,
             tpot_slo_ms=tpot_slo_ms,
             temperature=self.temperature,
             max_new_tokens=self.max_new_tokens,

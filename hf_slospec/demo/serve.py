@@ -7,11 +7,14 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_slospec.demo.generator import DemoGenerator, LocalGenerator
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
-from hf_slospec.demo.sessions import CONFIG, POLICIES, DemoSessions
+from hf_slospec.demo.remote import RemoteGenerator
+from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.generate.speculator import clock
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.log_level import only_errors_logged
@@ -29,7 +32,7 @@ CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; 
 
 @dataclass(frozen=True)
 class Options:
-    """Models, address and password of the demo."""
+    """Models or server, address and password of the demo."""
 
     target: str | None = None  # needs an assistant; None: the embedded pair
     assistant: str | None = None
@@ -39,6 +42,8 @@ class Options:
     host: str | None = None  # None: GRADIO_SERVER_NAME, or else only this machine
     port: int | None = None
     password: str | None = None
+    server: str | None = None  # URL of a running server, in place of models in this process
+    api_key: str | None = None  # that the server asks for
 
 
 def serve(options: Options, report: Callable[[str], None] = print) -> None:
@@ -48,52 +53,76 @@ def serve(options: Options, report: Callable[[str], None] = print) -> None:
         report: called with messages about the progress.
     """
     with only_errors_logged():
-        report("loading models")
         sessions, page = prepare(options, report)
         try:
             report(f"open {launch(page, options)} (stop with Ctrl-C)")
             page.block_thread()
         finally:
-            sessions.generator.stop(drain=False)
+            sessions.generator.stop()
 
 
 def prepare(options: Options, report: Callable[[str], None] = lambda message: None) -> tuple[DemoSessions, gr.Blocks]:
-    """Load the models, start the engine and the simulated users, and build the page.
+    """Load the models and start the engine, or connect to the server; start the simulated users, and build the page.
 
     Raises:
         ImportError: gradio is not installed.
         InvalidInputError: an option is invalid.
+        NotRunningError: the server does not answer.
     """
     os.environ.update(NO_TELEMETRY)  # before gradio is imported
     from hf_slospec.demo.layout import EMBEDDED, Page
 
+    generator: DemoGenerator
+    if options.server is None:
+        report("loading models")
+        generator = local_generator(options)
+    else:
+        report(f"connecting to {options.server}")
+        generator = RemoteGenerator(options.server, options.api_key)
+    try:
+        generator.start()
+        report("measuring the speed of the models")
+        plain_s = plain_tpot_s(generator)
+        personas = {persona.name: (persona, persona.request(plain_s, generator.is_chat)) for persona in PERSONAS}
+        sessions = DemoSessions(generator, clock)
+        for persona, user_request in personas.values():
+            sessions.add(persona, user_request)
+    except BaseException:
+        generator.stop()
+        raise
+    note = EMBEDDED if options.target is None else ""
+    if isinstance(generator, RemoteGenerator):
+        note = f'<p class="dim">The model is {escape(generator.model_name)}, on a server that may have other users.</p>'
+    max_slo_ms = min(max(round(1e3 * MAX_SLO_FACTOR * plain_s), 10), MAX_TPOT_SLO_MS)
+    return sessions, Page(sessions, personas, max_slo_ms, note).build()
+
+
+def local_generator(options: Options) -> LocalGenerator:
+    """Load the models.  -> a generator with room for all users"""
     pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
     kv_tokens = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
-    generator = SLOSpecGenerator(*pair, CONFIG.model_copy(update={"kv_tokens": kv_tokens}))
-    report("measuring the speed of the models on this machine")
-    generator.start()
-    plain_s = plain_tpot_s(generator)
-    is_embedded = options.target is None
-    personas = {persona.name: (persona, persona.request(plain_s, is_embedded)) for persona in PERSONAS}
-    sessions = DemoSessions(generator, clock)
-    for persona, user_request in personas.values():
-        sessions.add(persona, user_request)
-    max_slo_ms = min(max(round(1e3 * MAX_SLO_FACTOR * plain_s), 10), MAX_TPOT_SLO_MS)
-    return sessions, Page(sessions, personas, max_slo_ms, EMBEDDED if is_embedded else "").build()
+    return LocalGenerator(SLOSpecGenerator(*pair, CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
 
 
-def plain_tpot_s(generator: SLOSpecGenerator) -> float:
-    """Measure the TPOT of a few simultaneous streams without speculation, which the speed targets are based on."""
-    generator.set_policy(POLICIES["none"])
+def plain_tpot_s(generator: DemoGenerator) -> float:
+    """Measure the TPOT of a few simultaneous streams, which the speed targets are based on.
+
+    Speculation is switched off meanwhile. On a server it cannot be: there, the TPOT is that of requests without an SLO
+    under the server's policy and its present load, as the server measures it, and lower than that of plain decoding.
+    """
+    policy = generator.policy
+    if policy is not None:
+        generator.set_policy("none")
     measured = []
     for _ in range(NUM_REPEATS):
         handles = [
             generator.submit(persona.code_prompt, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS)
             for persona in PERSONAS[:NUM_STREAMS]
         ]
-        own = [handle.result().metrics.tpot_s for handle in handles]
+        own = [handle.result().tpot_s for handle in handles]
         measured.append(statistics.median(tpot_s for tpot_s in own if tpot_s is not None))
-    generator.set_policy(POLICIES["auto"])
+    if policy is not None:
+        generator.set_policy(policy)
     return min(measured)  # the repeat least disturbed by other processes
 
 

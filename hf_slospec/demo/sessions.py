@@ -7,33 +7,25 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.demo.personas import MAX_PROMPT_TOKENS, Persona, UserRequest
+from hf_slospec.demo.generator import DemoGenerator, DemoHandle
+from hf_slospec.demo.personas import Persona, UserRequest
 from hf_slospec.demo.stream import Stream, View
-from hf_slospec.errors import InvalidInputError, NotRunningError, SLOSpecError
-from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.errors import InvalidInputError, SLOSpecError
 
 MAX_SIMULATED = 6
 MAX_VISITORS = 8  # with a running stream
 VISITOR_TIMEOUT_S = 30.0  # without a refresh, after which a visitor counts as gone
 # Two more than all users together: cancelled requests hold their place until the current step ends.
 CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
-POLICIES = {
-    "none": SLOSpecConfig(policy="none"),
-    "fixed": SLOSpecConfig(policy="fixed", max_depth=4, max_width=1),
-    "adaserve": SLOSpecConfig(policy="adaserve"),
-    "auto": SLOSpecConfig(policy="auto"),
-}
 
 
 @dataclass(frozen=True)
 class Scene:
     """Snapshot of all streams for one visitor."""
 
-    policy: str
+    policy: str | None  # None: it cannot be switched
     simulated: tuple[View | None, ...]  # by place
     own: View | None
     others: tuple[View, ...]  # streams of other visitors
@@ -49,10 +41,8 @@ class Scene:
 class DemoSessions:
     """All streams of the demo. Thread-safe. Simulated users pause while no visitor refreshes the page."""
 
-    def __init__(self, generator: SLOSpecGenerator, clock: Callable[[], float]):
-        assert generator.tokenizer is not None
-        self.generator, self.clock, self.policy = generator, clock, "auto"
-        self._tokenizer: Any = generator.tokenizer
+    def __init__(self, generator: DemoGenerator, clock: Callable[[], float]):
+        self.generator, self.clock = generator, clock
         self._simulated: list[Stream | None] = [None] * MAX_SIMULATED
         self._visitors: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}  # of visitors, in order of arrival
@@ -132,12 +122,10 @@ class DemoSessions:
 
     def set_policy(self, name: str) -> None:
         """Change the policy from the next step on and reset the counts; running requests continue."""
-        if name not in POLICIES:
-            raise InvalidInputError(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}")
         with self._lock:
-            if name != self.policy:
-                self.generator.set_policy(POLICIES[name])
-                self.policy, self._counts = name, (0, 0)
+            if name != self.generator.policy:
+                self.generator.set_policy(name)
+                self._counts = (0, 0)
                 for stream in self._streams():
                     stream.reset_counts()
 
@@ -154,7 +142,7 @@ class DemoSessions:
             own = self._visitors.get(visitor)
             counts = [self._counts, *(stream.counts for stream in self._streams())]
             return Scene(
-                policy=self.policy,
+                policy=self.generator.policy,
                 simulated=tuple(None if stream is None else stream.view(now_s) for stream in self._simulated),
                 own=None if own is None else replace(own.view(now_s), name=f"You ({own.name.lower()})"),
                 others=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
@@ -165,10 +153,7 @@ class DemoSessions:
         return [*(stream for stream in self._simulated if stream is not None), *self._visitors.values()]
 
     def _new(self, name: str, description: str, user_request: UserRequest, is_simulated: bool) -> Stream:
-        def to_text(ids: list[int]) -> str:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-        return Stream(name, description, user_request, is_simulated, to_text, next(self._versions))
+        return Stream(name, description, user_request, is_simulated, next(self._versions))
 
     def _retire(self, stream: Stream) -> None:
         """Stop a stream that is removed and keep its counts."""
@@ -179,15 +164,5 @@ class DemoSessions:
     def _start(self, stream: Stream) -> None:
         stream.start(self._submit, self.clock())
 
-    def _submit(self, user_request: UserRequest) -> RequestHandle:
-        prompt: Any = user_request.prompt
-        num_tokens = len(self._tokenizer(prompt)["input_ids"])
-        if num_tokens > MAX_PROMPT_TOKENS:
-            raise InvalidInputError(f"the prompt has {num_tokens} tokens; the limit is {MAX_PROMPT_TOKENS}")
-        if getattr(self._tokenizer, "chat_template", None) is not None:
-            prompt = [{"role": "user", "content": prompt}]
-        try:
-            return self.generator.submit(prompt, **user_request.options)
-        except NotRunningError:  # an error stopped the engine; the streams of that step show it
-            self.generator.start()
-            return self.generator.submit(prompt, **user_request.options)
+    def _submit(self, user_request: UserRequest) -> DemoHandle:
+        return self.generator.submit(user_request.prompt, **user_request.options)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from hf_slospec.demo.highlight import HighlightedText, TextPiece
+from hf_slospec.demo.generator import DemoHandle
+from hf_slospec.demo.highlight import TextPiece
 from hf_slospec.demo.personas import UserRequest
 from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, recent, tokens_per_s
 from hf_slospec.engine.request import RequestMetrics
-from hf_slospec.errors import RequestCancelledError
-from hf_slospec.serving.handle import RequestHandle, ToText
+from hf_slospec.errors import NotRunningError, QueueFull
 
-Submit = Callable[[UserRequest], RequestHandle]
+Submit = Callable[[UserRequest], DemoHandle]
 State = Literal["waiting", "writing", "finished", "stopped", "failed"]
 PAUSE_S = 1.5  # between two requests of a simulated user
+RETRY_S = 5.0  # after which a simulated user asks again where no requests were taken
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class View:
     state: State
     user_request: UserRequest
     pieces: tuple[TextPiece, ...]
-    metrics: RequestMetrics | None  # of the current request; None if it could not be submitted
+    metrics: RequestMetrics | None  # of the current request; None if there are none yet
     tokens_per_s: float  # over the last seconds
     nodes: int  # verified for it in the last seconds
     history: tuple[float, ...]  # tokens per second, second by second
@@ -46,29 +47,25 @@ class View:
 class Stream:
     """The requests of one user; a simulated user repeats a finished request after a pause."""
 
-    def __init__(
-        self, name: str, description: str, user_request: UserRequest, is_simulated: bool, to_text: ToText, version: int
-    ):
+    def __init__(self, name: str, description: str, user_request: UserRequest, is_simulated: bool, version: int):
         self.name, self.description, self.is_simulated = name, description, is_simulated
         self.user_request, self.version = user_request, version
-        self._to_text = to_text
-        self._handle: RequestHandle | None = None
-        self._text = HighlightedText(to_text)
+        self._handle: DemoHandle | None = None
         self._past: deque[Gain] = deque()  # steps of the requests before the current one
         self._num_attained = self._num_judged = 0
         self._is_counted = True
         self._ended_s: float | None = None
-        self._error: str | None = None
+        self._submit_error: Exception | None = None
         self._is_stopped = False
 
     def start(self, submit: Submit, now_s: float) -> None:
         """Submit the user's request in place of the current one; an error is shown by the stream and raised."""
         self.stop(now_s)
-        self._text, self._handle, self._error, self._is_stopped = HighlightedText(self._to_text), None, None, False
+        self._handle, self._submit_error, self._is_stopped = None, None, False
         try:
             self._handle = submit(self.user_request)
         except Exception as error:
-            self._error = _message(error)
+            self._submit_error, self._ended_s = error, now_s
             raise
         self._is_counted, self._ended_s = False, None
 
@@ -90,25 +87,33 @@ class Stream:
     def state(self) -> State:
         """State of the current request."""
         handle = self._handle
-        if self._error is not None:
+        if self._submit_error is not None:
             return "failed"
         if self._is_stopped or handle is None:
             return "stopped"
-        if not handle.done():
+        if handle.finish_reason is None:
             return "writing" if handle.commits else "waiting"
-        ended: dict[str | None, State] = {"error": "failed", "cancelled": "stopped"}
-        return ended.get(handle.request.finish_reason, "finished")
+        ended: dict[str, State] = {"error": "failed", "cancelled": "stopped"}
+        return ended.get(handle.finish_reason, "finished")
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether a simulated user's pause after a finished request is over."""
+        """Return whether a simulated user's pause is over, after a finished request or one that was not taken."""
         self._count(now_s)
-        return self.is_simulated and self.state == "finished" and now_s - (self._ended_s or now_s) >= PAUSE_S
+        is_refused = self.state == "failed" and isinstance(self._error, NotRunningError | QueueFull)
+        if self._is_stopped or not self.is_simulated or not (is_refused or self.state == "finished"):
+            return False
+        return now_s - (self._ended_s or now_s) >= (RETRY_S if is_refused else PAUSE_S)
+
+    @property
+    def _error(self) -> BaseException | None:
+        return self._handle.error if self._handle is not None else self._submit_error
 
     def _count(self, now_s: float) -> None:
         """Count the current request once it has ended."""
-        if self._ended_s is None and self._handle is not None and self._handle.done():
+        if self._ended_s is None and self._handle is not None and self._handle.finish_reason is not None:
             self._ended_s = now_s
-            attained = self._handle.metrics.attained
+            metrics = self._handle.metrics
+            attained = None if metrics is None else metrics.attained
             if not self._is_counted and self.state == "finished" and attained is not None:
                 self._num_attained, self._num_judged = self._num_attained + attained, self._num_judged + 1
             self._is_counted = True
@@ -127,7 +132,7 @@ class Stream:
             commits = handle.commits
             own += [] if self._is_stopped else gains(commits)
             begun_s = own[0].at_s if self._past and own else (commits[0].at_s if commits else now_s)
-            pieces = self._text.update(handle.token_ids, handle.from_draft)
+            pieces = handle.pieces
         return View(
             name=self.name,
             description=self.description,
@@ -140,15 +145,6 @@ class Stream:
             history=tuple(history(own, now_s)),
             num_attained=self._num_attained,
             num_judged=self._num_judged,
-            error=self._error or _error_of(handle),
+            error=None if self._error is None else str(self._error) or type(self._error).__name__,
             version=self.version,
         )
-
-
-def _error_of(handle: RequestHandle | None) -> str | None:
-    error: Any = None if handle is None or not handle.done() else handle.request.error
-    return None if error is None or isinstance(error, RequestCancelledError) else _message(error)
-
-
-def _message(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -40,7 +40,7 @@ def served() -> Iterator[tuple[DemoSessions, str]]:
     sessions, page = prepare(Options(size=SIZE))
     yield sessions, launch(page, Options())
     page.close(verbose=False)
-    sessions.generator.stop(drain=False)
+    sessions.generator.stop()
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
 
     page = visit()
     page.writes("#user-0")
-    engine: Any = served[0].generator._service._engine()
+    engine: Any = served[0].generator.generator._service._engine()
     engine.target.verify = fails
     failed = page.page.locator(".user:has(.error)").first  # of those it served in that step
     sync_api.expect(failed.locator(".error")).to_have_text("the accelerator fell off", timeout=WAIT_MS)

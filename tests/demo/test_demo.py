@@ -12,6 +12,7 @@ import pytest
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.demo import cards
+from hf_slospec.demo.generator import POLICIES, LocalGenerator
 from hf_slospec.demo.highlight import HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
 from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, shares, tokens_per_s
@@ -20,7 +21,6 @@ from hf_slospec.demo.sessions import (
     CONFIG,
     MAX_SIMULATED,
     MAX_VISITORS,
-    POLICIES,
     VISITOR_TIMEOUT_S,
     DemoSessions,
     Scene,
@@ -56,7 +56,7 @@ def generator() -> Iterator[SLOSpecGenerator]:
 
 @pytest.fixture
 def sessions(generator: SLOSpecGenerator) -> Iterator[DemoSessions]:
-    made = DemoSessions(generator, Clock())
+    made = DemoSessions(LocalGenerator(generator), Clock())
     yield made
     for visitor in list(made._visitors):
         made.leave(visitor)
@@ -107,7 +107,7 @@ class TestUserRequest:
         )
 
     def test_simulated_users_differ_in_their_targets(self) -> None:
-        requests = [persona.request(0.1, is_embedded) for is_embedded in (True, False) for persona in PERSONAS]
+        requests = [persona.request(0.1, is_chat) for is_chat in (True, False) for persona in PERSONAS]
         assert [request.tpot_slo_ms for request in requests[:4]] == [90, 150, 300, None]
         assert len({request.prompt for request in requests}) == len(requests)
         assert PERSONAS[0].request(1e-9, True).tpot_slo_ms == 1
@@ -253,7 +253,7 @@ class TestDemoSessions:
     def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, sessions: DemoSessions) -> None:
         place = sessions.add(PERSONAS[0], LONG)
         until(sessions, lambda scene: at(scene, place).pieces)
-        engine: Any = sessions.generator._service._engine()
+        engine: Any = sessions.generator.generator._service._engine()  # type: ignore[attr-defined]
         engine.target.verify = _fails
         scene = until(sessions, lambda scene: at(scene, place).state == "failed")
         assert at(scene, place).error == "the accelerator fell off"
@@ -262,9 +262,9 @@ class TestDemoSessions:
         until(sessions, lambda scene: at(scene, place).state == "finished")
 
     def test_a_stopped_engine_is_started_by_the_next_request(self, sessions: DemoSessions) -> None:
-        sessions.generator.stop(drain=False)
+        sessions.generator.stop()
         with pytest.raises(NotRunningError):
-            sessions.generator.submit("x")
+            sessions.generator.generator.submit("x")  # type: ignore[attr-defined]
         sessions.ask("a", SHORT)
         until(sessions, lambda scene: scene.own and scene.own.state == "finished")
 
@@ -307,7 +307,7 @@ class TestCards:
 
 
 def test_targets_are_chosen_by_what_plain_decoding_takes(generator: SLOSpecGenerator) -> None:
-    assert 0 < plain_tpot_s(generator) < 60
+    assert 0 < plain_tpot_s(LocalGenerator(generator)) < 60
 
 
 def test_only_the_password_opens() -> None:

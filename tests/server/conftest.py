@@ -68,12 +68,13 @@ def serving(generator: SLOSpecGenerator, settings: ServerSettings) -> Iterator[S
 
 
 class listening:  # noqa: N801  used like a function
-    """Serves an application on a free port inside of the context."""
+    """Serves an application inside of the context, on a free port by default."""
 
-    def __init__(self, app: FastAPI, **options: Any):
+    def __init__(self, app: FastAPI, port: int = 0, **options: Any):
         # With the protocol named, asyncio turns Nagle's algorithm off, as for sockets of its own.
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self.socket.bind(("127.0.0.1", 0))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for another server on the same port
+        self.socket.bind(("127.0.0.1", port))
         self.socket.listen()  # connections wait until the server takes them
         config: Any = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=5, **options)
         self.server = uvicorn.Server(config)

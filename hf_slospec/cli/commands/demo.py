@@ -11,9 +11,11 @@ from hf_slospec.cli.options import Assistant, Device, DType, Size, TargetModel, 
 from hf_slospec.demo.serve import Options, serve
 
 MISSING = "the demo needs gradio; install it with: pip install 'hf_slospec[demo]'"
+LOADING = ("target", "assistant", "size", "dtype", "device")  # options of models in this process
 
 
 def demo(
+    context: typer.Context,
     target: TargetModel = None,
     assistant: Assistant = None,
     size: Size = Options.size,
@@ -29,17 +31,37 @@ def demo(
             envvar="HF_SLOSPEC_DEMO_PASSWORD", help="Required of visitors; preferably set by the environment variable."
         ),
     ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="URL of a running `hf_slospec serve`, in place of models in this process.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HF_SLOSPEC_API_KEY", help="Key of the server; preferably by the variable.")
+    ] = None,
 ) -> None:
     """Show several users of one model, each with a speed target, in a browser.
 
     A coding copilot, a chat, a summary and a batch job share one engine with the page's visitors. Change their speed
-    targets, switch the policy and see the speed of each user. No data leaves the machine. Stop with Ctrl-C.
+    targets, switch the policy and see the speed of each user. Without --server, no data leaves the machine. Stop with
+    Ctrl-C.
 
     Example, with a slower model:  hf_slospec demo --size 0.3B --port 7860
 
     With other models, for other machines:
     hf_slospec demo --target org/name --assistant org/draft --device cuda --host 0.0.0.0 --password ...
+
+    With a running server:  hf_slospec demo --server http://127.0.0.1:8000
     """
+    if server is not None and (given := [f"--{name}" for name in LOADING if _is_given(context, name)]):
+        raise typer.BadParameter(f"{', '.join(given)}: --server has a model of its own; leave one of them out")
+    if server is None and _is_given(context, "api_key"):
+        raise typer.BadParameter("--api-key: it is the server's; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console, ("gradio",), MISSING):
-        serve(Options(target, assistant, size, dtype, device, host, port, password), console.print)
+        options = Options(target, assistant, size, dtype, device, host, port, password, server, api_key)
+        serve(options, console.print)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Return whether an option is on the command line, also with the value of its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

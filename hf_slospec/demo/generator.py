@@ -1,0 +1,142 @@
+"""Interface between the demo and whatever decodes, and the generator of this process behind it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.demo.highlight import HighlightedText, TextPiece
+from hf_slospec.demo.personas import MAX_PROMPT_TOKENS
+from hf_slospec.engine.events import Commit
+from hf_slospec.engine.request import FinishReason, RequestMetrics
+from hf_slospec.errors import InvalidInputError, NotRunningError, RequestCancelledError
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.handle import RequestHandle, ToText
+
+POLICIES = {
+    "none": SLOSpecConfig(policy="none"),
+    "fixed": SLOSpecConfig(policy="fixed", max_depth=4, max_width=1),
+    "adaserve": SLOSpecConfig(policy="adaserve"),
+    "auto": SLOSpecConfig(policy="auto"),
+}
+
+
+class DemoHandle(Protocol):
+    """A request that is being decoded."""
+
+    @property
+    def commits(self) -> list[Commit]:
+        """Return what the steps so far added, and when."""
+
+    @property
+    def pieces(self) -> list[TextPiece]:
+        """Return the text so far, by the origin of its tokens."""
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Return measurements so far; None before there are any."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Return how the request ended; None while it goes on."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Return the error that ended the request, if any."""
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it is done."""
+
+    def result(self) -> RequestMetrics:
+        """Wait for the end of the request and return its measurements; an error of the request is raised."""
+
+
+class DemoGenerator(Protocol):
+    """A model that serves the users of the demo: in this process, or behind a server."""
+
+    policy: str | None  # name of the present one; None: it cannot be switched
+    is_chat: bool  # prompts are put into a chat template; otherwise the model continues them
+
+    def start(self) -> None:
+        """Make it ready for requests, or raise what is in the way."""
+
+    def submit(self, prompt: str, **options: Any) -> DemoHandle:
+        """Queue a request; ``options`` are those of ``SLOSpecGenerator.submit``."""
+
+    def set_policy(self, name: str) -> None:
+        """Change the policy from the next step on."""
+
+    def stop(self) -> None:
+        """End all requests."""
+
+
+class LocalHandle:
+    """A request in this process."""
+
+    def __init__(self, handle: RequestHandle, to_text: ToText):
+        self._handle, self._text = handle, HighlightedText(to_text)
+
+    @property
+    def commits(self) -> list[Commit]:
+        return self._handle.commits
+
+    @property
+    def pieces(self) -> list[TextPiece]:
+        return self._text.update(self._handle.token_ids, self._handle.from_draft)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self._handle.metrics
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._handle.finish_reason
+
+    @property
+    def error(self) -> BaseException | None:
+        error = self._handle.request.error if self._handle.done() else None
+        return None if isinstance(error, RequestCancelledError) else error
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def result(self) -> RequestMetrics:
+        return self._handle.result().metrics
+
+
+class LocalGenerator:
+    """A generator in this process, which must have a tokenizer."""
+
+    def __init__(self, generator: SLOSpecGenerator):
+        assert generator.tokenizer is not None
+        self.generator = generator
+        self.policy: str | None = "auto"
+        self._tokenizer: Any = generator.tokenizer
+        self.is_chat = getattr(self._tokenizer, "chat_template", None) is not None
+
+    def start(self) -> None:
+        self.generator.start()
+
+    def submit(self, prompt: str, **options: Any) -> LocalHandle:
+        num_tokens = len(self._tokenizer(prompt)["input_ids"])
+        if num_tokens > MAX_PROMPT_TOKENS:
+            raise InvalidInputError(f"the prompt has {num_tokens} tokens; the limit is {MAX_PROMPT_TOKENS}")
+        given: Any = [{"role": "user", "content": prompt}] if self.is_chat else prompt
+        try:
+            handle = self.generator.submit(given, **options)
+        except NotRunningError:  # an error stopped the engine; the streams of that step show it
+            self.generator.start()
+            handle = self.generator.submit(given, **options)
+        return LocalHandle(handle, self._to_text)
+
+    def _to_text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def set_policy(self, name: str) -> None:
+        if name not in POLICIES:
+            raise InvalidInputError(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}")
+        self.generator.set_policy(POLICIES[name])
+        self.policy = name
+
+    def stop(self) -> None:
+        self.generator.stop(drain=False)
