@@ -30,7 +30,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.answers import Answer, error_body
-from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
+from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, LoadBody, SamplingBody, TokenizeBody
 from hf_slospec.server.choices import Choice, NothingToDecode, Piece, merged
 from hf_slospec.server.engine import Decoding, Order, ServedEngine
 from hf_slospec.server.messages import PlainParts, TemplateParts
@@ -84,6 +84,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("POST", "/v1/completions", server.complete, CompletionBody),
         ("POST", "/tokenize", server.tokenize, TokenizeBody),
         ("POST", "/detokenize", server.detokenize, DetokenizeBody),
+        ("POST", "/load_model", server.load_model, LoadBody),
         ("GET", "/v1/models", server.models, None),
         ("GET", "/v1/models/{model:path}", server.model, None),
         ("GET", "/health", server.health, None),
@@ -336,6 +337,11 @@ class _Server:
             text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
             raise Fault(400, error_body(text, "invalid_request_error", "tokens"))
         return JSONResponse({"prompt": self.engine.tokenizer.decode(body.tokens)})
+
+    async def load_model(self, request: Request) -> Response:
+        """Return that the model is loaded, as ``transformers chat`` asks first."""
+        await self._read(request, LoadBody)
+        return Response(_event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     async def models(self) -> Response:
         """Return the list of models, which has one."""

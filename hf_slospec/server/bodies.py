@@ -187,6 +187,29 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class GenerationSettings(BaseModel):
+    """Settings under the names of transformers, as ``transformers chat`` sends them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_new_tokens: int | None = Field(None, ge=1)
+    do_sample: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    transformers_version: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(parsed, dict):
+            return parsed
+        return {name: each for name, each in parsed.items() if each is not None and not name.startswith("_")}
+
+
 class ChatBody(SamplingBody):
     """Body of ``/v1/chat/completions``."""
 
@@ -201,6 +224,19 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    generation_config: GenerationSettings | None = Field(None, description="JSON; fields of the body go first.")
+
+    @model_validator(mode="after")
+    def _take_settings(self) -> ChatBody:
+        if (own := self.generation_config) is not None:
+            if self.max_tokens is None and self.max_completion_tokens is None:
+                self.max_tokens = own.max_new_tokens
+            if self.temperature is None:
+                self.temperature = 0.0 if own.do_sample is False else own.temperature
+            for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+                if getattr(self, name) is None:
+                    setattr(self, name, getattr(own, name))
+        return self
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
@@ -227,6 +263,14 @@ class ChatBody(SamplingBody):
     def json_schema(self) -> dict[str, Any] | None:
         """Return the JSON schema of the output; None for text."""
         return None if self.response_format is None else self.response_format.schema_to_follow
+
+
+class LoadBody(BaseModel):
+    """Body of ``/load_model``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
 
 
 class TokenizeBody(BaseModel):

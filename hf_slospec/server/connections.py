@@ -35,7 +35,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
             self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)

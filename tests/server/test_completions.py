@@ -270,3 +270,18 @@ def test_small_endpoints(served: Served) -> None:
     complete(served, **GREEDY)
     metrics = client.get("/metrics").text
     assert "hf_slospec:generation_tokens_total" in metrics and "time_to_first_token_seconds_bucket" in metrics
+
+
+def test_what_transformers_chat_sends_is_served(served: Served) -> None:
+    ready = served.client.post("/load_model", json={"model": "tiny"})
+    assert ready.status_code == 200 and json.loads(ready.text.removeprefix("data: "))["status"] == "ready"
+    assert served.client.post("/load_model", json={"model": "other"}).status_code == 404
+    messages = [{"role": "user", "content": "Write."}]
+    plain = {"messages": messages, "max_tokens": 9, "temperature": 0}
+    settings = {"do_sample": False, "max_new_tokens": 9, "top_k": None, "_from_model_config": True}
+    told = {"messages": messages, "generation_config": json.dumps(settings | {"transformers_version": "5.23.0"})}
+    first, second = (served.client.post("/v1/chat/completions", json=body).json() for body in (plain, told))
+    assert first["choices"][0]["message"] == second["choices"][0]["message"]
+    for wrong in ("{", '{"num_beams": 4}', "[]"):
+        answer = served.client.post("/v1/chat/completions", json={"messages": messages, "generation_config": wrong})
+        assert answer.status_code == 400 and "generation_config" in answer.json()["error"]["message"]
