@@ -59,7 +59,9 @@ def enable(
     decoder = Decoder(
         model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
     )
-    disable(model)
+    _give_generate_back(model)
+    if decoder.config.prepack != "only":  # of settings that are replaced
+        restore_weights(model)
     owner = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a custom generate of the instance's own, if it has one
     stock = stock_generate(owner)
@@ -112,14 +114,20 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
     A model that is not enabled keeps its ``generate``.
     """
+    if (decoder := decoder_of(model)) is not None and decoder.assistant_model is not None:
+        restore_weights(decoder.assistant_model)
+    _give_generate_back(model)
+    restore_weights(model)
+    return model
+
+
+def _give_generate_back(model: PreTrainedModel) -> None:
     if decoder_of(model) is not None:
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
         model.__dict__.pop("generate", None)  # of a PEFT model around it
         if replaced is not None:
             owner.__dict__["generate"] = replaced
-    restore_weights(model)
-    return model
 
 
 def _with_own_arguments(signature: inspect.Signature) -> inspect.Signature:

@@ -166,9 +166,19 @@ def _choices(num_threads: int) -> dict[str, Choice]:
 def _kept() -> dict[str, Choice]:
     """Return what is kept for this machine; nothing if the file is missing or cannot be used."""
     try:
-        return _Kept.model_validate_json(_path().read_text(encoding="utf-8")).choices
+        kept = _Kept.model_validate_json(_path().read_text(encoding="utf-8")).choices
     except (OSError, ValueError):
         return {}
+    return {name: choice for name, choice in kept.items() if _is_possible(name, choice)}
+
+
+def _is_possible(name: str, choice: Choice) -> bool:
+    """Return whether this version could have made a choice."""
+    if choice.kernel is None:
+        return True
+    dtype = getattr(torch, name.split(" ")[0], None)
+    is_known = choice.kernel in PACKING and len(choice.is_faster) == len(SIZES)
+    return is_known and isinstance(dtype, torch.dtype) and works(choice.kernel, dtype)
 
 
 def _keep(choices: dict[str, Choice]) -> None:

@@ -87,7 +87,7 @@ class MKL:
 
     def unpacked(self) -> torch.Tensor:
         # MKL cannot unpack. Of each sum, one product at most is not 0, so that the result is exact.
-        return self(torch.eye(self.sizes.shape[1]), None).T
+        return self(torch.eye(self.sizes.shape[1], dtype=self.sizes.dtype, device="cpu"), None).T
 
 
 class FBGEMM:
@@ -127,7 +127,7 @@ def works(name: str, dtype: torch.dtype) -> bool:
     """Return whether a kernel of PACKING works in this dtype here, found by trial."""
     if dtype not in DTYPES[name]:
         return False
-    weight = torch.linspace(-1, 1, 96 * 64).sin().view(96, 64).to(dtype)
+    weight = torch.linspace(-1, 1, 96 * 64, device="cpu").sin().view(96, 64).to(dtype)
     try:
         matrix = PACKING[name](weight)
         return all(_agrees(matrix, weight, num_tokens) for num_tokens in TRIED_TOKENS)
@@ -137,6 +137,8 @@ def works(name: str, dtype: torch.dtype) -> bool:
 
 
 def _agrees(matrix: Matrix, weight: torch.Tensor, num_tokens: int) -> bool:
-    tokens = torch.linspace(-1, 1, num_tokens * weight.shape[1]).cos().view(num_tokens, -1).to(weight.dtype)
+    tokens = (
+        torch.linspace(-1, 1, num_tokens * weight.shape[1], device="cpu").cos().view(num_tokens, -1).to(weight.dtype)
+    )
     plain = F.linear(tokens.double(), weight.double())
     return bool((matrix(tokens, None).double() - plain).norm() <= TOLERANCE * plain.norm())

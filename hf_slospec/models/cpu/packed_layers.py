@@ -6,15 +6,15 @@ import functools
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.compatibility.hooks import changing_hooks
-from hf_slospec.models.cpu.packed_weight import PackedWeight, is_usual
+from hf_slospec.models.cpu.packed_weight import PackedWeight, is_usual, released_error
 
 Copy = tuple[nn.Module, str]  # a layer and the name of its weight
 EXPERTS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel", "_apply_gate")
@@ -83,7 +83,9 @@ class _PrepackedExperts(Prepacked):
         """
         up_name, down_name = weight_names(self)
         up, down = _packed(self, up_name), _packed(self, down_name)
-        if up is None or down is None or not hidden.numel():
+        if not hidden.numel():
+            return torch.empty_like(hidden)
+        if up is None or down is None:
             plain: torch.Tensor = self.plain.forward(self, hidden, experts, weights)
             return plain
         up_bias, down_bias = (getattr(self, f"{name}_bias") if self.has_bias else None for name in (up_name, down_name))
@@ -109,32 +111,29 @@ class Released:
     def forward(self, input: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, where only its value is wanted."""
         if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and input.requires_grad):
-            raise _released("autocast or training")
+            raise released_error("autocast or training")
         out: torch.Tensor = super().forward(input, *more)  # type: ignore[misc]  # the other base's
         return out
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        weight = next(iter(self.packed_weights.values())).weight
-        changed = function(torch.empty(0, dtype=weight.dtype))
-        if (changed.dtype, changed.device.type) != (weight.dtype, "cpu"):
-            raise _released("moving or casting")
+        check_unchanged(self, function)
         return self
 
     def _save_to_state_dict(self, *_: Any) -> None:
-        raise _released("saving")
+        raise released_error("saving")
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        raise _released("loading")
+        raise released_error("loading")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _released("copying")
+        raise released_error("copying")
 
 
-def _released(act: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{act} needs the plain weights, which SLOSpecConfig(prepack='only') has released; restore them first with "
-        "hf_slospec.disable(model)"
-    )
+def check_unchanged(layer: Any, function: Any) -> None:
+    """Refuse a function that would move, cast or replace a layer's weights."""
+    probe = torch.empty(0, dtype=next(iter(layer.packed_weights.values())).weight.dtype)
+    if function(probe) is not probe:
+        raise released_error("moving or casting")
 
 
 @functools.cache
@@ -152,10 +151,11 @@ def released_class(plain: Any) -> Any:
 
 def release_weights(layer: nn.Module, copies: Mapping[str, PackedWeight]) -> None:
     """Free a layer's plain weights; ``copies`` holds all of its packed ones, by name."""
-    for copy in copies.values():
-        copy.release()
+    # In this order, and the reverse one below, an interrupt at any place leaves a layer that computes right.
     layer.__dict__["packed_weights"] = dict(copies)
     set_class(layer, released_class(plain_class(layer)))
+    for copy in copies.values():
+        copy.release()
 
 
 def restore_weights(model: nn.Module) -> None:
@@ -164,8 +164,37 @@ def restore_weights(model: nn.Module) -> None:
         if isinstance(layer, Released):
             for copy in layer.packed_weights.values():
                 copy.restore()
-            del layer.__dict__["packed_weights"]
             set_class(layer, plain_class(layer))
+        layer.__dict__.pop("packed_weights", None)
+        for name in GUARDED:
+            if isinstance(layer.__dict__.get(name), _Guard):
+                del layer.__dict__[name]
+
+
+class _Guard:
+    """A method of a model, refused as long as weights are released, before it has changed a part of the model."""
+
+    def __init__(self, model: nn.Module, name: str):
+        self.model, self.name = ref(model), name
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call the method, unless a layer would refuse it."""
+        model: Any = self.model()
+        released = next((layer for layer in model.modules() if isinstance(layer, Released)), None)
+        if released is not None:
+            if self.name != "_apply":
+                raise released_error("loading")
+            check_unchanged(released, arguments[0])
+        return getattr(type(model), self.name)(model, *arguments, **options)
+
+
+GUARDED = ("_apply", "load_state_dict")
+
+
+def guard(model: nn.Module) -> None:
+    """Refuse moves, casts and loads of a model with released weights as a whole: layers come after their siblings."""
+    for name in GUARDED:
+        model.__dict__.setdefault(name, _Guard(model, name))
 
 
 def plain_class(layer: nn.Module) -> Any:

@@ -3,18 +3,62 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.cpu.kernel_choice import PLAIN, choose, packed_by
 from hf_slospec.models.cpu.kernels import DTYPES, PACKING, Matrix
 
 SAMPLES = 256  # elements of a weight compared to find changes that torch does not count
 MANY_OUTPUTS = 16384  # output layers have more; one output may be changed alone, for a new token, so each is sampled
-META = torch.device("meta")  # of a released weight, as accelerate marks weights that are stored elsewhere
+BITS = {2: torch.int16, 4: torch.int32}  # integers of the size of a float, which tell -0.0 from 0.0
+# What may be asked of a released weight: not its values.
+OF_RELEASED = {"__get__", "__set__", "dim", "ndimension", "size", "numel", "stride", "element_size", "requires_grad_"}
+OF_RELEASED |= {"__repr__", "is_floating_point", "is_complex", "is_contiguous", "is_inference", "__hash__", "__len__"}
+
+
+class ReleasedWeight(nn.Parameter):
+    """Parameter without values, in the place of a weight that was released; computing with it is refused by name."""
+
+    def __new__(cls, weight: torch.Tensor) -> ReleasedWeight:
+        """Return one of the shape and dtype of ``weight``."""
+        empty = torch.empty_like(weight, device="meta", requires_grad=False)
+        made: ReleasedWeight = torch.Tensor._make_subclass(cls, empty, weight.requires_grad)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # where the layer computes, and adapters belong
+        """Device of the layer."""
+        return torch.device("cpu")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what is asked about the shape, and refuse all else."""
+        name = getattr(func, "__name__", "")
+        is_data = getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "T", "mT", "H")
+        if name not in OF_RELEASED or is_data:
+            raise released_error(f"{name if name not in ('__get__', '__set__') else 'reading'} of a layer's weight")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise released_error("copying")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise released_error("copying")
+
+
+def released_error(act: str) -> UnsupportedModelError:
+    """Return the error of an act that needs the weights themselves."""
+    return UnsupportedModelError(
+        f"{act} needs the plain weights, which SLOSpecConfig(prepack='only') has released; restore them first with "
+        "hf_slospec.disable(model)"
+    )
 
 
 class PackedWeight:
@@ -27,11 +71,12 @@ class PackedWeight:
     def make(self) -> None:
         """Make the copy of the layer's present weight."""
         weight: Any = self.layer._parameters.get(self.name)
+        assert not isinstance(weight, ReleasedWeight), "the copy of a released weight is all there is of it"
         self.weight, self.choice = weight, PLAIN
         self.matrices = list[Matrix]()  # one, or one per expert; none where torch's own kernels are used
         if weight is None or not is_usual(weight):
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # the copy may outlive the caller's inference mode
             self.samples, self.version, self.address = _samples(weight), weight._version, weight.data_ptr()
             plain = matrices_of(self.layer, weight)
             self.choice = choose(plain)
@@ -60,36 +105,46 @@ class PackedWeight:
     def renew(self) -> None:
         """Make the copy anew if samples differ: torch counts no writes to ``weight.data`` (merged adapters)."""
         weight: Any = self.layer._parameters.get(self.name)
-        if self._is_of(weight) and weight.device == META:
+        if isinstance(weight, ReleasedWeight):
             return
         if not (self._is_of(weight) and weight.is_contiguous() and torch.equal(self.samples, _samples(weight))):
             self.make()
 
     def product(self, input: torch.Tensor, bias: torch.Tensor | None, index: int = 0) -> torch.Tensor:
         """Return the product with the weight, or with one expert's.  [num_tokens, inputs] -> [num_tokens, outputs]"""
-        if self.matrices and len(input) and (self.choice.packs(len(input)) or self.weight.device == META):
+        if self.matrices and len(input) and (self.choice.packs(len(input)) or self.is_released):
             return self.matrices[index](input, bias)
-        if self.weight.device == META:  # and no tokens
+        if self.is_released:  # and no tokens
             return input.new_empty(0, self.weight.shape[-1 if is_transposed(self.layer) else -2])
         return F.linear(input, matrices_of(self.layer, self.weight)[index], bias)
 
+    @property
+    def is_released(self) -> bool:
+        """Return whether the copy is all there is of the weight."""
+        return isinstance(self.weight, ReleasedWeight)
+
     def release(self) -> None:
-        """Replace the layer's weight by one on the meta device; the layer computes with the copy from now on."""
+        """Take the layer's weight away; the layer has to compute with the copy already."""
         weight = self.weight
-        if self.matrices and weight.device != META:
-            packed = self._unpacked()
-            places = (packed != weight).nonzero(as_tuple=True)  # what the kernel has rounded
-            self.rounded = places, weight.detach()[places].clone()
-            self._set_weight(nn.Parameter(torch.empty_like(weight, device=META), weight.requires_grad))
+        if self.matrices and not self.is_released:
+            with torch.inference_mode(False), torch.no_grad():
+                integers = BITS[weight.element_size()]
+                places = (self._unpacked().view(integers) != weight.view(integers)).nonzero(as_tuple=True)
+                self.rounded = places, weight.detach()[places].clone()  # by the kernel, or signs of zeros
+                self.plain = ref(weight)
+                self._set_weight(ReleasedWeight(weight))
 
     def restore(self) -> None:
         """Give the layer its weight back, with the very values that it had."""
-        if self.weight.device == META:
-            weight = self._unpacked()
-            places, values = self.rounded
-            weight[places] = values
-            self._set_weight(nn.Parameter(weight, self.weight.requires_grad))
-            self.samples = _samples(self.weight)
+        if self.is_released:
+            with torch.inference_mode(False), torch.no_grad():
+                if (weight := self.plain()) is None:  # otherwise an optimiser or another model has kept it
+                    values = self._unpacked().contiguous()
+                    places, exact = self.rounded
+                    values[places] = exact
+                    weight = nn.Parameter(values, self.weight.requires_grad)
+                self._set_weight(weight)
+                self.samples = _samples(weight)
 
     def _unpacked(self) -> torch.Tensor:
         matrices = [matrix.unpacked().to(self.weight.dtype) for matrix in self.matrices]
@@ -97,10 +152,14 @@ class PackedWeight:
         return torch.stack(matrices) if self.weight.dim() == 3 else matrices[0].contiguous()
 
     def _set_weight(self, weight: nn.Parameter) -> None:
-        self.layer._parameters[self.name] = self.weight = weight
-        self.version, self.address = weight._version, weight.data_ptr()
+        if not isinstance(weight, ReleasedWeight):
+            self.version, self.address = weight._version, weight.data_ptr()
+        self.weight = weight  # an interrupt after this line leaves a weight that is not this one, and a new copy of it
+        self.layer._parameters[self.name] = weight
 
     def _is_of(self, weight: Any) -> bool:
+        if isinstance(weight, ReleasedWeight):
+            return True  # it has no values that could change
         if weight is None or self.weight is not weight:
             return False
         return bool(self.version == weight._version and self.address == weight.data_ptr())

@@ -27,6 +27,7 @@ from hf_slospec.models.cpu.packed_layers import (
     Copy,
     Released,
     active,
+    guard,
     is_plain,
     plain_class,
     prepacked_class,
@@ -34,7 +35,7 @@ from hf_slospec.models.cpu.packed_layers import (
     set_class,
     weight_names,
 )
-from hf_slospec.models.cpu.packed_weight import META, PackedWeight, matrices_of
+from hf_slospec.models.cpu.packed_weight import PackedWeight, ReleasedWeight, matrices_of
 from hf_slospec.models.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class PrepackedLayers:
     @property
     def num_released_bytes(self) -> int:
         """Bytes of plain weights that were released."""
-        return sum(copy.weight.nbytes for copy in self._copies.values() if copy.weight.device == META)
+        return sum(copy.weight.nbytes for copy in self._copies.values() if copy.is_released)
 
     @property
     def num_rounded(self) -> int:
@@ -110,6 +111,7 @@ class PrepackedLayers:
             is_whole = len(copies) == len(weight_names(layer)) and all(copy.matrices for copy in copies.values())
             # Not where another layer needs the weight, as a tied embedding does.
             if is_released and is_whole and all(num_owners[id(copy.weight)] == 1 for copy in copies.values()):
+                guard(self._model)
                 release_weights(layer, copies)
         self._copies = found
         self._classes = {layer: plain_class(layer) for layer, _ in found}
@@ -136,7 +138,7 @@ class PrepackedLayers:
         for layer in self._candidates():
             for name in weight_names(layer):
                 weight = getattr(layer, name)
-                matrices = [] if weight.device == META else matrices_of(layer, weight)
+                matrices = [] if isinstance(weight, ReleasedWeight) else matrices_of(layer, weight)
                 for matrix in matrices:
                     by_shape[matrix.dtype, matrix.shape].append(matrix)
                 if matrices and (id(layer), name) not in _shared:

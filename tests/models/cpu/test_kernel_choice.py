@@ -84,3 +84,19 @@ def test_a_directory_that_cannot_be_written_is_only_warned_of(monkeypatch: pytes
     monkeypatch.setattr(kernel_choice, "works", lambda *_: True)
     with pytest.warns(UserWarning, match="could not be saved"):
         assert choose([torch.randn(8, 8)]) == measured
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    "kept",
+    [
+        Choice(kernel="OneDNN", is_faster=(True,) * 3),
+        Choice(kernel="OneDNN"),
+        Choice(kernel="AMXFOO", is_faster=(True,) * 6),
+        Choice(kernel="FBGEMM", is_faster=(True,) * 6),  # fp32 weights are never held in fp16
+    ],
+)
+def test_what_another_version_kept_is_measured_again(monkeypatch: pytest.MonkeyPatch, kept: Choice) -> None:
+    kernel_choice._keep({"float32 48x40": kept})
+    monkeypatch.setattr(kernel_choice, "_measured", lambda *_: PLAIN)
+    assert choose([torch.randn(48, 40)]) == PLAIN
