@@ -75,7 +75,7 @@ class Engine(Generic[S]):
         for request in self.scheduler.running:
             if not request.num_cached:
                 request.num_cached = self.target.reuse(request)
-                if not request.num_emitted:
+                if not request.num_emitted and not request.num_preempted:
                     request.num_reused = request.num_cached
                 if reuse_drafts is not None:
                     request.num_draft_seen = reuse_drafts(request)

@@ -69,14 +69,19 @@ class JSONConstraint(LogitsProcessor):
         self._consumed: list[int] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores with -inf for tokens that are not allowed, [1, vocab]; ``input_ids`` [1, length] int64."""
+        """Return the scores with -inf for tokens that are not allowed, [1, vocab]; ``input_ids`` [1, length] int64.
+
+        Raises:
+            InvalidInputError: llguidance gave up on the schema.
+        """
         (text,) = input_ids[:, self._prompt_len :].tolist()
         if text[: len(self._consumed)] != self._consumed:
             self._matcher.reset()
             self._consumed = []
         new = text[len(self._consumed) :]
-        if not self._matcher.consume_tokens(new):
-            raise RuntimeError(f"the output left its schema: {self._matcher.get_error()}")
+        self._matcher.consume_tokens(new)
         self._consumed = text
         allowed = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0)
+        if self._matcher.is_error():
+            raise InvalidInputError(f"response_format: the schema cannot be followed: {self._matcher.get_error()}")
         return scores.masked_fill(~allowed.to(scores.device)[None, : scores.shape[-1]], float("-inf"))

@@ -35,6 +35,7 @@ class CheckedModel:
         self.lock = FairLock(release_openmp_threads)
         self._renewing = FairLock()  # taken after `lock` where both are held
         self._placement: tuple[Any, ...] | None = None
+        self._packed: PackedModel
         self._cost: ForwardCost | None = None
         _ = self.packed
 
@@ -48,6 +49,8 @@ class CheckedModel:
                     warn_if_oversubscribed()
                 packed = PackedModel(self.model, self.config.attention, self.config.prepack, self.config.cuda_graphs)
                 check_by_trial(packed)
+                if self._placement is not None:  # engines go on with the one before, and must notice changes as well
+                    packed.fingerprint = self._packed.fingerprint
                 self._packed, self._placement, self._cost = packed, placement, None
             return self._packed
 

@@ -24,7 +24,7 @@ from hf_slospec.models.attention import (
     PlannedBatch,
     backend_for,
 )
-from hf_slospec.models.compatibility.fingerprint import fingerprint
+from hf_slospec.models.compatibility.fingerprint import Fingerprint
 from hf_slospec.models.compatibility.probe import (
     input_device,
     probe_layers,
@@ -74,8 +74,7 @@ class PackedModel:
         self._preconditions = GraphPreconditions(model) if self.has_graphs else None
         self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # that read and write the pool's memory, and go with it
         self.forget_cache()
-        self.weights_state = 0  # changes with whatever forwards depend on, as far as renew() notices
-        self._fingerprint: Hashable = fingerprint(model)
+        self.fingerprint = Fingerprint(model)
         _packed_models.add(self)
 
     def forget_cache(self) -> None:
@@ -89,8 +88,7 @@ class PackedModel:
         self.prepacked.renew()
         if self._preconditions is not None:
             self._preconditions.renew()
-        if (now := fingerprint(self.model)) != self._fingerprint:
-            self._fingerprint, self.weights_state = now, self.weights_state + 1
+        self.fingerprint.renew()
 
     @property
     def device(self) -> torch.device:

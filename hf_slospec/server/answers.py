@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_slospec.engine.request import RequestMetrics
-from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.choices import Choice, Piece
 from hf_slospec.server.messages import Parts
 
@@ -38,16 +37,16 @@ class Answer:
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of a request that is not streamed; ``pieces`` has each choice in full."""
         own = [
-            self._choice(piece, "message", {"role": "assistant", "refusal": None} | _message(piece.parts), 0)
+            self._choice(piece, "message", {"role": "assistant", "refusal": None} | _message(piece.parts))
             for piece in pieces
         ]
         name = "chat.completion" if self.is_chat else "text_completion"
         return self._head(name) | {"choices": own, "usage": self.usage(choices)}
 
-    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool, offset: int) -> dict[str, Any]:
-        """Return the chunk of a piece; ``offset`` is the length of the choice's text before it."""
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> dict[str, Any]:
+        """Return the chunk of a piece."""
         role = {"role": "assistant"} if is_first else {}
-        body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | _delta(piece.parts), offset)]}
+        body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | _delta(piece.parts))]}
         if self.includes_usage:
             body["usage"] = self.usage(choices) if self.has_continuous_usage else None
         return self._chunk(body)
@@ -58,7 +57,9 @@ class Answer:
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return counts of tokens and the measurements of the first choice."""
-        prompt = sum({id(choice.prompt): len(choice.prompt) for choice in choices}.values())
+        firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # of each prompt
+        prompt = sum(len(choice.prompt) for choice in firsts)
+        cached = sum(choice.decoding.metrics.reused for choice in firsts)
         completion = sum(len(choice.tokens) for choice in choices)
         metrics = [choice.decoding.metrics for choice in choices]
         accepted, drafted = sum(own.accepted for own in metrics), sum(own.drafted for own in metrics)
@@ -66,7 +67,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": metrics[0].reused},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
             },
@@ -79,12 +80,12 @@ class Answer:
     def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | body
 
-    def _choice(self, piece: Piece, field: str, message: dict[str, Any], offset: int) -> dict[str, Any]:
+    def _choice(self, piece: Piece, field: str, message: dict[str, Any]) -> dict[str, Any]:
         """Return a choice: of a chat with its message in this field, of a completion with its text."""
         own: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
         if self.is_chat:
             return own | {field: message, "logprobs": self._chat_logprobs(piece)}
-        return own | {"text": piece.text, "logprobs": self._logprobs(piece.tokens, piece.logprobs, offset)}
+        return own | {"text": piece.text, "logprobs": self._logprobs(piece)}
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.wants_logprobs:
@@ -103,23 +104,17 @@ class Answer:
         text = self.token_text(token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
-    def _logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         """Return log probabilities of a completion's tokens in the legacy form."""
         if not self.wants_logprobs:
             return None
-        texts, offsets = [self.token_text(token) for token in tokens], list[int]()
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
         return {
-            "tokens": texts,
-            "text_offset": offsets,
-            "token_logprobs": [None if own is None else _finite(own.logprob) for own in logprobs],
+            "tokens": [self.token_text(token) for token in piece.tokens],
+            "text_offset": piece.offsets,
+            "token_logprobs": [None if own is None else _finite(own.logprob) for own in piece.logprobs],
             "top_logprobs": [
                 None if own is None else {self.token_text(token): _finite(value) for token, value in own.top}
-                for own in logprobs
+                for own in piece.logprobs
             ],
         }
 

@@ -147,7 +147,8 @@ class _Guard:
 
     def _limits_of(self, header: str) -> SLOLimits | None:
         """Return the limits of the key in an Authorization header, in a time that does not depend on the key."""
-        given = header.removeprefix("Bearer ").encode()
+        scheme, _, key_given = header.partition(" ")
+        given = key_given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # as headers are read
         found = None
         for key, limits in self.settings.api_keys.items():
             if hmac.compare_digest(key.encode(), given):
@@ -251,11 +252,12 @@ class _Server:
         skips, hidden = body.skip_special_tokens, body.stop_token_ids or []
         if isinstance(reader, TemplateParts):  # templates know special tokens by their texts
             skips, hidden = False, end_tokens(body, self.engine.generation_config)
+        wants_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
         is_empty = order.arguments["max_new_tokens"] == 0
         decoding: Decoding = NothingToDecode(order.prompt) if is_empty else await self.engine.submit(order)
         return Choice(
             index, decoding, order.prompt, partial(self._text, skips), body.stop_strings, hidden,
-            body.include_stop_str_in_output, echo, reader,
+            body.include_stop_str_in_output, echo, reader, wants_offsets,
         )  # fmt: skip
 
     async def _echo(self, body: SamplingBody, prompt: list[int]) -> list[TokenLogprobs | None] | None:
@@ -293,13 +295,11 @@ class _Server:
     async def _events(
         self, answer: Answer, pieces: AsyncIterator[Piece], choices: Sequence[Choice]
     ) -> AsyncIterator[str]:
-        lengths = [0] * len(choices)
         seen: set[int] = set()
         try:
             async for piece in pieces:
-                yield _event(answer.chunk(piece, choices, piece.index not in seen, lengths[piece.index]))
+                yield _event(answer.chunk(piece, choices, piece.index not in seen))
                 seen.add(piece.index)
-                lengths[piece.index] += len(piece.text)
             if answer.includes_usage:
                 yield _event(answer.usage_chunk(choices))
         except Exception as error:  # noqa: BLE001  of the request's own, after the status was sent

@@ -149,7 +149,7 @@ def _with_arguments(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
 

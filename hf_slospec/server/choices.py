@@ -11,7 +11,7 @@ from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import Decoding
 from hf_slospec.server.messages import Parts, PlainParts, TemplateParts
 from hf_slospec.server.text import StoppedText
-from hf_slospec.serving.handle import ToText
+from hf_slospec.serving.handle import TextStream, ToText
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,13 @@ class Piece:
     logprobs: list[TokenLogprobs | None]  # of the tokens, if they were asked for; None for a prompt's first token
     finish_reason: str | None = None  # of the last piece
     parts: Parts = field(default_factory=Parts)  # of the text, told apart
+    offsets: list[int] = field(default_factory=list)  # of the tokens in the choice's text, if logprobs were asked for
 
     def joined(self, after: Piece) -> Piece:
         """Return this piece with the one after it."""
         tokens, logprobs = self.tokens + after.tokens, self.logprobs + after.logprobs
-        parts = self.parts + after.parts
-        return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason, parts)
+        parts, offsets = self.parts + after.parts, self.offsets + after.offsets
+        return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason, parts, offsets)
 
 
 class NothingToDecode:
@@ -62,12 +63,15 @@ class Choice:
     keeps_stop: bool = False
     echo: list[TokenLogprobs | None] | None = None  # the output begins with the prompt, with these if asked for
     reader: PlainParts | TemplateParts = field(default_factory=PlainParts)
+    wants_offsets: bool = False
     tokens: list[int] = field(default_factory=list)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the output as it is committed; the last piece has a finish reason."""
+        offsets = _Offsets(self.to_text) if self.wants_offsets else None
         if self.echo is not None:
-            yield Piece(self.index, self.to_text(self.prompt), self.prompt, self.echo)
+            places = [] if offsets is None else offsets.of(self.prompt)
+            yield Piece(self.index, self.to_text(self.prompt), self.prompt, self.echo, offsets=places)
         text = StoppedText(self.to_text, self.stop_strings, self.keeps_stop)
         async for new, is_last in self.decoding.asteps():
             begin = len(self.tokens)  # new ones only
@@ -80,7 +84,22 @@ class Choice:
                 reason = "tool_calls"
             if new or added or is_last:
                 logprobs: list[TokenLogprobs | None] = [*self.decoding.logprobs[begin : begin + len(new)]]
-                yield Piece(self.index, added, new, logprobs, reason, parts)
+                yield Piece(self.index, added, new, logprobs, reason, parts, [] if offsets is None else offsets.of(new))
+
+
+class _Offsets:
+    """Where tokens begin in a growing text; those of one character at its beginning."""
+
+    def __init__(self, to_text: ToText):
+        self._stream, self._length = TextStream(to_text), 0
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the places of the next tokens."""
+        places = []
+        for token in tokens:
+            places.append(self._length)
+            self._length += len(self._stream.push([token], False))
+        return places
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:

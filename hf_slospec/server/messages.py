@@ -44,51 +44,59 @@ class TemplateParts:
         """``prefix`` is the text of the prompt, which may begin the answer; ``tools`` give the types of arguments."""
         self._parser: ResponseParser | None = ResponseParser(template, prefix=prefix, tools=list(tools or ()))
         self.num_calls, self._has_content = 0, False
-        self._unwritten = ""  # text behind the last that was told apart: delimiters, a tool call that is not complete
+        self._in_call, self._behind = False, ""  # text behind the last that was told apart
 
     def push(self, text: str, is_last: bool) -> Parts:
         """Return the parts that more text completes. A tool call that cannot be parsed is content, as it was written.
 
         Whitespace before the content is left out: templates put it between reasoning or tool calls and the content.
         """
-        self._unwritten += text
-        found = Parts(text)
-        if self._parser is not None:
-            try:
-                events = self._parser.feed(text)
-                if is_last:
-                    events += self._parser.finalize()[1]
-                found = self._taken(events)
-            except (ValueError, TypeError, LookupError, AttributeError):  # of what the model wrote
-                self._parser, found = None, Parts(self._unwritten)
+        found = Parts()
+        for place, letter in enumerate(text):  # one by one: what is told apart does not depend on the pieces
+            if not self._feed(letter, found):
+                found.content += text[place + 1 :]
+                break
+        if is_last:
+            self._feed(None, found)
         if not self._has_content:
             found.content = found.content.lstrip()
             self._has_content = bool(found.content)
         return found
 
-    def _taken(self, events: Sequence[dict[str, Any]]) -> Parts:
-        found, calls, written = Parts(), list[dict[str, Any]](), ""
+    def _feed(self, letter: str | None, found: Parts) -> bool:
+        """Add the parts that a letter, or the end, completes; return False if it cannot be parsed, which is content."""
+        if self._parser is None:
+            found.content += letter or ""
+            return False
+        self._behind += letter or ""
+        try:
+            events = self._parser.finalize()[1] if letter is None else self._parser.feed(letter)
+            self._take(events, found)
+        except (ValueError, TypeError, LookupError, AttributeError):  # of what the model wrote
+            found.content += self._behind
+            self._parser = None
+            return False
+        if not self._in_call:
+            self._behind = self._parser._buffer[self._parser._pos :]  # what may be the beginning of a delimiter
+        return True
+
+    def _take(self, events: Sequence[dict[str, Any]], found: Parts) -> None:
         for event in events:
             kind, name = event["type"], event["field"]
-            if name == TOOL_CALLS and kind == "region_close":
-                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                calls += [_function(value["function"]) for value in values]
-            elif name != TOOL_CALLS and kind == "region_chunk":
-                written = event["text"]
+            if name == TOOL_CALLS:
+                self._in_call = kind != "region_close"
+                if not self._in_call:
+                    values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                    for function in [_function(value["function"]) for value in values]:
+                        call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                        found.tool_calls.append(call | {"function": function})
+                        self.num_calls += 1
+            elif kind == "region_chunk":
+                self._behind = self._behind.removeprefix(event["text"])
                 if name in REASONING:
-                    found.reasoning += written
+                    found.reasoning += event["text"]
                 else:
-                    found.content += written
-        if written:
-            self._unwritten = self._unwritten[self._unwritten.rfind(written) + len(written) :]
-        elif calls:
-            self._unwritten = ""
-        for function in calls:
-            found.tool_calls.append(
-                {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-            )
-            self.num_calls += 1
-        return found
+                    found.content += event["text"]
 
 
 def _function(parsed: dict[str, Any]) -> dict[str, str]:

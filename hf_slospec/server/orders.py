@@ -112,6 +112,7 @@ def chat_prompt(
         LookupError,
         AttributeError,
         ArithmeticError,
+        RecursionError,
     ) as error:  # of the template's code
         raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
     ids: list[int] = found["input_ids"]

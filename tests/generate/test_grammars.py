@@ -73,3 +73,11 @@ def test_schemas_that_cannot_be_followed_are_refused_by_name(pair: tuple[Any, An
             grammars.processor(schema, 1)
     with pytest.raises(InvalidInputError, match="no token that ends"):
         Grammars(pair[2], 100, []).processor(SCHEMA, 1)
+
+
+def test_a_schema_that_llguidance_gives_up_on_fails_the_request(pair: tuple[Any, Any, Any], grammars: Grammars) -> None:
+    constraint = grammars.processor({"$ref": "#"}, 1)
+    with SLOSpecGenerator(*pair) as generator:
+        handle = generator.submit(PROMPT, logits_processor=[constraint], max_new_tokens=8)
+        with pytest.raises(InvalidInputError, match="response_format"):
+            handle.result(120.0)

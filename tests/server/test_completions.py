@@ -285,3 +285,23 @@ def test_what_transformers_chat_sends_is_served(served: Served) -> None:
     for wrong in ("{", '{"num_beams": 4}', "[]"):
         answer = served.client.post("/v1/chat/completions", json={"messages": messages, "generation_config": wrong})
         assert answer.status_code == 400 and "generation_config" in answer.json()["error"]["message"]
+
+
+def test_text_offsets_are_places_in_the_text_whole_and_streamed(served: Served) -> None:
+    body = dict(prompt="日本🙂", echo=True, logprobs=1, max_tokens=6, temperature=0)
+    (choice,) = complete(served, **body)["choices"]
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    assert len(offsets) == len(tokens) and offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
+    for offset, token in zip(offsets, tokens, strict=True):
+        assert "\ufffd" in token or choice["text"][offset:].startswith(token)
+    chunks = [event["choices"][0]["logprobs"] for event in events(served, "/v1/completions", **body)]
+    assert [offset for each in chunks for offset in each["text_offset"]] == offsets
+
+
+def test_cached_tokens_of_all_prompts_are_counted(served: Served) -> None:
+    prompts = [f"# {name}\n{PROMPT}" for name in ("first of two", "the other one")]
+    for is_again in (False, True):
+        usage = complete(served, prompt=prompts, n=2, max_tokens=2, **GREEDY)["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached <= usage["prompt_tokens"]
+        assert not is_again or cached >= usage["prompt_tokens"] - 2

@@ -131,3 +131,34 @@ def test_openai_clients_see_tool_calls_whole_and_streamed(generator: SLOSpecGene
         assert again is not None
         assert [call.function.arguments for call in again] == ['{"city": "Paris"}'] * 2
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+BROKEN = [
+    '<think>hm</think>\n\n<tool_call>\n{"name": "weather", "argu',
+    f'<think>hm</think>Hello {CALL}\n<tool_call>\n{{"name": "wea',
+    f"{CALL}\n<tool_call>\n{{bad",
+    '<<tool_call>{bad<|im_end|>{"name": 3}',
+    '<<tool_call>{"name": 3}<tool_call>',
+    "a < b <think>so</think> c <",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_broken_answers_are_told_apart_the_same_however_they_come(text: str) -> None:
+    whole = parts_of([text])
+    for size in (1, 2, 3, 7):
+        found = parts_of([text[at : at + size] for at in range(0, len(text), size)])
+        assert (found.content, found.reasoning, len(found.tool_calls)) == (
+            whole.content,
+            whole.reasoning,
+            len(whole.tool_calls),
+        )
+    assert len(whole.tool_calls) == text.count(CALL) and "</think>" not in whole.content
+    last = text.rpartition("<tool_call>")[2] if "<tool_call>" in text else "c <"
+    assert last in whole.content
+
+
+def test_arguments_that_nest_too_deeply_stay_text() -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
+    assert message.for_template()["tool_calls"] == [call]

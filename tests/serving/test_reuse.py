@@ -12,12 +12,13 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from tests.support.served_pair import CONFIG, WAIT_S, alone
+from tests.support.tiny_models import tiny_model
 from tests.support.toy_models import new_costs
 
 SYSTEM = "\n".join(tiny_prompts()[:3])
 
 
-def alone_ids(pair: tuple[Any, Any, Any], ids: list[int], **options: Any) -> list[int]:
+def alone_ids(pair: tuple[Any, ...], ids: list[int], **options: Any) -> list[int]:
     out = pair[0].generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options)
     return out[0, len(ids) :].tolist()
 
@@ -87,6 +88,45 @@ def test_nothing_is_reused_after_the_weights_have_changed(pair: tuple[Any, Any, 
                 handle = generator.submit(SYSTEM, max_new_tokens=24)
                 assert handle.result(WAIT_S).token_ids == expected
                 assert (handle.metrics.reused == 0) == is_first
+
+
+CHANGES: list[Any] = [
+    lambda model: model.model.layers[0].register_forward_hook(lambda module, inputs, out: out * -1.0),
+    lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 1.0),
+    lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
+    lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.01),
+    lambda model: model.model.layers[0].mlp.up_proj.weight.detach().mul_(-1.0),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_reused_after_anything_of_the_model_has_changed(change: Any) -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    ids = torch.randint(3, 101, (80,), generator=torch.Generator().manual_seed(1)).tolist()
+    with SLOSpecGenerator(model, config=CONFIG) as generator:
+        generator.submit(ids, max_new_tokens=24).result(WAIT_S)
+        assert generator.submit(ids, max_new_tokens=2).result(WAIT_S).metrics.reused > 0
+        change(model)
+        handle = generator.submit(ids, max_new_tokens=24)
+        assert handle.result(WAIT_S).token_ids == alone_ids((model,), ids, max_new_tokens=24)
+        assert handle.metrics.reused == 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_an_adapter_that_is_switched_off_and_on_again_meanwhile_leaves_nothing_wrong() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(tiny_model("llama")), lora)
+    base = model.get_base_model()
+    for seed in range(3):
+        ids = torch.randint(3, 101, (80,), generator=torch.Generator().manual_seed(seed)).tolist()
+        with SLOSpecGenerator(base, config=CONFIG) as generator:
+            with model.disable_adapter():
+                handle = generator.submit(ids, max_new_tokens=60, eos_token_id=None)
+                next(handle.tokens())
+            handle.result(WAIT_S)
+            handle = generator.submit(ids, max_new_tokens=24)
+            assert handle.result(WAIT_S).token_ids == alone_ids((base,), ids, max_new_tokens=24)
 
 
 def test_resumed_requests_find_their_own_k_v(pair: tuple[Any, Any, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
-from collections.abc import Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,22 +14,67 @@ import torch
 from hf_slospec.models.cpu.packed_layers import plain_class
 
 OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
+# Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's
+# attention implementation is ours while a forward runs. Weights are read separately.
+PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers"}
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
 
 
-LIBRARIES = ("torch", "transformers")  # whose modules keep their settings; those of others are adapters, or users' own
+LIBRARIES = ("torch", "transformers")  # modules of others are adapters, or users' own
+CONTAINERS = (dict, OrderedDict, list)
 
 
-def fingerprint(model: torch.nn.Module) -> Hashable:
-    """Return a value that stays equal as long as no change of weights or adapters is noticed.
+class Fingerprint:
+    """Notices changes of what a model's forwards compute, by the identity of everything that its modules hold.
 
-    It takes a millisecond where :func:`settings` takes ten. Writes to ``weight.data``, which torch does not count, are
-    not noticed.
+    Identity is what takes a millisecond to compare, where :func:`settings` takes ten. What is replaced by an equal
+    object counts as changed; writes to ``weight.data``, which torch does not count, are not noticed.
     """
-    own = [module for module in model.modules() if not plain_class(module).__module__.startswith(LIBRARIES)]
-    weights = tuple(_state_of(home[name]) for home, name in weight_homes(model))
-    return weights, tuple((plain_class(module), _settings_of(vars(module))) for module in own)
+
+    def __init__(self, model: torch.nn.Module):
+        """Read the model; ``state`` is 0."""
+        self._model, self.state = model, 0
+        self._adapters: list[torch.nn.Module] = []
+        self._of_adapters: list[Any] = []
+        self._read()
+
+    def renew(self) -> None:
+        """Read the whole model, and count ``state`` up if something has changed."""
+        before = self._weights, self._held
+        self._read()
+        self.state += before[0] != self._weights or not _are_same(before[1], self._held)
+
+    def notice(self) -> None:
+        """Do the same for adapters alone, which may be switched back before the next request: for every forward."""
+        if self._adapters and not _are_same(self._of_adapters, now := _held_by(self._adapters)):
+            self._of_adapters = now
+            self.state += 1
+
+    def _read(self) -> None:
+        modules = list(self._model.modules())
+        self._weights = tuple(_state_of(home[name]) for home, name in weight_homes(self._model))
+        configs = {id(config): config for one in modules if hasattr(config := vars(one).get("config"), "__dict__")}
+        self._held = [*map(plain_class, modules), *_held_by(modules), *_held_by(configs.values())]
+        self._adapters = [one for one in modules if not plain_class(one).__module__.startswith(LIBRARIES)]
+        self._of_adapters = _held_by(self._adapters)
+
+
+def _held_by(owners: Iterable[Any]) -> list[Any]:
+    """Return all attributes of modules and configs, and what is in those that are containers; not the weights."""
+    held: list[Any] = []
+    for owner in owners:
+        attributes = vars(owner)
+        for name, value in attributes.items():
+            if name not in PASSING:
+                held.append(value)
+                if type(value) in CONTAINERS:
+                    held.extend(value.values() if isinstance(value, dict) else value)
+    return held
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def weight_homes(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
@@ -53,11 +100,8 @@ def _state_of(weight: torch.Tensor) -> Hashable:
 
 
 def _settings_of(attributes: dict[str, Any]) -> Hashable:
-    # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A
-    # config's attention implementation is ours while a forward runs. Parameters, buffers, submodules and hooks are
-    # read separately.
-    passing = {"training", "_attn_implementation_internal", *OWN}
-    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in passing)
+    # Parameters, buffers, submodules and hooks are read separately.
+    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in PASSING | OWN)
 
 
 def _fixed(value: Any) -> Hashable:

@@ -113,7 +113,9 @@ class RequestSequences:
             self._keep_at_most(0)
             self.cache.reserve(slots, limit)
         self._by_request |= sequences
-        self._weights |= {request: self.packed.weights_state for request in capacities if request not in self._weights}
+        self._weights |= {
+            request: self.packed.fingerprint.state for request in capacities if request not in self._weights
+        }
 
     def release(self, request: Request) -> None:
         """Drop the K/V of a request, if it has any, or keep it for requests that begin alike."""
@@ -176,7 +178,7 @@ class RequestSequences:
         """Return the text, kept or of another request, that begins like this one for longest, and for how long."""
         if not self.max_kept:
             return None, 0
-        if self._kept_weights != self.packed.weights_state:
+        if self._kept_weights != self.packed.fingerprint.state:
             self._keep_at_most(0)
         wanted, found = request.tokens[:-1], list[tuple[KeptText | CachedSequence | None, int]]()
         found.append(self._kept.longest(wanted, request.cache_salt))
@@ -188,7 +190,7 @@ class RequestSequences:
         return (source, length) if length >= FEW else (None, 0)
 
     def _is_shareable(self, sequence: CachedSequence, weights: int | None) -> bool:
-        return bool(self.max_kept) and sequence.length >= FEW and weights == self.packed.weights_state
+        return bool(self.max_kept) and sequence.length >= FEW and weights == self.packed.fingerprint.state
 
     def _is_room_beside(self, text: KeptText, request: Request) -> bool:
         if self.max_slots is None:
@@ -211,9 +213,9 @@ class RequestSequences:
             self.cache.pool.copy(source, self.of(request), length)
 
     def _keep(self, text: KeptText) -> None:
-        if self._kept_weights != self.packed.weights_state:
+        if self._kept_weights != self.packed.fingerprint.state:
             self._keep_at_most(0)
-            self._kept_weights = self.packed.weights_state
+            self._kept_weights = self.packed.fingerprint.state
         text.sequence.capacity = text.sequence.length
         for unneeded in self._kept.add(text):
             self.cache.release(unneeded.sequence)
@@ -231,6 +233,8 @@ class RequestSequences:
 
     def forward(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Forward new tokens of requests; see :meth:`PackedModel.forward`."""
+        if self.max_kept:
+            self.packed.fingerprint.notice()
         return self.packed.forward(self.cache.pool, parts, logit_rows)
 
     def uncached(self, request: Request) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -23,9 +25,8 @@ SHAPE = LayerShape(*[Stored(1, 1, torch.float32, torch.device("cpu"))] * 2)
 class Packed:
     """As much of a packed model as storage asks for."""
 
-    weights_state = 0
-
     def __init__(self) -> None:
+        self.fingerprint = SimpleNamespace(state=0, notice=lambda: None)
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
 
     def keep_if_captured(self, cache: KVCache) -> None:
