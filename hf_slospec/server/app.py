@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import hf_slospec
 from hf_slospec.errors import (
+    InputModel,
     InvalidInputError,
     InvalidTypeError,
     NotRunningError,
@@ -43,6 +44,7 @@ from hf_slospec.server.orders import (
     order_of,
     prompt_of,
 )
+from hf_slospec.serving.telemetry import PREFIX
 
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
@@ -51,10 +53,10 @@ BODY_S = 30.0  # until a request's body has arrived
 GUARDED = ("/v1/", "/tokenize", "/detokenize")  # paths that need an API key, where there are keys
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(InputModel):
     """Settings of the HTTP application."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     model_name: str
     api_keys: dict[str, SLOLimits] = Field(
@@ -64,6 +66,7 @@ class ServerSettings(BaseModel):
     allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may call the server (CORS).")
     max_body_bytes: Annotated[int, Field(ge=1024)] = 2**23
     root_path: str = ""
+    metrics_prefix: str = Field(PREFIX, pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$")
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
@@ -373,7 +376,7 @@ class _Server:
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()
-        registry.register(self.engine.collector())
+        registry.register(self.engine.collector(self.settings.metrics_prefix))
         return PlainTextResponse(generate_latest(registry).decode(), media_type="text/plain; version=0.0.4")
 
     async def version(self) -> Response:

@@ -13,7 +13,7 @@ from hf_slospec.models.compatibility.probe import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.messages import response_template
 from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.serving.telemetry import Collector, Stats
+from hf_slospec.serving.telemetry import PREFIX, Collector, Stats
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class ServedEngine(Protocol):
     def stats(self) -> Stats:
         """Return a snapshot."""
 
-    def collector(self) -> Collector:
-        """Return a collector for Prometheus."""
+    def collector(self, prefix: str = PREFIX) -> Collector:
+        """Return a collector for Prometheus, of metrics with this prefix."""
 
     def check_running(self) -> None:
         """Raise NotRunningError unless requests are taken."""
@@ -105,8 +105,8 @@ class LocalEngine:
     def stats(self) -> Stats:
         return self.generator.stats()
 
-    def collector(self) -> Collector:
-        return self.generator.collector()
+    def collector(self, prefix: str = PREFIX) -> Collector:
+        return self.generator.collector(prefix)
 
     def check_running(self) -> None:
         self.generator.check_running()

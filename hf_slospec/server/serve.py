@@ -19,6 +19,7 @@ from hf_slospec.server.connections import ImpatientProtocol
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.telemetry import PREFIX
 from hf_slospec.tiny.load import load_pair
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -42,10 +43,12 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None  # JSON: SLO limits by API key
     allows_no_key: bool = False
+    allows_pickle: bool = False  # weights that are not safetensors, which may run code
     allowed_origins: tuple[str, ...] = ()
     chat_template: Path | None = None
     response_template: Path | None = None  # JSON, see transformers' response templates
     root_path: str = ""
+    metrics_prefix: str = PREFIX
     limits: SLOLimits = field(default_factory=SLOLimits)
     config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
 
@@ -64,9 +67,6 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             f"--host {options.host} lets other machines in; give --api-key, or --no-api-key to serve all of them"
         )
     template = None if options.response_template is None else _response_template(options.response_template)
-    pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
-    if options.chat_template is not None:
-        pair.tokenizer.chat_template = _read("--chat-template", options.chat_template)
     name = options.model_name or options.target or EMBEDDED
     settings = ServerSettings(
         model_name=name,
@@ -74,7 +74,13 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         limits=options.limits,
         allowed_origins=options.allowed_origins,
         root_path=options.root_path,
+        metrics_prefix=options.metrics_prefix,
     )
+    pair = load_pair(
+        options.target, options.assistant, options.size, options.dtype, options.device, options.allows_pickle
+    )
+    if options.chat_template is not None:
+        pair.tokenizer.chat_template = _read("--chat-template", options.chat_template)
     say(f"loading and measuring {name}; the first start on a machine takes some seconds longer")
     with SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config) as generator:
         app = make_app(LocalEngine(generator, template), settings)

@@ -23,7 +23,7 @@ from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import BatchingService
 from hf_slospec.serving.submission import Prompt, SubmitOptions, prompt_ids
-from hf_slospec.serving.telemetry import Collector, Stats
+from hf_slospec.serving.telemetry import PREFIX, Collector, Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 
@@ -222,6 +222,9 @@ class SLOSpecGenerator:
         """Return a snapshot of the batcher: what it runs, and counts since it was first started."""
         return self._service.stats()
 
-    def collector(self) -> Collector:
-        """Return a collector for ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``."""
-        return self._service.collector()
+    def collector(self, prefix: str = PREFIX) -> Collector:
+        """Return a collector for ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``.
+
+        The metrics have vLLM's names behind ``prefix``, so that ``vllm:`` serves tools which look for those.
+        """
+        return self._service.collector(prefix)

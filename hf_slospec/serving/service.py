@@ -151,9 +151,9 @@ class BatchingService:
             batcher.num_running, batcher.num_waiting, batcher.kv_held, batcher.num_kept, limits.kv_tokens, memory
         )
 
-    def collector(self) -> Collector:
+    def collector(self, prefix: str) -> Collector:
         """Return a collector for Prometheus."""
-        return Collector(lambda: self.telemetry.families(self.stats()))
+        return Collector(lambda: self.telemetry.families(self.stats(), prefix))
 
     # ---- requests
 

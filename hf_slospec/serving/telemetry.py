@@ -160,7 +160,7 @@ class Telemetry:
                 tpot_s=_percentiles(self._tpot_s),
             )
 
-    def families(self, stats: Stats) -> Iterator[Any]:
+    def families(self, stats: Stats, prefix: str) -> Iterator[Any]:
         """Yield Prometheus metric families; needs prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -169,7 +169,7 @@ class Telemetry:
             ("num_requests_waiting", "Requests that wait for room.", stats.waiting),
             ("kv_cache_usage_perc", "Share of the K/V limit in use, 0 to 1.", stats.kv_tokens / max(stats.kv_limit, 1)),
         ):
-            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+            yield GaugeMetricFamily(prefix + name, text, value=value)
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of finished requests.", stats.prompt_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up among kept texts.", stats.prompt_tokens),
@@ -181,9 +181,9 @@ class Telemetry:
             ("slo_attained", "Finished requests that met their SLOs.", stats.attained),
             ("slo_missed", "Finished requests that missed an SLO.", stats.missed),
         ):
-            yield CounterMetricFamily(PREFIX + name, text, value=value)
+            yield CounterMetricFamily(prefix + name, text, value=value)
         ended = CounterMetricFamily(
-            PREFIX + "request_success", "Requests by how they ended.", labels=["finished_reason"]
+            prefix + "request_success", "Requests by how they ended.", labels=["finished_reason"]
         )
         for reason, count in stats.finished.items():
             ended.add_metric([reason], count)
@@ -191,7 +191,7 @@ class Telemetry:
         with self._lock:
             read = [(name, own.cumulative(), own.sum) for name, own in self._histograms.items()]
         for name, buckets, total in read:
-            yield HistogramMetricFamily(PREFIX + name, name.replace("_", " "), buckets=buckets, sum_value=total)
+            yield HistogramMetricFamily(prefix + name, name.replace("_", " "), buckets=buckets, sum_value=total)
 
 
 class Collector:

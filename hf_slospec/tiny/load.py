@@ -32,11 +32,14 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
-def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> Pair:
+def load_pair(
+    target: str | None, assistant: str | None, size: str, dtype: str, device: str, may_unpickle: bool = True
+) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
 
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
-    this machine is fast in, see `fast_dtype`.
+    this machine is fast in, see `fast_dtype`. Without ``may_unpickle``, weights are read from safetensors only, as
+    pickled files may run code.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.
@@ -55,7 +58,8 @@ def load_pair(target: str | None, assistant: str | None, size: str, dtype: str, 
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
             tokenizer = AutoTokenizer.from_pretrained(target)
-            models = load(target, dtype=dtype), load(assistant, dtype=dtype)
+            safe = {} if may_unpickle else {"use_safetensors": True}
+            models = load(target, dtype=dtype, **safe), load(assistant, dtype=dtype, **safe)
         except OSError as error:  # no such model, or the Hub cannot be reached
             raise InvalidInputError(f"--target {target} --assistant {assistant}: {error}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -6,11 +6,14 @@ import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from hf_slospec import tiny_prompts
-from tests.server.conftest import Served
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
+from tests.server.conftest import Served, listening
 
 PROMPT = tiny_prompts()[0][:120]
 
@@ -305,3 +308,12 @@ def test_cached_tokens_of_all_prompts_are_counted(served: Served) -> None:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert cached <= usage["prompt_tokens"]
         assert not is_again or cached >= usage["prompt_tokens"] - 2
+
+
+def test_metrics_have_the_prefix_that_tools_look_for(served: Served) -> None:
+    settings = ServerSettings(model_name="tiny", metrics_prefix="vllm:")
+    with listening(make_app(LocalEngine(served.generator), settings)) as url:
+        text = httpx.get(f"{url}/metrics").text
+    assert "vllm:num_requests_running" in text and "hf_slospec" not in text
+    with pytest.raises(ValueError, match="metrics_prefix"):
+        ServerSettings(model_name="tiny", metrics_prefix="no name")

@@ -27,9 +27,17 @@ START_S = 240.0
         (["--chat-template", "/no/such/file"], "--chat-template"),
         (["--default-slo-tpot", "-1"], "default_tpot"),
         (["--target", "./nowhere"], "--assistant"),
+        (["--metrics-prefix", "no name"], "metrics_prefix"),
+        (["--api-key-file", "keys.json"], "strictest_tpot"),
+        (["--response-template", "template.json"], "--response-template"),
     ],
 )
-def test_what_is_refused_before_it_listens(options: list[str], said: str) -> None:
+def test_what_is_refused_before_it_listens(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("keys.json").write_text('{"key": {"strictest_tpot": -1}}')
+    Path("template.json").write_text('{"fields": 3}')
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", *options])
     assert result.exit_code == 2 and said in result.output
 

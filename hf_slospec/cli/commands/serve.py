@@ -38,6 +38,12 @@ def serve(
         Path | None,
         typer.Option(help="JSON that tells reasoning and tool calls from content; default: the model's own."),
     ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors; such files may run code.")
+    ] = False,
+    metrics_prefix: Annotated[
+        str, typer.Option(help="Of the names at /metrics; tools for vLLM look for vllm:.")
+    ] = "hf_slospec:",
     root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the server.")] = "",
     default_slo_tpot: Annotated[float | None, typer.Option(help="SLO of requests without one, in seconds.")] = None,
     strictest_slo_tpot: Annotated[
@@ -60,6 +66,7 @@ def serve(
         limits = SLOLimits(default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot)
         options = ServeOptions(
             target, assistant, size, dtype, device, host, port, served_model_name, tuple(api_key), api_key_file,
-            no_api_key, tuple(allowed_origin), chat_template, response_template, root_path, limits, settings_of(config),
+            no_api_key, allow_pickle, tuple(allowed_origin), chat_template, response_template, root_path,
+            metrics_prefix, limits, settings_of(config),
         )  # fmt: skip
         run(options, lambda text: console.print(text, markup=False, highlight=False))
