@@ -23,7 +23,7 @@ import httpx
 from hf_slospec import SLOSpecGenerator, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
 
-STREAMS = (1, 4, 16)
+STREAMS = (1, 16)
 
 
 async def direct(generator: SLOSpecGenerator, streams: int, requests: int, tokens: int) -> float:
@@ -76,8 +76,10 @@ from benchmarks.http_overhead import direct
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.serve import SWITCH_S
 import torch
 torch.set_num_threads(1)
+sys.setswitchinterval(SWITCH_S)
 with SLOSpecGenerator(*load_tiny_pair(torch.float32), SLOSpecConfig(kept_tokens=0)) as generator:
     # With the protocol named, asyncio turns Nagle's algorithm off, as for sockets of its own.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP); listener.bind(("127.0.0.1", 0))
@@ -94,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--requests", type=int, default=4, help="of each stream, one after the other")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     root = str(Path(__file__).resolve().parent.parent)

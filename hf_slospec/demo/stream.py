@@ -71,7 +71,7 @@ class Stream:
 
     def stop(self, now_s: float) -> None:
         """Cancel the current request; its text so far stays visible."""
-        if self._handle is not None:
+        if self._handle is not None and not self._is_stopped:  # its commits are among the past ones otherwise
             self._handle.cancel()
             self._past.extend(gains(self._handle.commits))
         while self._past and self._past[0].at_s < now_s - HISTORY_S:

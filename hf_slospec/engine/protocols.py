@@ -157,7 +157,8 @@ class Drafter(Protocol):
     """Proposes candidate trees: an assistant model, prompt lookup, or an object of your own (``drafter=``).
 
     The output is always what the target would have written; good proposals make it faster. Several threads may call
-    one drafter at the same time.
+    one drafter at the same time. It may also have ``reuse(request)``, which gives a request what is kept of a text that
+    begins alike and returns the number of its tokens that are known then, and ``close()``.
     """
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
@@ -175,7 +176,7 @@ class Drafter(Protocol):
         """
 
     def release(self, request: Request) -> None:
-        """Drop what is kept for a request that has finished, was cancelled, or lost its K/V and will be seen again.
+        """Let go of what is kept for a request that has finished or was cancelled, or will be seen again.
 
         The drafter may not have drafted for it before.
         """

@@ -70,10 +70,11 @@ class Engine(Generic[S]):
         return event
 
     def _reuse(self) -> None:
-        """Give requests that have room but no K/V that of texts which begin alike."""
+        """Give requests that have room, but no K/V of their own, that of texts which begin alike."""
         reuse_drafts = getattr(self.drafter, "reuse", None)
         for request in self.scheduler.running:
-            if not request.num_cached:
+            has_only_reused = not request.num_emitted and request.num_cached == request.num_reused
+            if not request.num_cached or has_only_reused:
                 request.num_cached = self.target.reuse(request)
                 if not request.num_emitted and not request.num_preempted:
                     request.num_reused = request.num_cached

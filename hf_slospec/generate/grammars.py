@@ -12,10 +12,8 @@ from transformers.generation import LogitsProcessor
 
 from hf_slospec.errors import InvalidInputError
 
-JSON_OPTIONS: Any = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \n\t]{0,24}",
-}  # bounded: models get lost in it
+# Whitespace is bounded, as models get lost in it.
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,24}"}
 
 
 class Grammars:

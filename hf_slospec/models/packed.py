@@ -85,10 +85,10 @@ class PackedModel:
 
     def renew(self) -> None:
         """Take in changes of weights and modules that steps do not notice."""
-        self.prepacked.renew()
+        has_changed = self.prepacked.renew()
         if self._preconditions is not None:
             self._preconditions.renew()
-        self.fingerprint.renew()
+        self.fingerprint.renew(has_changed)
 
     @property
     def device(self) -> torch.device:

@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial, wraps
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import hf_slospec
 from hf_slospec.errors import (
@@ -50,7 +49,7 @@ logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_AFTER_S = 1
 BODY_S = 30.0  # until a request's body has arrived
-GUARDED = ("/v1/", "/tokenize", "/detokenize")  # paths that need an API key, where there are keys
+OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that need no API key where there are keys
 
 
 class ServerSettings(InputModel):
@@ -75,12 +74,12 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         title="hf_slospec", version=hf_slospec.__version__, root_path=settings.root_path, docs_url=None, redoc_url=None
     )
     server = _Server(engine, settings)
-    app.add_middleware(_Guard, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_exception_handler(HTTPException, _answer_fault)  # of the framework: no such path or method
+    for kind in (HTTPException, Fault):  # of the framework, as for a path that is not there, and of keys
+        app.add_exception_handler(kind, _answer_fault)
     definitions: dict[str, Any] = {}
     for method, path, endpoint, body in (
         ("POST", "/v1/chat/completions", server.chat, ChatBody),
@@ -95,7 +94,10 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("GET", "/version", server.version, None),
     ):
         extra = None if body is None else {"requestBody": _described(body, definitions)}
-        app.add_api_route(path, _with_faults(endpoint), methods=[method], openapi_extra=extra, response_model=None)
+        app.add_api_route(
+            path, _with_faults(endpoint), methods=[method], openapi_extra=extra, response_model=None,
+            dependencies=[] if path in OPEN else [Depends(server.check_key)],
+        )  # fmt: skip
     _add_definitions(app, definitions)
     return app
 
@@ -127,26 +129,28 @@ class Fault(Exception):  # noqa: N818  it is an answer
         super().__init__(status)
         self.status, self.body, self.headers = status, body, dict(headers or {})
 
+    def response(self) -> Response:
+        """Return it as a response."""
+        return JSONResponse(self.body, self.status, self.headers)
 
-class _Guard:
-    """ASGI middleware that checks the API key and notes its limits."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings):
-        self.app, self.settings = app, settings
+class _Server:
+    """The endpoints."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer that there is no valid key."""
-        if scope["type"] == "http":
-            request, limits = Request(scope), self.settings.limits
-            if self.settings.api_keys and request.url.path.startswith(GUARDED) and request.method != "OPTIONS":
-                found = self._limits_of(request.headers.get("authorization", ""))
-                if found is None:
-                    body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
-                    await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-                    return
-                limits = found
-            request.state.limits = limits
-        await self.app(scope, receive, send)
+    def __init__(self, engine: ServedEngine, settings: ServerSettings):
+        self.engine, self.settings, self.begun = engine, settings, int(time.time())
+
+    # ---- before the endpoints
+
+    async def check_key(self, request: Request) -> None:
+        """Note the limits of the request's API key; raises Fault without a valid one where there are keys."""
+        request.state.limits = self.settings.limits
+        if self.settings.api_keys:
+            found = self._limits_of(request.headers.get("authorization", ""))
+            if found is None:
+                body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+                raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
+            request.state.limits = found
 
     def _limits_of(self, header: str) -> SLOLimits | None:
         """Return the limits of the key in an Authorization header, in a time that does not depend on the key."""
@@ -157,13 +161,6 @@ class _Guard:
             if hmac.compare_digest(key.encode(), given):
                 found = limits
         return found
-
-
-class _Server:
-    """The endpoints."""
-
-    def __init__(self, engine: ServedEngine, settings: ServerSettings):
-        self.engine, self.settings, self.begun = engine, settings, int(time.time())
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """Return the validated body.
@@ -189,11 +186,13 @@ class _Server:
             param = ".".join(map(str, faults[0]["loc"])) or None
             message = "; ".join(map(describe_fault, faults[:5]))
             raise Fault(400, error_body(message, "invalid_request_error", param)) from error
-        name = getattr(body, "model", None)
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_name:
             text = f"there is no model {name!r}; the model here is {self.settings.model_name!r}"
             raise Fault(404, error_body(text, "not_found_error", "model", "model_not_found"))
-        return body
 
     # ---- completions
 
@@ -249,7 +248,8 @@ class _Server:
     ) -> Choice:
         """Submit an order, and return it as a choice."""
         reader: PlainParts | TemplateParts = PlainParts()
-        if (template := self.engine.response_template) is not None and isinstance(body, ChatBody):
+        template = self.engine.response_template
+        if template is not None and isinstance(body, ChatBody) and body.json_schema is None:  # JSON is all content
             prefix = await asyncio.to_thread(self.engine.tokenizer.decode, order.prompt)
             reader = TemplateParts(template, prefix, body.shown_tools)
         skips, hidden = body.skip_special_tokens, body.stop_token_ids or []
@@ -352,9 +352,7 @@ class _Server:
 
     async def model(self, model: str) -> Response:
         """Return a description of the model."""
-        if model != self.settings.model_name:
-            text = f"there is no model {model!r}; the model here is {self.settings.model_name!r}"
-            raise Fault(404, error_body(text, "not_found_error", "model", "model_not_found"))
+        self._check_model(model)
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -409,16 +407,14 @@ def _with_faults(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., 
         try:
             return await endpoint(**arguments)
         except Exception as error:  # noqa: BLE001  the log has those that are faults of ours
-            fault = _fault_of(error)
-            return JSONResponse(fault.body, fault.status, fault.headers)
+            return _fault_of(error).response()
 
     return answer
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
     """Return the answer to an error, in OpenAI's form."""
-    fault = _fault_of(error)
-    return JSONResponse(fault.body, fault.status, fault.headers)
+    return _fault_of(error).response()
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -204,7 +204,10 @@ class GenerationSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+        except RecursionError:
+            raise ValueError("it nests too deeply") from None
         if not isinstance(parsed, dict):
             return parsed
         return {name: each for name, each in parsed.items() if each is not None and not name.startswith("_")}

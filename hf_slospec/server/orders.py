@@ -142,10 +142,8 @@ def order_of(
     if body.stop_strings:
         arguments["stop_strings"] = body.stop_strings
     if body.logit_bias:
-        if max(body.logit_bias) >= engine.vocab_size or min(body.logit_bias) < 0:
-            raise InvalidInputError(
-                f"logit_bias: token ids must be below {engine.vocab_size}, got {max(body.logit_bias)}"
-            )
+        if wrong := [token for token in body.logit_bias if not 0 <= token < engine.vocab_size]:
+            raise InvalidInputError(f"logit_bias: token ids must be below {engine.vocab_size}, got {wrong[0]}")
         arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     if body.repetition_penalty is not None:
         arguments["repetition_penalty"] = body.repetition_penalty

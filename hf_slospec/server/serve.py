@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from hf_slospec.tiny.load import load_pair
 LOCAL = ("127.0.0.1", "localhost", "::1")
 DRAIN_S = 30  # that requests have to finish after the first signal
 KEYS = TypeAdapter(dict[str, SLOLimits])
+SWITCH_S = 5e-4  # after which Python's threads take turns; the default of 5 ms delays every chunk that is sent by that
 EMBEDDED = "tiny"  # model name of the embedded pair
 
 
@@ -81,10 +83,11 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     )
     if options.chat_template is not None:
         pair.tokenizer.chat_template = _read("--chat-template", options.chat_template)
+    sys.setswitchinterval(SWITCH_S)
     say(f"loading and measuring {name}; the first start on a machine takes some seconds longer")
     with SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config) as generator:
         app = make_app(LocalEngine(generator, template), settings)
-        say(welcome(options, name, generator))
+        say(welcome(options, name, generator, is_guarded=bool(keys)))
         uvicorn.run(
             app, host=options.host, port=options.port, http=ImpatientProtocol, log_level="warning",
             timeout_graceful_shutdown=DRAIN_S,
@@ -101,6 +104,8 @@ def _keys(options: ServeOptions) -> dict[str, SLOLimits]:
             raise InvalidInputError(f"--api-key-file {options.key_file}: {describe_validation_error(error)}") from None
     if any(not key for key in keys):
         raise InvalidInputError("an API key is empty")
+    if options.key_file is not None and not keys:
+        raise InvalidInputError(f"--api-key-file {options.key_file} has no key; leave it out to serve all")
     return keys
 
 
@@ -120,13 +125,12 @@ def _read(option: str, path: Path) -> str:
         raise InvalidInputError(f"{option} {path}: {error}") from error
 
 
-def welcome(options: ServeOptions, name: str, generator: SLOSpecGenerator) -> str:
+def welcome(options: ServeOptions, name: str, generator: SLOSpecGenerator, is_guarded: bool) -> str:
     """Return what a user needs to know after the start: model, address, lines to try, and what a step takes."""
     costs = generator.decoder.speculator.costs
     step_s = float(costs.verify_s(1, 1, 0))
     target, draft = generator.model, generator.assistant_model
     url = f"http://{options.host}:{options.port}/v1"
-    is_guarded = bool(options.api_keys or options.key_file)
     key = "$KEY" if is_guarded else "none"
     slo_s = max(round(2 * step_s, 3), 0.001)
     body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32, "slo_tpot": slo_s})

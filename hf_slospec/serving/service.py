@@ -145,11 +145,12 @@ class BatchingService:
         """Return a snapshot."""
         batcher, limits = self._batcher, self._limits
         if batcher is None or limits is None:
-            return self.telemetry.stats(0, 0, 0, 0, 0, None)
+            return self.telemetry.stats(running=0, waiting=0, kv_tokens=0, kept_tokens=0, kv_limit=0, memory=None)
         memory = self.decoder.speculator.memory(batcher.num_running)
         return self.telemetry.stats(
-            batcher.num_running, batcher.num_waiting, batcher.kv_held, batcher.num_kept, limits.kv_tokens, memory
-        )
+            running=batcher.num_running, waiting=batcher.num_waiting, kv_tokens=batcher.kv_held,
+            kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens, memory=memory,
+        )  # fmt: skip
 
     def collector(self, prefix: str) -> Collector:
         """Return a collector for Prometheus."""

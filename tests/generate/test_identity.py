@@ -26,9 +26,15 @@ CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=4
 ALL_DRAFTS = ("llama", "mistral-window", "gpt2", "gemma3")
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize(
-    ("family", "draft"), [(f, d) for f in FAMILIES for d in DRAFTS if d == "fair" or f in ALL_DRAFTS]
+    ("family", "draft", "batch"),
+    [
+        (family, draft, batch)
+        for family in FAMILIES
+        for draft in DRAFTS
+        for batch in (1, 3, 8)
+        if family in ALL_DRAFTS or (draft == "fair" and batch < 8)
+    ],
 )
 def test_same_tokens_as_stock(family: str, draft: str, batch: int) -> None:
     model = tiny_model(family)
@@ -40,7 +46,7 @@ def test_same_tokens_as_stock(family: str, draft: str, batch: int) -> None:
             lambda **kwargs: generator.generate(**kwargs, slo_tpot=targets),
             ragged_prompts(batch, seed=batch),
             **options,
-            max_new_tokens=36,
+            max_new_tokens=28,
         )
         assert all(metrics.accepted <= metrics.drafted for metrics in out.slo)
 

@@ -15,6 +15,7 @@ from hf_slospec.server import app as app_module
 from hf_slospec.server import connections
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.orders import SLOLimits
 from tests.server.conftest import KEY, STRICT_KEY, Served, listening
 
 PROMPT = tiny_prompts()[0][:60]
@@ -202,3 +203,25 @@ def test_bodies_that_do_not_arrive_are_given_up(served: Served, monkeypatch: pyt
     with socket.create_connection((host, int(port)), timeout=60.0) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_no_path_leads_around_the_key(generator: SLOSpecGenerator) -> None:
+    settings = ServerSettings(model_name="tiny", api_keys={"k\u00e9y": SLOLimits()}, root_path="/llm")
+    with (
+        listening(make_app(LocalEngine(generator), settings)) as url,
+        httpx.Client(base_url=url, timeout=60.0) as client,
+    ):
+        body = {"prompt": "x", "max_tokens": 2}
+        for path in ("/v1/completions", "/llm/v1/completions", "/llm/tokenize", "/tokenize", "/llm/v1/models"):
+            method = "GET" if path.endswith("models") else "POST"
+            assert client.request(method, path, json=body).status_code in (401, 404)
+            assert client.request(
+                method, path, json=body, headers={b"Authorization": "k\u00e9y".encode()}
+            ).status_code in (
+                401,
+                404,
+            )
+        for scheme in (b"Bearer", b"bearer"):
+            headers = {b"Authorization": scheme + b" " + "k\u00e9y".encode()}
+            assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        assert client.get("/health").status_code == 200

@@ -130,7 +130,7 @@ class ContinuousScheduler:
             left_s = prefill_deadline_s(request) - now_s
             if (
                 not request.num_emitted
-                and request.num_uncached > fastest * left_s
+                and request.num_uncached > fastest * left_s  # so that few are looked up
                 and request.num_uncached - self.num_reusable(request) > fastest * left_s
             ):
                 self._undecided.remove(request)  # stays best effort

@@ -1,9 +1,10 @@
-"""Values that change with what a model's forwards depend on: weights, settings of its modules, adapters."""
+"""Changes of what a model's forwards depend on: by identity for kept K/V, by value for captured forwards."""
 
 from __future__ import annotations
 
 import functools
 import operator
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -20,7 +21,6 @@ PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
 
-
 LIBRARIES = ("torch", "transformers")  # modules of others are adapters, or users' own
 CONTAINERS = (dict, OrderedDict, list)
 
@@ -34,30 +34,37 @@ class Fingerprint:
 
     def __init__(self, model: torch.nn.Module):
         """Read the model; ``state`` is 0."""
-        self._model, self.state = model, 0
+        self._model, self.state, self._lock = model, 0, threading.Lock()
         self._adapters: list[torch.nn.Module] = []
         self._of_adapters: list[Any] = []
         self._read()
 
-    def renew(self) -> None:
-        """Read the whole model, and count ``state`` up if something has changed."""
-        before = self._weights, self._held
-        self._read()
-        self.state += before[0] != self._weights or not _are_same(before[1], self._held)
+    def renew(self, has_changed: bool = False) -> None:
+        """Read the whole model, and count ``state`` up if something has changed, or is known to have."""
+        with self._lock:
+            before = self._weights, self._held
+            self._read()
+            if has_changed or before[0] != self._weights or not _are_same(before[1], self._held):
+                self.state += 1
 
     def notice(self) -> None:
         """Do the same for adapters alone, which may be switched back before the next request: for every forward."""
-        if self._adapters and not _are_same(self._of_adapters, now := _held_by(self._adapters)):
-            self._of_adapters = now
-            self.state += 1
+        with self._lock:
+            if self._adapters and not _are_same(self._of_adapters, now := _held_by(self._adapters)):
+                self._of_adapters = now
+                self.state += 1
 
     def _read(self) -> None:
         modules = list(self._model.modules())
         self._weights = tuple(_state_of(home[name]) for home, name in weight_homes(self._model))
-        configs = {id(config): config for one in modules if hasattr(config := vars(one).get("config"), "__dict__")}
-        self._held = [*map(plain_class, modules), *_held_by(modules), *_held_by(configs.values())]
-        self._adapters = [one for one in modules if not plain_class(one).__module__.startswith(LIBRARIES)]
+        self._held = [*map(plain_class, modules), *_held_by(modules), *_held_by(_configs(modules))]
+        self._adapters = [one for one in modules if plain_class(one).__module__.split(".")[0] not in LIBRARIES]
         self._of_adapters = _held_by(self._adapters)
+
+
+def _configs(modules: Iterable[Any]) -> list[Any]:
+    configs = {id(config): config for one in modules if hasattr(config := vars(one).get("config"), "__dict__")}
+    return list(configs.values())
 
 
 def _held_by(owners: Iterable[Any]) -> list[Any]:
@@ -65,11 +72,11 @@ def _held_by(owners: Iterable[Any]) -> list[Any]:
     held: list[Any] = []
     for owner in owners:
         attributes = vars(owner)
-        for name, value in attributes.items():
+        for name, value in list(attributes.items()):  # other threads may add some
             if name not in PASSING:
                 held.append(value)
                 if type(value) in CONTAINERS:
-                    held.extend(value.values() if isinstance(value, dict) else value)
+                    held.extend(list(value.values() if isinstance(value, dict) else value))
     return held
 
 
@@ -87,10 +94,9 @@ def weight_homes(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]
 def settings(model: torch.nn.Module) -> Hashable:
     """Return the settings of all modules and configs: plain attributes such as an adapter's switches."""
     modules = list(model.modules())
-    configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     own = ((plain_class(module), vars(module)) for module in modules)
     return tuple((kind, _settings_of(attributes)) for kind, attributes in own) + tuple(
-        (type(config), _settings_of(vars(config))) for config in configs.values()
+        (type(config), _settings_of(vars(config))) for config in _configs(modules)
     )
 
 

@@ -65,7 +65,7 @@ class PackedWeight:
     """A copy of a layer's weight as its kernel reads it, and the state of the weight it was made from."""
 
     def __init__(self, layer: nn.Module, name: str):
-        self.layer, self.name = layer, name
+        self.layer, self.name, self.num_made = layer, name, 0
         self.make()
 
     def make(self) -> None:
@@ -73,6 +73,7 @@ class PackedWeight:
         weight: Any = self.layer._parameters.get(self.name)
         assert not isinstance(weight, ReleasedWeight), "the copy of a released weight is all there is of it"
         self.weight, self.choice = weight, PLAIN
+        self.num_made += 1
         self.matrices = list[Matrix]()  # one, or one per expert; none where torch's own kernels are used
         if weight is None or not is_usual(weight):
             return

@@ -98,8 +98,13 @@ class PrepackedLayers:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def renew(self) -> None:
-        """Update the copies to the model's present layers and weights, however they were changed."""
+    def renew(self) -> bool:
+        """Update the copies to the model's present layers and weights, however they were changed.
+
+        Returns:
+            Whether a copy was made anew, of a weight that had one.
+        """
+        known, num_made = self._copies.keys(), sum(copy.num_made for copy in self._copies.values())
         found: dict[Copy, PackedWeight] = {}
         is_released = self._wanted == "only"
         weights = self._model.named_parameters(remove_duplicate=False) if is_released else ()
@@ -115,6 +120,7 @@ class PrepackedLayers:
                 release_weights(layer, copies)
         self._copies = found
         self._classes = {layer: plain_class(layer) for layer, _ in found}
+        return known == found.keys() and num_made != sum(copy.num_made for copy in found.values())
 
     def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
         """Yield every layer with its packed weights, which are made if they are missing."""

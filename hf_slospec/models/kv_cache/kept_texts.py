@@ -38,9 +38,6 @@ class KeptTexts:
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def __contains__(self, text: KeptText) -> bool:
-        return text in self._by_age
-
     def texts(self) -> list[KeptText]:
         """Return all texts, the least recently used first."""
         return list(self._by_age)
@@ -82,5 +79,7 @@ class KeptTexts:
 
 def num_common(some: Sequence[int], others: Sequence[int]) -> int:
     """Return how many leading tokens two texts share."""
+    if not some or not others or some[0] != others[0]:
+        return 0  # most texts
     most = min(len(some), len(others))
     return bisect_left(range(most), True, key=lambda place: some[: place + 1] != others[: place + 1])

@@ -1,4 +1,4 @@
-"""Requests of one engine that have K/V in a model's cache."""
+"""Requests of one engine that have K/V in a model's cache, and what they take of each other's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import PackedModel
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
-FEW = 16  # tokens whose K/V is computed faster than it is worth keeping or copying
+MIN_SHARED = 16  # tokens whose K/V is computed faster than it is worth keeping or copying
 
 
 class RequestSequences:
@@ -41,8 +41,8 @@ class RequestSequences:
         self._cache: KVCache | None = None
         self._by_request: dict[Request, CachedSequence] = {}
         self._embeds: dict[Request, torch.Tensor] = {}
-        self._weights: dict[Request, int] = {}  # state of the model's weights when its first token was cached
-        self._kept, self._kept_weights = KeptTexts(), 0
+        self._states: dict[Request, int] = {}  # of the model's fingerprint, when their first tokens were cached
+        self._kept, self._kept_state = KeptTexts(), 0
 
     @property
     def cache(self) -> KVCache:
@@ -105,25 +105,27 @@ class RequestSequences:
         sequences = {request: self._by_request.get(request) or CachedSequence() for request in capacities}
         slots = {sequences[request]: slots for request, slots in capacities.items()}
         try:
-            with as_memory_error():
-                self.cache.reserve(slots, limit)
+            self._reserve(slots, limit)
         except MemoryError:
             if not len(self._kept):
                 raise
             self._keep_at_most(0)
-            self.cache.reserve(slots, limit)
+            self._reserve(slots, limit)
         self._by_request |= sequences
-        self._weights |= {
-            request: self.packed.fingerprint.state for request in capacities if request not in self._weights
-        }
+        for request in capacities:
+            self._states.setdefault(request, self.packed.fingerprint.state)
+
+    def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:
+        with as_memory_error():
+            self.cache.reserve(slots, limit)
 
     def release(self, request: Request) -> None:
         """Drop the K/V of a request, if it has any, or keep it for requests that begin alike."""
         has_embeds = self._embeds.pop(request, None) is not None
-        weights, sequence = self._weights.pop(request, None), self._by_request.pop(request, None)
+        state, sequence = self._states.pop(request, None), self._by_request.pop(request, None)
         if sequence is None:
             return
-        if self._is_shareable(sequence, weights) and not has_embeds and request.error is None:
+        if self._is_shareable(sequence, state) and not has_embeds and request.error is None:
             self._keep(KeptText(request.cache_salt, request.tokens[: sequence.length], sequence))
         else:
             self.cache.release(sequence)
@@ -154,43 +156,46 @@ class RequestSequences:
 
     def num_reusable(self, request: Request) -> int:
         """Return how many tokens :meth:`reuse` would find now for a request without K/V; 0 for one that has some."""
-        return 0 if request in self._by_request else self._beginning_alike(request)[1]
+        length = 0 if request in self._by_request else self._beginning_alike(request)[1]
+        return length if length >= MIN_SHARED else 0
 
     def reuse(self, request: Request) -> int:
-        """Give a request without K/V that of the text which begins alike for longest.
+        """Give a request the K/V of the text which begins alike for longest, if it has less itself.
 
         Returns:
             The request's tokens whose K/V is cached now; never all, as the last one's logits are wanted.
         """
-        if request not in self._by_request:
-            source, length = self._beginning_alike(request)
-            if isinstance(source, KeptText):
-                self._kept.touch(source)  # so that it is the last to make room for the request
-                if len(source.tokens) - length < FEW or not self._is_room_beside(source, request):
-                    self._take_over(source, request, length)
-                else:
-                    self._copy(source.sequence, request, length)
-            elif source is not None:
-                self._copy(source, request, length)
+        source, length = self._beginning_alike(request)
+        if length < self.num_cached(request) + MIN_SHARED:
+            return self.num_cached(request)
+        if isinstance(source, KeptText):
+            self._kept.touch(source)  # so that it is the last to make room for the request
+            is_new, left_out = request not in self._by_request, len(source.tokens) - length
+            if is_new and (left_out < MIN_SHARED or not self._is_room_beside(source, request)):
+                self._take_over(source, request, length)
+            else:
+                self._copy(source.sequence, request, length)
+        elif source is not None:
+            self._copy(source, request, length)
         return self.num_cached(request)
 
     def _beginning_alike(self, request: Request) -> tuple[KeptText | CachedSequence | None, int]:
         """Return the text, kept or of another request, that begins like this one for longest, and for how long."""
         if not self.max_kept:
             return None, 0
-        if self._kept_weights != self.packed.fingerprint.state:
+        self.packed.fingerprint.notice()
+        if self._kept_state != self.packed.fingerprint.state:
             self._keep_at_most(0)
         wanted, found = request.tokens[:-1], list[tuple[KeptText | CachedSequence | None, int]]()
         found.append(self._kept.longest(wanted, request.cache_salt))
         for other, sequence in self._by_request.items():
-            is_open = self._is_shareable(sequence, self._weights[other]) and other not in self._embeds
-            if is_open and other.cache_salt == request.cache_salt:
-                found.append((sequence, num_common(other.tokens[: sequence.length], wanted)))
-        source, length = max(found, key=lambda pair: pair[1])
-        return (source, length) if length >= FEW else (None, 0)
+            is_open = self._is_shareable(sequence, self._states[other]) and other not in self._embeds
+            if is_open and other is not request and other.cache_salt == request.cache_salt:
+                found.append((sequence, min(num_common(other.tokens, wanted), sequence.length)))
+        return max(found, key=lambda pair: pair[1])
 
-    def _is_shareable(self, sequence: CachedSequence, weights: int | None) -> bool:
-        return bool(self.max_kept) and sequence.length >= FEW and weights == self.packed.fingerprint.state
+    def _is_shareable(self, sequence: CachedSequence, state: int | None) -> bool:
+        return bool(self.max_kept) and sequence.length >= MIN_SHARED and state == self.packed.fingerprint.state
 
     def _is_room_beside(self, text: KeptText, request: Request) -> bool:
         if self.max_slots is None:
@@ -201,7 +206,8 @@ class RequestSequences:
     def _take_over(self, text: KeptText, request: Request, length: int) -> None:
         self._kept.remove(text)
         text.sequence.length = length
-        self._by_request[request], self._weights[request] = text.sequence, self._kept_weights
+        text.sequence.capacity = min(text.sequence.capacity, max(length, self._capacity(request, 0)))
+        self._by_request[request], self._states[request] = text.sequence, self._kept_state
 
     def _copy(self, source: CachedSequence, request: Request, length: int) -> None:
         """Copy the first tokens' K/V, unless there is no room for both."""
@@ -213,9 +219,9 @@ class RequestSequences:
             self.cache.pool.copy(source, self.of(request), length)
 
     def _keep(self, text: KeptText) -> None:
-        if self._kept_weights != self.packed.fingerprint.state:
+        if self._kept_state != self.packed.fingerprint.state:
             self._keep_at_most(0)
-            self._kept_weights = self.packed.fingerprint.state
+            self._kept_state = self.packed.fingerprint.state
         text.sequence.capacity = text.sequence.length
         for unneeded in self._kept.add(text):
             self.cache.release(unneeded.sequence)

@@ -193,7 +193,7 @@ def test_the_host_waits_twice_a_step(
 
 
 def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
-    cuda_tests.serve(5, 8)
+    cuda_tests.serve(4, 6)
     assert captures
 
 
@@ -213,8 +213,8 @@ def test_calls_on_another_stream_beside_the_batcher() -> None:
     alone = model.generate(**inputs, **GREEDY, max_new_tokens=12)
     config = SLOSpecConfig(policy="fixed", check_invariants=True)
     with SLOSpecGenerator(model, draft, config=config) as generator, torch.cuda.stream(other):
-        handle = generator.submit([5, 6, 7], max_new_tokens=40, **GREEDY)
-        for _ in range(3):
+        handle = generator.submit([5, 6, 7], max_new_tokens=24, **GREEDY)
+        for _ in range(2):
             assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=12), alone)
         handle.result(120)
     assert other.waited_for and torch.cuda.current_stream().waited_for
