@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["ok"],
     "additionalProperties": False,
 }
-CONFIG = {"kv_tokens": 20_000, "max_queue": 64, "check_invariants": True}
+CONFIG = {"kv_tokens": 6_000, "max_queue": 64, "check_invariants": True}
 
 
 class Users:

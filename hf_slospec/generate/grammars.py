@@ -70,7 +70,7 @@ class JSONConstraint(LogitsProcessor):
         """Return the scores with -inf for tokens that are not allowed, [1, vocab]; ``input_ids`` [1, length] int64.
 
         Raises:
-            InvalidInputError: llguidance gave up on the schema.
+            InvalidInputError: llguidance cannot follow the schema further.
         """
         (text,) = input_ids[:, self._prompt_len :].tolist()
         if text[: len(self._consumed)] != self._consumed:

@@ -85,10 +85,12 @@ class PackedModel:
 
     def renew(self) -> None:
         """Take in changes of weights and modules that steps do not notice."""
-        has_changed = self.prepacked.renew()
+        if self.fingerprint.renew():
+            self.prepacked.renew()
+        elif self.prepacked.renew_copies():
+            self.fingerprint.count()
         if self._preconditions is not None:
             self._preconditions.renew()
-        self.fingerprint.renew(has_changed)
 
     @property
     def device(self) -> torch.device:

@@ -64,15 +64,12 @@ class ServerSettings(InputModel):
     limits: SLOLimits = SLOLimits()
     allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may call the server (CORS).")
     max_body_bytes: Annotated[int, Field(ge=1024)] = 2**23
-    root_path: str = ""
     metrics_prefix: str = Field(PREFIX, pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$")
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     """Return the application that serves an engine."""
-    app = FastAPI(
-        title="hf_slospec", version=hf_slospec.__version__, root_path=settings.root_path, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="hf_slospec", version=hf_slospec.__version__, docs_url=None, redoc_url=None)
     server = _Server(engine, settings)
     if settings.allowed_origins:
         app.add_middleware(
@@ -143,7 +140,7 @@ class _Server:
     # ---- before the endpoints
 
     async def check_key(self, request: Request) -> None:
-        """Note the limits of the request's API key; raises Fault without a valid one where there are keys."""
+        """Check the request's API key and set its limits; raises Fault without a valid key where there are keys."""
         request.state.limits = self.settings.limits
         if self.settings.api_keys:
             found = self._limits_of(request.headers.get("authorization", ""))

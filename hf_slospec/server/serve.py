@@ -75,7 +75,6 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         api_keys=keys,
         limits=options.limits,
         allowed_origins=options.allowed_origins,
-        root_path=options.root_path,
         metrics_prefix=options.metrics_prefix,
     )
     pair = load_pair(
@@ -90,7 +89,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         say(welcome(options, name, generator, is_guarded=bool(keys)))
         uvicorn.run(
             app, host=options.host, port=options.port, http=ImpatientProtocol, log_level="warning",
-            timeout_graceful_shutdown=DRAIN_S,
+            timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
 
 

@@ -39,13 +39,19 @@ class Fingerprint:
         self._of_adapters: list[Any] = []
         self._read()
 
-    def renew(self, has_changed: bool = False) -> None:
-        """Read the whole model, and count ``state`` up if something has changed, or is known to have."""
+    def renew(self) -> bool:
+        """Read the whole model; return whether something has changed, and count ``state`` up if so."""
         with self._lock:
             before = self._weights, self._held
             self._read()
-            if has_changed or before[0] != self._weights or not _are_same(before[1], self._held):
-                self.state += 1
+            has_changed = before[0] != self._weights or not _are_same(before[1], self._held)
+            self.state += has_changed
+            return has_changed
+
+    def count(self) -> None:
+        """Count a change that was noticed otherwise."""
+        with self._lock:
+            self.state += 1
 
     def notice(self) -> None:
         """Do the same for adapters alone, which may be switched back before the next request: for every forward."""
@@ -55,8 +61,11 @@ class Fingerprint:
                 self.state += 1
 
     def _read(self) -> None:
-        modules = list(self._model.modules())
-        self._weights = tuple(_state_of(home[name]) for home, name in weight_homes(self._model))
+        modules = [self._model]
+        for module in modules:  # torch's own traversal takes most of the time
+            modules.extend(part for part in list(module._modules.values()) if part is not None)
+        homes = [home for module in modules for home in (module._parameters, module._buffers) if home]
+        self._weights = tuple(_state_of(weight) for home in homes for weight in home.values() if weight is not None)
         self._held = [*map(plain_class, modules), *_held_by(modules), *_held_by(_configs(modules))]
         self._adapters = [one for one in modules if plain_class(one).__module__.split(".")[0] not in LIBRARIES]
         self._of_adapters = _held_by(self._adapters)

@@ -98,13 +98,16 @@ class PrepackedLayers:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def renew(self) -> bool:
-        """Update the copies to the model's present layers and weights, however they were changed.
+    def renew_copies(self) -> bool:
+        """Update the copies to their weights, however these were written; return whether a copy was made anew."""
+        copies = list(self._copies.values())
+        num_made = sum(copy.num_made for copy in copies)
+        for copy in copies:
+            copy.renew()
+        return num_made != sum(copy.num_made for copy in copies)
 
-        Returns:
-            Whether a copy was made anew, of a weight that had one.
-        """
-        known, num_made = self._copies.keys(), sum(copy.num_made for copy in self._copies.values())
+    def renew(self) -> None:
+        """Update the copies to the model's present layers and weights, however they were changed."""
         found: dict[Copy, PackedWeight] = {}
         is_released = self._wanted == "only"
         weights = self._model.named_parameters(remove_duplicate=False) if is_released else ()
@@ -120,7 +123,6 @@ class PrepackedLayers:
                 release_weights(layer, copies)
         self._copies = found
         self._classes = {layer: plain_class(layer) for layer, _ in found}
-        return known == found.keys() and num_made != sum(copy.num_made for copy in found.values())
 
     def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
         """Yield every layer with its packed weights, which are made if they are missing."""
