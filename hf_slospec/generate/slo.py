@@ -15,6 +15,8 @@ from transformers.generation import StopStringCriteria
 from hf_slospec.engine.request import IsOver, Stage
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
+LEAST_S = 1e-9  # seconds of an SLO; quotients of less overflow
+
 
 class SLOStage(BaseModel):
     """A stretch of a row with a TPOT SLO of its own; a list of stages is the SLO of one row.
@@ -83,9 +85,10 @@ def _check_seconds(seconds: Any) -> None:
             f"slo_tpot must be seconds per output token, None, a list of SLOStage, or a list of those per row; "
             f"got {seconds!r}"
         )
-    if not math.isfinite(seconds) or seconds <= 0:
+    if not math.isfinite(seconds) or seconds < LEAST_S:
         raise InvalidInputError(
-            f"slo_tpot must be a positive, finite number of seconds per output token, got {seconds!r}; "
+            f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_S:g}), "
+            f"got {seconds!r}; "
             "use None for a row without an SLO"
         )
 

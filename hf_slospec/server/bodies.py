@@ -5,11 +5,23 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from hf_slospec.generate.slo import LEAST_S
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+LEAST_TEMPERATURE = 1e-3  # logits that are divided by less overflow
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"must be 0 or at least {LEAST_TEMPERATURE:g}")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature)]
 
 
 class StreamOptions(BaseModel):
@@ -32,11 +44,11 @@ class SamplingBody(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -49,8 +61,8 @@ class SamplingBody(BaseModel):
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
 
-    slo_tpot: float | None = Field(None, gt=0, allow_inf_nan=False, description="Seconds per output token.")
-    slo_ttft: float | None = Field(None, gt=0, allow_inf_nan=False, description="Seconds to the first token.")
+    slo_tpot: float | None = Field(None, ge=LEAST_S, allow_inf_nan=False, description="Seconds per output token.")
+    slo_ttft: float | None = Field(None, ge=LEAST_S, allow_inf_nan=False, description="Seconds to the first token.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM.")
     best_effort: bool = False
     cache_salt: str = Field("", description="Share K/V with requests of the same salt only, as with vLLM.")
@@ -194,11 +206,11 @@ class GenerationSettings(BaseModel):
 
     max_new_tokens: int | None = Field(None, ge=1)
     do_sample: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
     transformers_version: str | None = None
 
     @model_validator(mode="before")

@@ -16,6 +16,7 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
     describe_validation_error,
 )
+from hf_slospec.generate.slo import LEAST_S
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 WRONG_VALUE = ("greater_than", "less_than", "finite")  # pydantic's error types that are no type errors
@@ -36,7 +37,7 @@ class SubmitOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    slo_ttft: float | None = Field(None, gt=0)  # seconds
+    slo_ttft: float | None = Field(None, ge=LEAST_S)  # seconds
     priority: int = 0
     best_effort: bool = False
     seed: int | None = Field(None, ge=0, lt=2**64)
