@@ -43,22 +43,14 @@ def generator() -> Iterator[SLOSpecGenerator]:
 
 @pytest.fixture(scope="session")
 def served(generator: SLOSpecGenerator) -> Iterator[Served]:
-    with (
-        listening(make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))) as url,
-        httpx.Client(base_url=url, timeout=120.0) as client,
-    ):
-        yield Served(generator, url, client)
+    yield from serving(generator, ServerSettings(model_name="tiny"))
 
 
 @pytest.fixture(scope="session")
 def guarded(generator: SLOSpecGenerator) -> Iterator[Served]:
     keys = {KEY: SLOLimits(default_tpot=5.0), STRICT_KEY: SLOLimits(strictest_tpot=1.0)}
     settings = ServerSettings(model_name="tiny", api_keys=keys, max_body_bytes=4096)
-    with (
-        listening(make_app(LocalEngine(generator), settings)) as url,
-        httpx.Client(base_url=url, timeout=120.0) as client,
-    ):
-        yield Served(generator, url, client)
+    yield from serving(generator, settings)
 
 
 def serving(generator: SLOSpecGenerator, settings: ServerSettings) -> Iterator[Served]:

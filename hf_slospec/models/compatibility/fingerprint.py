@@ -18,9 +18,9 @@ OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.M
 # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's
 # attention implementation is ours while a forward runs. Weights are read separately.
 PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers"}
+NO_SETTINGS = PASSING | OWN
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
-
 LIBRARIES = ("torch", "transformers")  # modules of others are adapters, or users' own
 CONTAINERS = (dict, OrderedDict, list)
 
@@ -54,7 +54,7 @@ class Fingerprint:
             self.state += 1
 
     def notice(self) -> None:
-        """Do the same for adapters alone, which may be switched back before the next request: for every forward."""
+        """Count ``state`` up if an adapter has changed, which may be changed back before the next ``renew``."""
         with self._lock:
             if self._adapters and not _are_same(self._of_adapters, now := _held_by(self._adapters)):
                 self._of_adapters = now
@@ -116,7 +116,7 @@ def _state_of(weight: torch.Tensor) -> Hashable:
 
 def _settings_of(attributes: dict[str, Any]) -> Hashable:
     # Parameters, buffers, submodules and hooks are read separately.
-    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in PASSING | OWN)
+    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in NO_SETTINGS)
 
 
 def _fixed(value: Any) -> Hashable:
