@@ -6,12 +6,13 @@ from hf_slospec.engine.chrome_trace import write_chrome_trace
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.protocols import Drafter, Plan, Policy, Selection
-from hf_slospec.engine.request import Request, RequestMetrics
+from hf_slospec.engine.request import Progress, Request, RequestMetrics
 from hf_slospec.errors import (
     FallbackWarning,
     IncompatibleDraftError,
     InvalidInputError,
     InvalidTypeError,
+    NotGuaranteedError,
     NotRunningError,
     QueueFull,
     RequestCancelledError,
@@ -39,11 +40,13 @@ __all__ = [
     "InvalidInputError",
     "InvalidTypeError",
     "MemoryUse",
+    "NotGuaranteedError",
     "NotRunningError",
     "Percentiles",
     "PhaseTimes",
     "Plan",
     "Policy",
+    "Progress",
     "QueueFull",
     "Request",
     "RequestCancelledError",

@@ -18,6 +18,7 @@ __all__ = [
     "InvalidFileError",
     "InvalidInputError",
     "InvalidTypeError",
+    "NotGuaranteedError",
     "NotRunningError",
     "QueueFull",
     "RequestCancelledError",
@@ -62,6 +63,10 @@ class IncompatibleDraftError(SLOSpecError, ValueError):
 
 class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named like queue.Full
     """The batcher's queue is full; try again later, or submit with ``block=True``."""
+
+
+class NotGuaranteedError(SLOSpecError, RuntimeError):
+    """The SLOs of a request that was submitted with ``must_guarantee`` cannot be guaranteed; no work was done for it."""
 
 
 class NotRunningError(SLOSpecError, RuntimeError):

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from hf_slospec.algo.acceptance import Drawing
 from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
 from hf_slospec.engine.events import Commit, PhaseTimes
+from hf_slospec.errors import InvalidInputError
 
 IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether a text or stage ends with the last one
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -34,6 +35,18 @@ class Noise(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Progress:
+    """An output so far, with which the request can be resumed by another engine."""
+
+    tokens: list[int]  # the new ones
+    elapsed_s: float = 0.0  # since the request arrived
+    decoding_s: float = 0.0  # since its first token
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 @dataclass(eq=False)
 class Request:
     """A sequence being decoded. ``tokens`` holds the prompt and every committed token."""
@@ -51,7 +64,9 @@ class Request:
     is_guaranteed: bool = False  # the batcher guarantees its SLOs
     is_best_effort: bool = False  # it uses leftover budget, and may be preempted
     cache_salt: str = ""  # it shares K/V with requests of the same one only
+    must_guarantee: bool = False  # it is refused unless its SLOs are guaranteed when it arrives
 
+    num_resumed: int = 0  # new tokens that another engine had committed
     num_cached: int = 0  # tokens whose K/V the target holds
     num_draft_seen: int = 0  # tokens that the drafter was given
     first_token_s: float | None = None
@@ -124,8 +139,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the root is uncached; otherwise it is in prefill, of its prompt or after preemption."""
-        return self.num_emitted > 0 and self.num_uncached == 1
+        """Return whether only the root is uncached and this engine has chosen it; otherwise it is in prefill."""
+        return self.num_emitted > self.num_resumed and self.num_uncached == 1
 
     @property
     def has_slo(self) -> bool:
@@ -145,6 +160,36 @@ class Request:
             self._stage_ended = is_full or stage.is_over(self.tokens)
         return self.is_finished
 
+    def resume(self, progress: Progress, now_s: float) -> None:
+        """Continue, at ``now_s``, an output that another engine began; the request must be new.
+
+        A stage counts its time from here on, unless it is the first, which counts from the first token.
+
+        Raises:
+            InvalidInputError: there is nothing left to do.
+        """
+        self.arrived_s = now_s - progress.elapsed_s
+        for token in progress.tokens:
+            if self.emit(token):
+                self.finish_reason = None
+                raise InvalidInputError(f"progress has a finished output, of {self.num_emitted} tokens")
+            if self._stage_ended:
+                self._next_stage(now_s)
+        self.num_resumed = self.num_emitted
+        if self.num_resumed:
+            self.first_token_s, self.last_token_s = now_s - progress.decoding_s, now_s
+            if self._stage_begin is None:
+                self._stage_begin = self.first_token_s, 1
+        self.num_steps, self.num_drafted, self.num_accepted = progress.steps, progress.drafted, progress.accepted
+
+    def progress(self, now_s: float) -> Progress:
+        """Return the output so far, for :meth:`resume`."""
+        begun_s = now_s if self.first_token_s is None else self.first_token_s
+        return Progress(
+            self.tokens[self.prompt_len :], now_s - self.arrived_s, now_s - begun_s,
+            self.num_steps, self.num_drafted, self.num_accepted,
+        )  # fmt: skip
+
     def record_step(
         self, num_drafted: int, num_accepted: int, expected_tokens: float, phases: PhaseTimes, now_s: float
     ) -> None:
@@ -162,8 +207,11 @@ class Request:
         self.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
         if self._stage_ended:
             self._missed_stage |= self._is_late(now_s)
-            self._stage, self._stage_emitted_before, self._stage_ended = self._stage + 1, self.num_emitted, False
-            self._stage_begin = now_s, self.num_emitted
+            self._next_stage(now_s)
+
+    def _next_stage(self, now_s: float) -> None:
+        self._stage, self._stage_emitted_before, self._stage_ended = self._stage + 1, self.num_emitted, False
+        self._stage_begin = now_s, self.num_emitted
 
     def decoded(self, now_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the stage began; the first stage begins with the first token."""
@@ -206,6 +254,7 @@ class Request:
             guaranteed=self.is_guaranteed,
             preempted=self.num_preempted,
             reused=self.num_reused,
+            resumed=self.num_resumed,
         )
 
 
@@ -229,6 +278,7 @@ class RequestMetrics:
     guaranteed: bool = False  # the batcher guaranteed its SLOs
     preempted: int = 0  # times it lost its K/V to another request, in the batcher
     reused: int = 0  # tokens of the prompt whose K/V another request had computed, in the batcher
+    resumed: int = 0  # tokens that another engine had committed before this one went on
 
     @property
     def acceptance_length(self) -> float | None:

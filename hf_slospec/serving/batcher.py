@@ -17,7 +17,7 @@ from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.step import Engine
-from hf_slospec.errors import NotRunningError, QueueFull
+from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull
 from hf_slospec.serving.handle import RequestHandle
 
 NewEngine = Callable[[], Engine[ContinuousScheduler]]
@@ -219,11 +219,25 @@ class Batcher:
             self._num_waiting += len(arrivals)
             ending = self._ending
         for handle in arrivals:
-            scheduler.add(handle.request)
+            self._take(engine, handle)
         for handle, error in aborted:
             if not handle.request.is_finished:
                 self._retire(engine, handle.request, error)
         return ending != "now" and not (ending == "drain" and not _is_busy(scheduler))
+
+    def _take(self, engine: Engine[ContinuousScheduler], handle: RequestHandle) -> None:
+        """Queue a request in the scheduler, or refuse it."""
+        request = handle.request
+        if request.must_guarantee:
+            with self.lock:
+                is_queued = engine.scheduler.offer(request, engine.clock())
+            if not is_queued:
+                request.end(NotGuaranteedError(f"the SLOs of request {request.index} cannot be guaranteed now"))
+                self._end(request)
+                return
+        else:
+            engine.scheduler.add(request)
+        handle.advance()
 
     def _step(self, engine: Engine[ContinuousScheduler]) -> None:
         try:

@@ -16,6 +16,7 @@ from transformers import (
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
+from hf_slospec.engine.request import Progress
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
@@ -134,6 +135,8 @@ class SLOSpecGenerator:
         timeout: float | None = None,
         logprobs: int | None = None,
         cache_salt: str = "",
+        must_guarantee: bool = False,
+        resume: Progress | None = None,
         **kwargs: Any,
     ) -> RequestHandle:
         """Queue one request for the batcher; may be called from any thread.
@@ -153,6 +156,10 @@ class SLOSpecGenerator:
                 place, before any processor: ``handle.logprobs``.
             cache_salt: share K/V of common beginnings with requests of the same salt only, so that times do not tell
                 one user what others have sent.
+            must_guarantee: end the request with NotGuaranteedError, before any work, unless its SLOs can be guaranteed
+                when it arrives; ``await handle.aguaranteed()`` tells.
+            resume: an output that was begun elsewhere, ``handle.progress`` there: the request goes on behind its last
+                token. With the same prompt, options and seed, the whole is what one generator would have written.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 
@@ -164,7 +171,7 @@ class SLOSpecGenerator:
         """
         options = SubmitOptions.of(
             slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block),
-            timeout=timeout, logprobs=logprobs, cache_salt=cache_salt,
+            timeout=timeout, logprobs=logprobs, cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
         )  # fmt: skip
         return self._service.submit(prompt, slo_tpot, options, kwargs)
 

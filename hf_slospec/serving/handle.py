@@ -7,12 +7,13 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from hf_slospec.engine.events import Commit
-from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
+from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics
 from hf_slospec.errors import NotRunningError, RequestCancelledError
 from hf_slospec.models.sampling import TokenLogprobs
 
@@ -48,7 +49,7 @@ class RequestHandle:
         self.request, self._to_text, self._abort = request, to_text, abort
         self.seed = seed  # of sampling; None for greedy decoding
         self._changed = threading.Condition()
-        self._num_ready = 0
+        self._num_ready = -1  # until the engine has taken the request
         self._traceback: TracebackType | None = None  # of the request's error, where it was raised
         self._is_done = False
         self._wakers: list[_Waker] = []
@@ -78,12 +79,13 @@ class RequestHandle:
 
     def _since(self, at: int) -> list[int]:
         """Return the new tokens but the first ``at``."""
-        return self.request.tokens[self.request.prompt_len + at : self.request.prompt_len + self._num_ready]
+        begin = self.request.prompt_len
+        return self.request.tokens[begin + at : begin + max(self._num_ready, 0)]
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         """Log probabilities of the new tokens so far, where ``submit`` was asked for them."""
-        return list(self._logprobs[: self._num_ready])
+        return list(self._logprobs[: max(self._num_ready, 0)])
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -108,6 +110,12 @@ class RequestHandle:
     def metrics(self) -> RequestMetrics:
         """SLOs and measurements so far."""
         return self.request.metrics()
+
+    @property
+    def progress(self) -> Progress:
+        """Output so far, to ``submit`` to another generator of the same models with ``resume``."""
+        now = self.request.progress(time.perf_counter())
+        return replace(now, tokens=now.tokens[: max(self._num_ready, 0)])
 
     def done(self) -> bool:
         """Return whether the request has finished, was cancelled or failed."""
@@ -172,6 +180,16 @@ class RequestHandle:
             return self._since(at), self._is_done
 
     # ---- for asyncio
+
+    async def aguaranteed(self) -> bool:
+        """Wait until the engine has taken the request; return whether its SLOs are guaranteed.
+
+        Raises:
+            NotGuaranteedError: they are not, and it was submitted with ``must_guarantee``.
+        """
+        await self._more(-1)
+        self._raise_if_failed()
+        return self.request.is_guaranteed
 
     async def aresult(self, timeout: float | None = None) -> RequestResult:
         """Await the output; see :meth:`result`."""

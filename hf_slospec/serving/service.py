@@ -18,18 +18,18 @@ from hf_slospec.assembly import continuous_engine, limits_of
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Progress, Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import InvalidInputError, NotRunningError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.generate.speculator import Speculator
+from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.validation import check_rope_alone
-from hf_slospec.models.compatibility.probe import trained_len
+from hf_slospec.models.compatibility.probe import trained_len, vocab_size
 from hf_slospec.models.memory import free_memory
-from hf_slospec.models.sampling import RequestSamplers
+from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.handle import RequestHandle
@@ -170,6 +170,8 @@ class BatchingService:
         call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own)
         request = self._request(call, options)
         call.rows.record.num_top = options.logprobs
+        if options.resume is not None:
+            self._resume(call, request, options.resume)
         seed = options.seed
         if request.is_sampled and seed is None:
             seed = secrets.randbits(63)
@@ -197,6 +199,7 @@ class BatchingService:
         request.index = next(self._index)
         request.ttft_slo_s, request.priority = options.slo_ttft, options.priority
         request.is_best_effort, request.cache_salt = options.best_effort, options.cache_salt
+        request.must_guarantee = options.must_guarantee
         if (needed := self.limits.kv_needed(request)) > self.limits.kv_tokens:
             raise InvalidInputError(
                 f"prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} + "
@@ -204,6 +207,15 @@ class BatchingService:
                 f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
             )
         return request
+
+    def _resume(self, call: Call, request: Request, progress: Progress) -> None:
+        """Continue an output; log probabilities of the tokens that are there already are not known."""
+        known = vocab_size(self.decoder.model)
+        if wrong := [token for token in progress.tokens if token >= known]:
+            raise InvalidInputError(f"resume has token {wrong[0]}, and the vocabulary has {known} tokens")
+        request.resume(progress, clock())
+        if call.rows.record.num_top is not None:
+            call.rows.record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(progress.tokens)
 
     @property
     def _to_text(self) -> Any:

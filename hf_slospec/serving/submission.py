@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from hf_slospec.engine.request import Progress
 from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -19,7 +21,7 @@ from hf_slospec.errors import (
 from hf_slospec.generate.slo import LEAST_S
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
-WRONG_VALUE = ("greater_than", "less_than", "finite")  # pydantic's error types that are no type errors
+WRONG_VALUE = ("greater_than", "less_than", "finite", "value_error")  # pydantic's error types that are no type errors
 NOT_FOR_ONE = (  # arguments of generate that say nothing about a single request's tokens
     "assistant_model",
     "attention_mask",
@@ -44,6 +46,8 @@ class SubmitOptions(BaseModel):
     block: bool = False
     timeout: float | None = Field(None, ge=0)  # seconds
     cache_salt: str = ""
+    must_guarantee: bool = False
+    resume: Progress | None = None
     logprobs: int | None = Field(None, ge=0)  # log probabilities at each place, besides the token's own
 
     @field_validator("slo_ttft", "timeout", mode="before")
@@ -52,6 +56,22 @@ class SubmitOptions(BaseModel):
         if isinstance(value, bool):
             raise ValueError("a bool is no number of seconds")
         return float(value) if isinstance(value, numbers.Real) else value  # numpy scalars
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> SubmitOptions:
+        if self.must_guarantee and self.best_effort:
+            raise ValueError("must_guarantee and best_effort exclude each other")
+        return self
+
+    @field_validator("resume")
+    @classmethod
+    def _is_sound(cls, progress: Progress | None) -> Progress | None:
+        if progress is not None:
+            if not all(type(token) is int and token >= 0 for token in progress.tokens):
+                raise ValueError("its tokens must be token ids")
+            if not 0 <= progress.decoding_s <= progress.elapsed_s < math.inf:
+                raise ValueError("its seconds must be finite, 0 <= decoding_s <= elapsed_s")
+        return progress
 
     @classmethod
     def of(cls, **values: Any) -> SubmitOptions:

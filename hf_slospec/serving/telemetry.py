@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import NotGuaranteedError
 from hf_slospec.models.memory import MemoryUse
 
 RECENT = 1024  # finished requests that percentiles are taken over
@@ -46,6 +47,7 @@ class Stats(BaseModel):
     missed: int = Field(description="Finished requests that missed one of theirs.")
     guaranteed: int = Field(description="Finished requests whose SLOs had been guaranteed.")
     broken: int = Field(description="Guaranteed requests that missed an SLO.")
+    declined: int = Field(description="Requests refused because their SLOs could not be guaranteed (must_guarantee).")
     preempted: int = Field(description="Times that finished requests had been preempted.")
     steps: int
     prompt_tokens: int = Field(description="Of finished requests.")
@@ -109,6 +111,9 @@ class Telemetry:
         """Count a request that ended."""
         metrics = request.metrics()
         with self._lock:
+            if isinstance(request.error, NotGuaranteedError):
+                self._counts["declined"] += 1
+                return
             self._finished[str(request.finish_reason)] += 1
             self._counts.update(
                 prompt=request.prompt_len,
@@ -148,6 +153,7 @@ class Telemetry:
                 missed=counts["missed"],
                 guaranteed=counts["guaranteed"],
                 broken=counts["broken"],
+                declined=counts["declined"],
                 preempted=counts["preempted"],
                 steps=counts["steps"],
                 prompt_tokens=counts["prompt"],
@@ -180,6 +186,8 @@ class Telemetry:
             ("num_preemptions", "Times a request was preempted.", stats.preempted),
             ("slo_attained", "Finished requests that met their SLOs.", stats.attained),
             ("slo_missed", "Finished requests that missed an SLO.", stats.missed),
+            ("slo_guarantees_broken", "Guaranteed requests that missed an SLO.", stats.broken),
+            ("slo_guarantees_declined", "Requests refused as their SLOs could not be guaranteed.", stats.declined),
         ):
             yield CounterMetricFamily(prefix + name, text, value=value)
         ended = CounterMetricFamily(

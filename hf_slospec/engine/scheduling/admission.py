@@ -27,8 +27,10 @@ def tightest_tpot_slo_s(request: Request) -> float:
 
 
 def prefill_deadline_s(request: Request) -> float:
-    """Return when the TTFT SLO ends, on the engine's clock; inf without one."""
-    return math.inf if request.ttft_slo_s is None else request.arrived_s + request.ttft_slo_s
+    """Return when the TTFT SLO ends, on the engine's clock; inf without one, and for a resumed request."""
+    if request.ttft_slo_s is None or request.num_resumed:
+        return math.inf
+    return request.arrived_s + request.ttft_slo_s
 
 
 def guaranteeable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +83,15 @@ class ContinuousScheduler:
         self.waiting.append(request)
         self._has_changed = True
 
+    def offer(self, request: Request, now_s: float) -> bool:
+        """Queue a request if its SLOs are guaranteed now, or it has none; return whether it was queued."""
+        self.add(request)
+        if request in self._undecided and not self._guarantee([request], now_s):
+            self.remove(request)
+            request.is_best_effort = False  # another engine may guarantee it
+            return False
+        return True
+
     def remove(self, request: Request) -> None:
         """Remove a request that has finished, failed or was cancelled."""
         for requests in (self.waiting, self.running, self._undecided):
@@ -134,20 +143,24 @@ class ContinuousScheduler:
                 and request.num_uncached - self.num_reusable(request) > fastest * left_s
             ):
                 self._undecided.remove(request)  # stays best effort
+        if self._has_changed and self._undecided:
+            # More may wait than one decision takes.
+            self._has_changed = self._guarantee(self._undecided, now_s)
+
+    def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
+        """Guarantee the SLOs of those requests for which there is room; return whether there was for any."""
         before = [request for request in (*self.running, *self.waiting) if request.is_guaranteed]
         unmovable = [*before, *(request for request in self.running if request in self._protected)]
         places = self.limits.max_batch - len(unmovable)
-        if not self._has_changed or not self._undecided or places <= 0:
-            return
+        if places <= 0:
+            return False
         kv_free = self._kv_limit - self._held(unmovable)
-        found = guaranteeable(
-            self._undecided, before, kv_free, self.limits.kv_needed, self.num_reusable, self.costs, now_s
-        )
+        found = guaranteeable(undecided, before, kv_free, self.limits.kv_needed, self.num_reusable, self.costs, now_s)
         found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
             request.is_guaranteed, request.is_best_effort = True, False
             self._undecided.remove(request)
-        self._has_changed = bool(found)  # more may wait than one decision takes
+        return bool(found)
 
     # ---- room
 
