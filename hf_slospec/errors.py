@@ -66,7 +66,7 @@ class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named like queue.Full
 
 
 class NotGuaranteedError(SLOSpecError, RuntimeError):
-    """The SLOs of a request that was submitted with ``must_guarantee`` cannot be guaranteed; no work was done for it."""
+    """The SLOs of a request that was submitted with ``must_guarantee`` cannot be guaranteed; no work was done."""
 
 
 class NotRunningError(SLOSpecError, RuntimeError):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from hf_slospec.algo.latency import LatencyCurve
 
+FREE = LatencyCurve((1,), (0.0,))  # of a replica that has not reported
+
 
 @dataclass(frozen=True)
 class ReplicaLoad:
@@ -21,7 +23,7 @@ class ReplicaLoad:
     best_effort: int = 0  # unfinished requests without a guarantee
     prefill_tokens: int = 0  # of all these, prompt tokens that are not processed yet
     kv_free: int = 0  # tokens of K/V that no unfinished request holds or waits for
-    step_s: LatencyCurve = LatencyCurve((1,), (0.0,))  # seconds of a step by its tokens
+    step_s: LatencyCurve = FREE  # seconds of a step by its tokens
     acceptance_length: float = 1.0  # tokens committed per request and step, recently
 
     @property

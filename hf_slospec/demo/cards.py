@@ -142,6 +142,9 @@ def _figures(view: View, share: float) -> str:
         ("drafts accepted", accepted),
         ("speed target met", f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-"),
     ]
+    if view.replica is not None:
+        after = f", after {own.resumed} tokens on another" if own is not None and own.resumed else ""
+        pairs.append(("replica", f"{escape(view.replica)}{after}"))
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="figures">{cells}</dl><p class="dim guarantee">{guarantee}&nbsp;</p>'
 

@@ -37,6 +37,10 @@ class DemoHandle(Protocol):
         """Return measurements so far; None before there are any."""
 
     @property
+    def replica(self) -> str | None:
+        """Return the replica that serves it; None where there are no replicas."""
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Return how the request ended; None while it goes on."""
 
@@ -72,6 +76,8 @@ class DemoGenerator(Protocol):
 
 class LocalHandle:
     """A request in this process."""
+
+    replica = None
 
     def __init__(self, handle: RequestHandle, to_text: ToText):
         self._handle, self._text = handle, HighlightedText(to_text)

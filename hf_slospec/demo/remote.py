@@ -51,6 +51,7 @@ class RemoteHandle:
         self._pieces: list[TextPiece] = []
         self._num_nodes = self._num_accepted = 0  # of all commits
         self.metrics: RequestMetrics | None = None
+        self.replica: str | None = None
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self._reading = read(self)
@@ -102,6 +103,7 @@ class RemoteHandle:
             raise _fault(chunk["error"])
         reason, before = None, 0 if self.metrics is None else self.metrics.tokens
         self.metrics = _metrics(chunk["usage"])
+        self.replica = chunk["usage"]["metrics"].get("replica")
         for choice in chunk["choices"]:  # none in the last chunk
             num_accepted = self._commit(self.metrics, self.metrics.tokens - before)
             self._pieces += _split(*_texts(choice), num_accepted)
@@ -252,6 +254,7 @@ def _metrics(usage: dict[str, Any]) -> RequestMetrics:
         ttft_slo_s=own["slo_ttft"],
         guaranteed=own["guaranteed"],
         reused=usage["prompt_tokens_details"]["cached_tokens"],
+        resumed=own.get("resumed_tokens", 0),
     )
 
 

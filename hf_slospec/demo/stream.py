@@ -35,6 +35,7 @@ class View:
     history: tuple[float, ...]  # tokens per second, second by second
     num_attained: int  # finished requests that met their speed target
     num_judged: int  # finished requests that had one
+    replica: str | None  # that serves the current request, where there are several
     error: str | None
     version: int  # changes with user_request
 
@@ -145,6 +146,7 @@ class Stream:
             history=tuple(history(own, now_s)),
             num_attained=self._num_attained,
             num_judged=self._num_judged,
+            replica=None if handle is None else handle.replica,
             error=None if self._error is None else str(self._error) or type(self._error).__name__,
             version=self.version,
         )

@@ -71,8 +71,12 @@ class Answer:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
             },
-            "metrics": measurements(metrics[0]),
+            "metrics": measurements(metrics[0]) | self._served_by(choices[0]),
         }  # fmt: skip
+
+    def _served_by(self, choice: Choice) -> dict[str, str]:
+        replica = choice.decoding.replica
+        return {} if replica is None else {"replica": replica}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -165,6 +169,7 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
         "slo_ttft": metrics.ttft_slo_s,
         "guaranteed": metrics.guaranteed,
         "attained": metrics.attained,
+        "resumed_tokens": metrics.resumed,
     }
 
 

@@ -43,7 +43,7 @@ from hf_slospec.server.orders import (
     order_of,
     prompt_of,
 )
-from hf_slospec.serving.telemetry import PREFIX
+from hf_slospec.serving.telemetry import PREFIX, Collector
 
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
@@ -370,8 +370,9 @@ class _Server:
         """Return metrics for Prometheus."""
         from prometheus_client import CollectorRegistry, generate_latest
 
+        families = await self.engine.families(self.settings.metrics_prefix)
         registry = CollectorRegistry()
-        registry.register(self.engine.collector(self.settings.metrics_prefix))
+        registry.register(Collector(lambda: iter(families)))
         return PlainTextResponse(generate_latest(registry).decode(), media_type="text/plain; version=0.0.4")
 
     async def version(self) -> Response:

@@ -38,6 +38,7 @@ class NothingToDecode:
 
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = "length"
+    replica = None
 
     def __init__(self, prompt: list[int]):
         self.metrics = Request(0, prompt, 0).metrics()

@@ -13,7 +13,7 @@ from hf_slospec.models.compatibility.probe import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.messages import response_template
 from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.serving.telemetry import PREFIX, Collector, Stats
+from hf_slospec.serving.handle import RequestHandle
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Decoding(Protocol):
     def metrics(self) -> RequestMetrics:
         """Return measurements so far."""
 
+    @property
+    def replica(self) -> str | None:
+        """Return the replica that serves it; None where there are no replicas."""
+
     def cancel(self) -> None:
         """Cancel the request, unless it is done."""
 
@@ -62,11 +66,8 @@ class ServedEngine(Protocol):
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
         """Return log probabilities of a prompt's tokens, given those before; None for the first."""
 
-    def stats(self) -> Stats:
-        """Return a snapshot."""
-
-    def collector(self, prefix: str = PREFIX) -> Collector:
-        """Return a collector for Prometheus, of metrics with this prefix."""
+    async def families(self, prefix: str) -> list[Any]:
+        """Return the metric families for Prometheus, with names that begin with ``prefix``."""
 
     def check_running(self) -> None:
         """Raise NotRunningError unless requests are taken."""
@@ -89,10 +90,15 @@ class LocalEngine:
         self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)
         self._grammars = Grammars(self.tokenizer, self.vocab_size, model_end_tokens(self.generation_config))
 
-    async def submit(self, order: Order) -> Decoding:
-        return await asyncio.to_thread(self._submit, order)
+    async def submit(self, order: Order) -> RequestHandle:
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, order))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:  # the client has gone, and the thread cannot be stopped
+            submitting.add_done_callback(_cancel)
+            raise
 
-    def _submit(self, order: Order) -> Decoding:
+    def _submit(self, order: Order) -> RequestHandle:
         arguments = dict(order.arguments)
         if order.json_schema is not None:
             constraint = self._grammars.processor(order.json_schema, len(order.prompt))
@@ -102,11 +108,13 @@ class LocalEngine:
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
         return await asyncio.to_thread(self.generator.prompt_logprobs, prompt, num_top)
 
-    def stats(self) -> Stats:
-        return self.generator.stats()
-
-    def collector(self, prefix: str = PREFIX) -> Collector:
-        return self.generator.collector(prefix)
+    async def families(self, prefix: str) -> list[Any]:
+        return list(self.generator.collector(prefix).collect())
 
     def check_running(self) -> None:
         self.generator.check_running()
+
+
+def _cancel(submitting: asyncio.Future[RequestHandle]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()

@@ -54,6 +54,58 @@ class ServeOptions:
     limits: SLOLimits = field(default_factory=SLOLimits)
     config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
 
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.model_name or self.target or EMBEDDED
+
+    @property
+    def settings(self) -> ServerSettings:
+        """Return the settings of the HTTP application; raises InvalidInputError."""
+        return ServerSettings(
+            model_name=self.name,
+            api_keys=self.keys(),
+            limits=self.limits,
+            allowed_origins=self.allowed_origins,
+            metrics_prefix=self.metrics_prefix,
+        )
+
+    def check_open(self) -> None:
+        """Raise InvalidInputError if other machines could send requests without a key, unless that is allowed."""
+        if self.host not in LOCAL and not self.keys() and not self.allows_no_key:
+            raise InvalidInputError(
+                f"--host {self.host} lets other machines in; give --api-key, or --no-api-key to serve all of them"
+            )
+
+    def keys(self) -> dict[str, SLOLimits]:
+        """Return the SLO limits of every API key; raises InvalidInputError."""
+        keys = dict.fromkeys(self.api_keys, self.limits)
+        if self.key_file is not None:
+            try:
+                keys |= KEYS.validate_json(_read("--api-key-file", self.key_file))
+            except ValidationError as error:
+                raise InvalidInputError(f"--api-key-file {self.key_file}: {describe_validation_error(error)}") from None
+        if any(not key for key in keys):
+            raise InvalidInputError("an API key is empty")
+        if self.key_file is not None and not keys:
+            raise InvalidInputError(f"--api-key-file {self.key_file} has no key; leave it out to serve all")
+        return keys
+
+    def read_chat_template(self) -> str | None:
+        """Return the chat template that replaces the tokenizer's, if any; raises InvalidInputError."""
+        return None if self.chat_template is None else _read("--chat-template", self.chat_template)
+
+    def read_response_template(self) -> dict[str, Any] | None:
+        """Return the response template that replaces the model's, if any; raises InvalidInputError."""
+        if self.response_template is None:
+            return None
+        try:
+            template: dict[str, Any] = json.loads(_read("--response-template", self.response_template))
+            load_response_template(template)
+        except ValueError as error:
+            raise InvalidInputError(f"--response-template {self.response_template}: {error}") from error
+        return template
+
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     """Load the models, serve until a signal ends it, and finish the requests that have begun.
@@ -63,58 +115,22 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     """
     import uvicorn
 
-    keys = _keys(options)
-    if options.host not in LOCAL and not keys and not options.allows_no_key:
-        raise InvalidInputError(
-            f"--host {options.host} lets other machines in; give --api-key, or --no-api-key to serve all of them"
-        )
-    template = None if options.response_template is None else _response_template(options.response_template)
-    name = options.model_name or options.target or EMBEDDED
-    settings = ServerSettings(
-        model_name=name,
-        api_keys=keys,
-        limits=options.limits,
-        allowed_origins=options.allowed_origins,
-        metrics_prefix=options.metrics_prefix,
-    )
+    options.check_open()
+    template, settings, name = options.read_response_template(), options.settings, options.name
     pair = load_pair(
         options.target, options.assistant, options.size, options.dtype, options.device, options.allows_pickle
     )
-    if options.chat_template is not None:
-        pair.tokenizer.chat_template = _read("--chat-template", options.chat_template)
+    if (chat_template := options.read_chat_template()) is not None:
+        pair.tokenizer.chat_template = chat_template
     sys.setswitchinterval(SWITCH_S)
     say(f"loading and measuring {name}; the first start on a machine takes some seconds longer")
     with SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config) as generator:
         app = make_app(LocalEngine(generator, template), settings)
-        say(welcome(options, name, generator, is_guarded=bool(keys)))
+        say(welcome(options, name, generator, is_guarded=bool(settings.api_keys)))
         uvicorn.run(
             app, host=options.host, port=options.port, http=ImpatientProtocol, log_level="warning",
             timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
-
-
-def _keys(options: ServeOptions) -> dict[str, SLOLimits]:
-    """Return the SLO limits of every API key."""
-    keys = dict.fromkeys(options.api_keys, options.limits)
-    if options.key_file is not None:
-        try:
-            keys |= KEYS.validate_json(_read("--api-key-file", options.key_file))
-        except ValidationError as error:
-            raise InvalidInputError(f"--api-key-file {options.key_file}: {describe_validation_error(error)}") from None
-    if any(not key for key in keys):
-        raise InvalidInputError("an API key is empty")
-    if options.key_file is not None and not keys:
-        raise InvalidInputError(f"--api-key-file {options.key_file} has no key; leave it out to serve all")
-    return keys
-
-
-def _response_template(path: Path) -> dict[str, Any]:
-    try:
-        template: dict[str, Any] = json.loads(_read("--response-template", path))
-        load_response_template(template)
-    except ValueError as error:
-        raise InvalidInputError(f"--response-template {path}: {error}") from error
-    return template
 
 
 def _read(option: str, path: Path) -> str:

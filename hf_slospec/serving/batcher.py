@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
+from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull
 from hf_slospec.serving.handle import RequestHandle
@@ -65,11 +70,13 @@ class Batcher:
         self._state = threading.Condition()  # guards the orders below
         self._arrivals: deque[RequestHandle] = deque()
         self._aborted: deque[tuple[RequestHandle, BaseException | None]] = deque()
+        self._asked: list[Future[ReplicaLoad]] = []  # for the load
         self._ending: str | None = None  # "drain": take no more requests; "now": cancel all
         self._handles: dict[int, RequestHandle] = {}  # of unfinished requests, by index
         self._num_waiting = 0  # in the scheduler
         self.num_running = self.kv_held = 0  # requests, and the slots they hold at their longest
         self.num_kept = 0  # tokens of requests that are over whose K/V is kept
+        self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._pid = os.getpid()
@@ -143,6 +150,15 @@ class Batcher:
             self._aborted.append((handle, error))
             self._state.notify_all()
 
+    def load(self) -> Future[ReplicaLoad]:
+        """Return the load of the engine, as it will be before the next step."""
+        self.check_running()
+        future: Future[ReplicaLoad] = Future()
+        with self._state:
+            self._asked.append(future)
+            self._state.notify_all()
+        return future
+
     def stop(self, drain: bool, timeout: float | None) -> None:
         """Take no more requests, with ``drain`` finish the present ones for ``timeout`` seconds, and cancel the rest.
 
@@ -167,12 +183,15 @@ class Batcher:
                 self._ending, self._why_not = ending, "was stopped; call start() to use it again"
                 self._state.notify_all()
 
-    def check_running(self) -> None:
-        """Raise NotRunningError unless the batcher takes requests."""
+    def check_running(self, hang_s: float = math.inf) -> None:
+        """Raise NotRunningError unless the batcher takes requests and its step has not lasted ``hang_s`` seconds."""
         if self._pid != os.getpid():
             raise NotRunningError("the batcher runs in the process this one was forked from; call start() here")
         if not self._is_taking:
             raise NotRunningError(f"the batcher {self._why_not}")
+        begun_s = self.step_begun_s
+        if begun_s is not None and time.monotonic() - begun_s > hang_s:
+            raise NotRunningError(f"a step of the batcher has not ended for more than {hang_s:g} s")
 
     @property
     def _is_taking(self) -> bool:
@@ -199,9 +218,12 @@ class Batcher:
             left = list(self._handles.values())
             self._arrivals.clear()
             self._aborted.clear()
+            asked, self._asked = self._asked, []
             self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
             self._ending = "now"
             self._state.notify_all()
+        for future in asked:
+            future.cancel()
         for handle in left:
             handle.request.end(error)
             self._end(handle.request)
@@ -213,9 +235,10 @@ class Batcher:
             self.lock.rest()
         with self._state:
             self._count(engine)
-            self._state.wait_for(lambda: is_busy or self._arrivals or self._aborted or self._ending)
+            self._state.wait_for(lambda: is_busy or self._arrivals or self._aborted or self._asked or self._ending)
             arrivals, self._arrivals = self._arrivals, deque()
             aborted, self._aborted = self._aborted, deque()
+            asked, self._asked = self._asked, []
             self._num_waiting += len(arrivals)
             ending = self._ending
         for handle in arrivals:
@@ -223,6 +246,9 @@ class Batcher:
         for handle, error in aborted:
             if not handle.request.is_finished:
                 self._retire(engine, handle.request, error)
+        for future in asked:
+            if future.set_running_or_notify_cancel():
+                future.set_result(load_of(scheduler))
         return ending != "now" and not (ending == "drain" and not _is_busy(scheduler))
 
     def _take(self, engine: Engine[ContinuousScheduler], handle: RequestHandle) -> None:
@@ -242,10 +268,13 @@ class Batcher:
     def _step(self, engine: Engine[ContinuousScheduler]) -> None:
         try:
             with self.lock:
+                self.step_begun_s = time.monotonic()
                 event = engine.step()
         except MemoryError as error:
             self._do_less(engine, error)
             return
+        finally:
+            self.step_begun_s = None
         with self._state:
             self._count(engine)  # before threads that wait for a result read the counts
         for part in event.requests:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import Progress
@@ -209,9 +212,18 @@ class SLOSpecGenerator:
         """Tokens of prompt and output that one submitted request may have, once the batcher was started."""
         return self._service.max_len
 
-    def check_running(self) -> None:
-        """Raise NotRunningError, which says why, unless the batcher takes requests."""
-        _ = self._service.batcher
+    @property
+    def max_nodes(self) -> int:
+        """Tokens of K/V that a submitted request needs beside its prompt and output, for speculation."""
+        return self._service.limits.max_nodes
+
+    def check_running(self, hang_s: float = math.inf) -> None:
+        """Raise NotRunningError, which says why, unless the batcher takes requests.
+
+        Args:
+            hang_s: seconds after which a step that has not ended counts as hanging.
+        """
+        self._service.batcher.check_running(hang_s)
 
     def prompt_logprobs(self, prompt: Prompt, num_top: int = 0) -> list[TokenLogprobs | None]:
         """Return the target's log probabilities of a prompt's tokens, each given those before it.
@@ -224,6 +236,10 @@ class SLOSpecGenerator:
             One entry per token; None for the first.
         """
         return prompt_logprobs(self.decoder.speculator, prompt_ids(prompt, self.tokenizer), num_top)
+
+    async def aload(self) -> ReplicaLoad:
+        """Return the load of the batcher for routers; waits for the end of its step."""
+        return await asyncio.wrap_future(self._service.batcher.load())
 
     def stats(self) -> Stats:
         """Return a snapshot of the batcher: what it runs, and counts since it was first started."""

@@ -62,7 +62,7 @@ def test_cancelled_request_goes_on_from_its_own_progress(
     next(first.tokens())
     first.cancel()
     progress = first.progress
-    assert 1 <= len(progress.tokens) and progress.decoding_s <= progress.elapsed_s
+    assert len(progress.tokens) >= 1 and progress.decoding_s <= progress.elapsed_s
     second = other.submit(PROMPT, max_new_tokens=60, do_sample=True, seed=3, resume=progress)
     assert second.result(WAIT_S).token_ids == alone(pair, PROMPT, 3, max_new_tokens=60, do_sample=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from hf_slospec.cli.options import Assistant, ConfigJSON, Device, DType, Size, TargetModel, errors_shown, settings_of
 
 MISSING = "the server needs further packages; install them with: pip install 'hf_slospec[serve]'"
+MISSING_RAY = "replicas need Ray; install it with: pip install 'hf_slospec[ray]'"
 
 
 def serve(
@@ -49,6 +51,9 @@ def serve(
     strictest_slo_tpot: Annotated[
         float | None, typer.Option(help="Stricter SLOs are refused, in seconds per token.")
     ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Serve with so many replicas on Ray; RAY_ADDRESS names a cluster.")
+    ] = None,
     config: ConfigJSON = "{}",
 ) -> None:
     """Serve a model with OpenAI's interface, with speed targets per request. Stop with Ctrl-C.
@@ -69,4 +74,11 @@ def serve(
             no_api_key, allow_pickle, tuple(allowed_origin), chat_template, response_template, root_path,
             metrics_prefix, limits, settings_of(config),
         )  # fmt: skip
-        run(options, lambda text: console.print(text, markup=False, highlight=False))
+        say = partial(console.print, markup=False, highlight=False)
+        if replicas is None:
+            run(options, say)
+            return
+        with errors_shown(console, ("ray",), MISSING_RAY):
+            from hf_slospec.serving.replicas.start import serve_replicas
+
+            serve_replicas(options, replicas, say)

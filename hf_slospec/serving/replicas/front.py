@@ -1,0 +1,207 @@
+"""The models behind the HTTP application as replicas: offers requests to them, and resumes what dying ones had."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from hf_slospec.algo.routing import Need
+from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics
+from hf_slospec.errors import NotRunningError, QueueFull
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.server.engine import Order
+from hf_slospec.serving.replicas.messages import Declined, Description, Failed, Offer, Taken, ToReplica, Update
+
+logger = logging.getLogger("ray.serve")
+MAX_FAULTS = 5  # replicas that may die while they serve a request; one that kills them must not kill all
+ANSWER_S = 5.0  # that a replica has to tell its metrics
+
+
+class ReplicatedEngine:
+    """Replicas of the models, as the HTTP application sees them."""
+
+    def __init__(self, handle: DeploymentHandle, description: Description, running: Callable[[], Sequence[str]]):
+        """Take a handle of the deployment of :class:`ModelReplica`; ``running`` names the replicas that run."""
+        self.handle, self.streams, self.running = handle, handle.options(stream=True), running
+        self.tokenizer, self.generation_config = description.tokenizer, description.generation_config
+        self.vocab_size, self.max_len = description.vocab_size, description.max_len
+        self.response_template, self._max_nodes = description.response_template, description.max_nodes
+        self.name = uuid.uuid4().hex[:12]
+        self._number = itertools.count()
+
+    async def submit(self, order: Order) -> ReplicatedDecoding:
+        """Return the request, once a replica serves it.
+
+        Raises:
+            QueueFull: all replicas have as many waiting requests as they may have.
+            NotRunningError: replicas died, one after the other.
+        """
+        decoding = ReplicatedDecoding(self, _seeded(order), self._need(order))
+        try:
+            await decoding.begin()
+        except BaseException:
+            decoding.cancel()
+            raise
+        return decoding
+
+    def _need(self, order: Order) -> Need:
+        arguments, prompt_len = order.arguments, len(order.prompt)
+        tpot_slo_s, ttft_slo_s = (arguments.get(name) or math.inf for name in ("slo_tpot", "slo_ttft"))
+        kv_tokens = prompt_len + arguments["max_new_tokens"] + self._max_nodes
+        return Need(prompt_len, kv_tokens, tpot_slo_s, ttft_slo_s)
+
+    def offer(self, order: Order, need: Need, progress: Progress, tried: tuple[str, ...]) -> Offer:
+        """Return the next offer of a request: to guarantee its SLOs, while there are replicas that were not asked."""
+        may_choose = need.has_slo and not order.arguments.get("best_effort")
+        must_guarantee = may_choose and len(self.running()) > 1 and not set(self.running()) <= set(tried)
+        return Offer(order, need, progress, self.name, next(self._number), tried, must_guarantee)
+
+    async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
+        """Return log probabilities of a prompt's tokens, given those before; None for the first."""
+        for _ in range(MAX_FAULTS):
+            try:
+                found = await self.handle.prompt_logprobs.remote(None, prompt, num_top)
+            except RayError as error:
+                logger.warning("a replica failed: %s", error)
+                continue
+            if isinstance(found, Exception):
+                raise found
+            known: list[TokenLogprobs | None] = found
+            return known
+        raise NotRunningError(f"{MAX_FAULTS} replicas failed, one after the other")
+
+    async def families(self, prefix: str) -> list[Any]:
+        """Return the metric families of all replicas, their samples labelled with the replica."""
+        names = self.running()
+        found = await asyncio.gather(*(self._families_of(name, prefix) for name in names))
+        return merged(dict(zip(names, found, strict=True)))
+
+    async def _families_of(self, replica: str, prefix: str) -> list[Any]:
+        response = self.handle.families.remote(ToReplica(replica), prefix)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                families: list[Any] = await response
+        except (TimeoutError, RayError) as error:  # it has just ended, or hangs
+            logger.warning("no metrics of replica %s: %r", replica, error)
+            response.cancel()
+            return []
+        return families
+
+    def check_running(self) -> None:
+        """Raise NotRunningError unless a replica runs."""
+        if not self.running():
+            raise NotRunningError("no replica runs; they may be starting")
+
+
+class ReplicatedDecoding:
+    """A request that replicas decode, one after the other if they die."""
+
+    finish_reason: FinishReason | None = None
+    replica: str | None = None  # that serves it now
+
+    def __init__(self, engine: ReplicatedEngine, order: Order, need: Need):
+        self._engine, self._order, self._need = engine, order, need
+        self._stream: Any = None
+        self._is_cancelled = False
+        self._begun_s, self._first_token_s = time.monotonic(), math.nan
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.metrics: RequestMetrics = Request(0, order.prompt, 0).metrics()
+        self.num_faults = 0  # replicas that died while they served it
+
+    async def begin(self) -> None:
+        """Offer the request to replicas, until one takes it."""
+        tried: tuple[str, ...] = ()
+        full: set[str] = set()
+        while True:
+            offer = self._engine.offer(self._order, self._need, self._progress, tried)
+            self._stream = self._engine.streams.decode.remote(offer)
+            try:
+                answer = await anext(self._stream)
+            except RayError as error:
+                self._count_fault(error)
+                continue
+            match answer:
+                case Taken(replica):
+                    self.replica = replica
+                    return
+                case Declined(replica, is_full):
+                    full |= {replica} if is_full else set()
+                    if is_full and full >= {*self._engine.running()}:
+                        raise QueueFull("all replicas have as many waiting requests as they may have; retry later")
+                    tried = tuple(dict.fromkeys((*tried, replica)))
+                case Failed(own_error):
+                    raise own_error
+
+    @property
+    def _progress(self) -> Progress:
+        now_s, own = time.monotonic(), self.metrics
+        decoding_s = now_s - self._first_token_s if self.tokens else 0.0
+        elapsed_s = max(now_s - self._begun_s, decoding_s)
+        return Progress(self.tokens.copy(), elapsed_s, decoding_s, own.steps, own.drafted, own.accepted)
+
+    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        """Yield newly committed tokens, and whether they are the last."""
+        while self.finish_reason is None:
+            try:
+                answer = await anext(self._stream)
+            except (RayError, StopAsyncIteration) as error:
+                if self._is_cancelled:
+                    raise
+                self._count_fault(error)
+                await self.begin()
+                logger.info("resumed on replica %s after %d tokens", self.replica, len(self.tokens))
+                continue
+            if isinstance(answer, Failed):
+                raise answer.error
+            assert isinstance(answer, Update)
+            if answer.tokens and not self.tokens:
+                self._first_token_s = time.monotonic()
+            self.tokens += answer.tokens
+            self.logprobs += answer.logprobs
+            self.metrics, self.finish_reason = answer.metrics, answer.finish_reason
+            yield answer.tokens, self.finish_reason is not None
+
+    def _count_fault(self, error: Exception) -> None:
+        """Count a replica that died; raises NotRunningError after too many."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        logger.warning("replica %s failed after %d tokens: %r", self.replica, len(self.tokens), cause)
+        self.num_faults += 1
+        if self.num_faults >= MAX_FAULTS:
+            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request") from error
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it is done."""
+        if self._stream is not None and self.finish_reason is None:
+            self._is_cancelled = True
+            self._stream.cancel()
+
+
+def _seeded(order: Order) -> Order:
+    """Return the order with a seed, so that another replica draws the same noise."""
+    if order.arguments.get("seed") is None and order.arguments.get("do_sample"):
+        return Order(order.prompt, order.arguments | {"seed": uuid.uuid4().int % 2**63}, order.json_schema)
+    return order
+
+
+def merged(families: dict[str, list[Any]]) -> list[Any]:
+    """Return the metric families of replicas as one list, their samples labelled with the replica."""
+    by_name: dict[str, Any] = {}
+    for replica, own in families.items():
+        for family in own:
+            samples = [sample._replace(labels=sample.labels | {"replica": replica}) for sample in family.samples]
+            if family.name in by_name:
+                by_name[family.name].samples += samples
+            else:
+                family.samples = samples
+                by_name[family.name] = family
+    return list(by_name.values())

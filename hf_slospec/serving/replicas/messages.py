@@ -1,0 +1,79 @@
+"""What the front of the application and its replicas send each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_slospec.algo.routing import Need
+from hf_slospec.engine.request import FinishReason, Progress, RequestMetrics
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.server.engine import Order
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A request that is offered to a replica."""
+
+    order: Order
+    need: Need
+    progress: Progress  # of its output, on the replicas that served it before
+    sender: str
+    number: int  # the sender's offers are numbered as they are sent
+    tried: tuple[str, ...] = ()  # replicas that declined it
+    must_guarantee: bool = False  # the replica declines it unless its SLOs can be guaranteed
+
+
+@dataclass(frozen=True)
+class ToReplica:
+    """First argument of a call that goes to one replica, whatever its load."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Answer to an offer: the replica serves the request."""
+
+    replica: str
+    is_guaranteed: bool
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Answer to an offer: the replica does not serve the request, and has done nothing for it."""
+
+    replica: str
+    is_full: bool  # it has no place in its queue; otherwise it cannot guarantee the SLOs
+
+
+@dataclass(frozen=True)
+class Failed:
+    """End of a request by an error of its own, which no other replica would avoid."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Update:
+    """Newly committed tokens of a request."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]  # of these tokens, if they were asked for
+    metrics: RequestMetrics
+    finish_reason: FinishReason | None  # of the last update
+
+
+Answer = Taken | Declined | Failed | Update
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the front needs to know about the model."""
+
+    tokenizer: Any
+    generation_config: Any
+    vocab_size: int
+    max_len: int  # tokens of prompt and output at most
+    max_nodes: int  # tokens of K/V that speculation needs beside these
+    response_template: dict[str, Any] | None

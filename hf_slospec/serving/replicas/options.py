@@ -1,0 +1,84 @@
+"""Options of a replicated server: of its models, its HTTP front, and its replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.errors import InputModel, InvalidInputError
+from hf_slospec.server.app import ServerSettings
+from hf_slospec.server.orders import SLOLimits
+from hf_slospec.server.serve import EMBEDDED
+from hf_slospec.serving.telemetry import PREFIX
+
+
+class ReplicaOptions(InputModel):
+    """Options of :func:`~hf_slospec.serving.replicas.app`; those of the models are those of ``hf_slospec serve``."""
+
+    target: str | None = Field(None, description="A model from the Hub or a folder. None: the embedded target.")
+    assistant: str | None = Field(None, description="Its draft model; required with target.")
+    size: str = Field("tiny", description="Of the embedded target: tiny, 0.1B, ...")
+    dtype: str = "fast"
+    device: str = "cpu"
+    allow_pickle: bool = Field(False, description="Load weights that are not safetensors; such files may run code.")
+    chat_template: str | None = Field(None, description="A chat template (Jinja) in place of the tokenizer's.")
+    response_template: dict[str, Any] | None = None
+    config: SLOSpecConfig = SLOSpecConfig()
+
+    model_name: str | None = Field(None, description="Name that clients ask for. Default: target.")
+    api_keys: dict[str, SLOLimits] = Field(default_factory=dict, description="SLO limits by API key.")
+    limits: SLOLimits = SLOLimits()
+    allowed_origins: tuple[str, ...] = ()
+    metrics_prefix: str = PREFIX
+
+    replicas: int = Field(1, ge=1, description="Replicas at the start, and without autoscaling always.")
+    max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
+    min_replicas: int = Field(1, ge=1)
+    fronts: int = Field(1, ge=1, description="Processes that take HTTP requests and tokenize.")
+    cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica; may be a fraction.")
+    gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for a replica; 1 with device cuda.")
+    threads: int | None = Field(None, ge=1, description="Torch's threads in a replica. None: as torch decides.")
+    hang_s: float = Field(300.0, gt=0, description="A replica is replaced when one of its steps takes longer.")
+    drain_s: float = Field(600.0, gt=0, description="Seconds that requests of a replica that is to end have to finish.")
+    upscale_delay_s: float = Field(
+        10.0, ge=0, description="Seconds that promises are missed before replicas are added."
+    )
+    downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ReplicaOptions:
+        if (self.target is None) != (self.assistant is None):
+            raise ValueError("target and assistant belong together; give both or none")
+        if self.max_replicas is not None and not self.min_replicas <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas must be within min_replicas..max_replicas, got {self.replicas} and "
+                f"{self.min_replicas}..{self.max_replicas}"
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.model_name or self.target or EMBEDDED
+
+    @property
+    def settings(self) -> ServerSettings:
+        """Return the settings of the HTTP application."""
+        return ServerSettings(
+            model_name=self.name,
+            api_keys=self.api_keys,
+            limits=self.limits,
+            allowed_origins=self.allowed_origins,
+            metrics_prefix=self.metrics_prefix,
+        )
+
+    @classmethod
+    def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
+        """Return validated options."""
+        if isinstance(options, ReplicaOptions):
+            return options
+        if not isinstance(options, dict):
+            raise InvalidInputError(f"options must be ReplicaOptions or a dict, got {type(options).__name__}")
+        return cls(**options)

@@ -1,0 +1,151 @@
+"""One replica: a generator with its batcher, in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from ray import serve
+
+from hf_slospec.algo.routing import ReplicaLoad, utilisation
+from hf_slospec.errors import NotGuaranteedError, QueueFull, SLOSpecError
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.server.engine import LocalEngine
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.replicas.messages import Answer, Declined, Description, Failed, Offer, Taken, ToReplica, Update
+from hf_slospec.serving.replicas.options import ReplicaOptions
+from hf_slospec.tiny.load import load_pair
+
+logger = logging.getLogger("ray.serve")  # whose lines carry replica and request
+LOAD = TypeAdapter(ReplicaLoad)
+RECENT_S = 60.0  # over which missed SLOs are counted
+
+
+class ModelReplica:
+    """Deployment of the models. Its methods are called by the front and by Serve."""
+
+    def __init__(self, options: ReplicaOptions):
+        """Load the models, measure them, and start the batcher."""
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        pair = load_pair(
+            options.target, options.assistant, options.size, options.dtype, options.device, options.allow_pickle
+        )
+        if options.chat_template is not None:
+            pair.tokenizer.chat_template = options.chat_template
+        self.options = options
+        self.generator = SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config).start()
+        self.engine = LocalEngine(self.generator, options.response_template)
+        self.name = _own_name()
+        self._seen: dict[str, int] = {}  # the last offer of each sender that the engine has taken or declined
+        self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: when, and whether they were missed
+
+    # ---- for the front
+
+    def describe(self, address: None) -> Description:
+        """Return what the front needs to know about the model."""
+        engine = self.engine
+        return Description(
+            engine.tokenizer, engine.generation_config, engine.vocab_size, engine.max_len,
+            self.generator.max_nodes, engine.response_template,
+        )  # fmt: skip
+
+    async def decode(self, offer: Offer) -> AsyncIterator[Answer]:
+        """Answer an offer; if it is taken, yield the output as it is committed.
+
+        Raises:
+            NotRunningError: the replica has failed; another one can go on from the updates so far.
+        """
+        arguments = offer.order.arguments | {"resume": offer.progress, "must_guarantee": offer.must_guarantee}
+        order = replace(offer.order, arguments=arguments)
+        handle = None
+        try:
+            handle = await self.engine.submit(order)
+            is_guaranteed = await handle.aguaranteed()
+            self._saw(offer)
+            yield Taken(self.name, is_guaranteed)
+            async for update in _updates(handle, len(offer.progress.tokens)):
+                yield update
+            if offer.need.has_slo:
+                self._recent.append((time.monotonic(), not is_guaranteed or handle.metrics.attained is False))
+        except (NotGuaranteedError, QueueFull) as error:
+            self._saw(offer)
+            yield Declined(self.name, isinstance(error, QueueFull))
+        except Exception as error:  # noqa: BLE001  of the request's own, unless the whole replica has failed
+            self.generator.check_running()
+            yield Failed(_sendable(error))
+        finally:
+            if handle is not None:
+                handle.cancel()  # the front has closed the stream, unless the request is over
+                logger.info("offer %d of %s: %s", offer.number, offer.sender, handle.finish_reason or "cancelled")
+
+    async def prompt_logprobs(
+        self, address: None, prompt: list[int], num_top: int
+    ) -> list[TokenLogprobs | None] | Exception:
+        """Return log probabilities of a prompt's tokens, or the error of computing them."""
+        try:
+            return await self.engine.prompt_logprobs(prompt, num_top)
+        except SLOSpecError as error:
+            self.generator.check_running()
+            return error
+
+    def families(self, address: ToReplica, prefix: str) -> list[Any]:
+        """Return the metric families of this replica for Prometheus."""
+        return list(self.generator.collector(prefix).collect())
+
+    def _saw(self, offer: Offer) -> None:
+        self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
+
+    # ---- for Serve
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return the load for routers, and which of each front's offers it contains."""
+        seen = dict(self._seen)
+        load = await self.generator.aload()
+        return {"load": LOAD.dump_python(load), "seen": seen}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the number of replicas is decided by."""
+        stats, load = self.generator.stats(), await self.generator.aload()
+        while self._recent and self._recent[0][0] < time.monotonic() - RECENT_S:
+            self._recent.popleft()
+        num_missed, most = sum(is_missed for _, is_missed in self._recent), self.options.config.max_batch
+        return {
+            "missed": num_missed / max(len(self._recent), 1),
+            "waiting": stats.waiting / most,
+            "utilisation": max(utilisation(load), stats.kv_tokens / stats.kv_limit, stats.running / most),
+        }
+
+    def check_health(self) -> None:
+        """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``."""
+        self.generator.check_running(self.options.hang_s)
+
+
+async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:
+    """Yield a request's output as it is committed, but for the first ``num_known`` tokens."""
+    at = 0
+    async for tokens, is_last in handle.asteps():
+        new = tokens[max(num_known - at, 0) :]
+        at += len(tokens)
+        is_whole = handle.finish_reason in ("stop", "length")  # otherwise an error follows
+        if new or is_whole:
+            reason = handle.finish_reason if is_last and is_whole else None
+            yield Update(new, handle.logprobs[at - len(new) : at], handle.metrics, reason)
+
+
+def _own_name() -> str:
+    """Return the unique name that Serve gave the replica."""
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or where its class may be unknown elsewhere, one that says the same."""
+    is_known = isinstance(error, SLOSpecError) or type(error).__module__ == "builtins"
+    return error if is_known else RuntimeError(f"{type(error).__name__}: {error}")

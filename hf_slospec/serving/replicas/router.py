@@ -1,0 +1,126 @@
+"""Serve's request router for replicas that guarantee SLOs: ranks them for every offer, and counts what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from hf_slospec.algo.prefixes import PrefixIndex
+from hf_slospec.algo.routing import ReplicaLoad, least_loaded, ranked
+from hf_slospec.serving.replicas.messages import Offer, ToReplica
+from hf_slospec.serving.replicas.running import set_running
+
+LOAD = TypeAdapter(ReplicaLoad)
+
+
+class SentOffers:
+    """Offers that replicas were sent and that their reports do not contain yet.
+
+    A burst would otherwise be routed by the same report as a whole, to one replica.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, dict[str, Offer]] = {}  # by replica and call
+        self._replica_of: dict[str, str] = {}  # by call
+
+    def add(self, call: str, replica: str, offer: Offer) -> None:
+        """Count an offer, which may have been counted for another replica before."""
+        self.remove(call)
+        self._sent.setdefault(replica, {})[call] = offer
+        self._replica_of[call] = replica
+
+    def remove(self, call: str) -> None:
+        """Count a call no longer: it is over, or was never made."""
+        if (replica := self._replica_of.pop(call, None)) is not None:
+            self._sent[replica].pop(call, None)
+
+    def on(self, replica: str, reported: ReplicaLoad, seen: Mapping[str, int]) -> ReplicaLoad:
+        """Return the load of a replica with the offers that its report does not contain.
+
+        Args:
+            seen: the last offer of each sender that the report contains.
+        """
+        for offer in self._sent.get(replica, {}).values():
+            if offer.number > seen.get(offer.sender, -1):
+                reported = reported.with_request(offer.need, offer.must_guarantee)
+        return reported
+
+    def keep(self, replicas: Sequence[str]) -> None:
+        """Drop the counts of all other replicas."""
+        for gone in self._sent.keys() - set(replicas):
+            for call in self._sent.pop(gone):
+                self._replica_of.pop(call, None)
+
+
+class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Router that offers a request to the replica which can most cheaply guarantee its SLOs.
+
+    Requests are matched to the replica that was chosen for them, so Serve's FIFO mixin, which gives a replica to the
+    request that waits longest, must not be mixed in.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._running: list[str] = []
+        self._sent, self._prefixes = SentOffers(), PrefixIndex()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take over which replicas run, and what they report."""
+        super().update_replicas(replicas)
+        names = [_name(replica.replica_id) for replica in replicas]
+        for gone in set(self._running) - set(names):
+            self._prefixes.forget(gone)
+        self._sent.keep(names)
+        self._running = names
+        set_running(self, names)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas in the order in which the request is offered to them, one in each rank."""
+        by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
+        if pending_request is None:
+            return [[replica] for replica in candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # where no replica has room for a call, wait
+        address = pending_request.args[0] if pending_request.args else None
+        if isinstance(address, ToReplica):
+            return [[by_name[address.replica]]] if address.replica in by_name else []
+        loads = {name: self._load(name, replica.routing_stats) for name, replica in by_name.items()}
+        order = self._in_order(address if isinstance(address, Offer) else None, loads)
+        if order and isinstance(address, Offer):
+            self._sent.add(pending_request.metadata.internal_request_id, order[0], address)
+        return [[by_name[name]] for name in order]
+
+    def _in_order(self, offer: Offer | None, loads: dict[str, ReplicaLoad]) -> list[str]:
+        """Return the names of replicas, best first; without an offer by their load alone."""
+        if offer is None or not offer.must_guarantee:
+            names, values = list(loads), list(loads.values())
+            first = [names[least_loaded(values)]] if names else []
+            return [*first, *(name for name in names if name not in first)]
+        left = {name: load for name, load in loads.items() if name not in offer.tried}
+        names = list(left)
+        known = self._prefixes.num_known(names, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
+        return [names[index] for index in ranked(list(left.values()), offer.need, known)] if names else []
+
+    def _load(self, name: str, report: dict[str, Any]) -> ReplicaLoad:
+        """Return the load of a replica, with what was sent to it since it reported."""
+        reported = LOAD.validate_python(report["load"]) if report else ReplicaLoad()
+        return self._sent.on(name, reported, report.get("seen", {}))
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Count a call for the replica that took it, which may not be the first of the ranking."""
+        if pending_request.args and isinstance(offer := pending_request.args[0], Offer):
+            name = _name(replica_id)
+            self._sent.add(pending_request.metadata.internal_request_id, name, offer)
+            self._prefixes.record(name, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Count a call no longer."""
+        self._sent.remove(internal_request_id)
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return str(replica_id.unique_id)

@@ -1,0 +1,110 @@
+"""Start of a replicated server from the command line: in a local Ray, or in the cluster that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import ray
+from ray import serve
+
+from hf_slospec.models.cpu.threads import available_cores
+from hf_slospec.server.serve import ServeOptions
+from hf_slospec.serving.replicas.application import app
+from hf_slospec.serving.replicas.options import ReplicaOptions
+
+APP = "hf_slospec"
+OBJECT_STORE_BYTES = 100 * 2**20  # of a local Ray: requests and tokens are small
+FRONT_CPUS = 1  # that a local Ray has besides those of replicas
+
+
+def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
+    """Return the options of ``hf_slospec serve --replicas``.
+
+    Raises:
+        InvalidInputError: an option is invalid.
+    """
+    is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
+    return ReplicaOptions(
+        target=options.target,
+        assistant=options.assistant,
+        size=options.size,
+        dtype=options.dtype,
+        device=options.device,
+        allow_pickle=options.allows_pickle,
+        chat_template=options.read_chat_template(),
+        response_template=options.read_response_template(),
+        config=options.config,
+        model_name=options.model_name,
+        api_keys=options.keys(),
+        limits=options.limits,
+        allowed_origins=options.allowed_origins,
+        metrics_prefix=options.metrics_prefix,
+        replicas=replicas,
+        cpus=cores / replicas if is_local else 1.0,
+        threads=max(cores // replicas, 1) if is_local else None,
+    )
+
+
+@contextmanager
+def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -> Iterator[str]:
+    """Serve in a ``with`` block, and yield the address; at its end requests in progress are finished.
+
+    A Ray that was started for it ends with it; a cluster keeps running without the application. Where the cluster's
+    Serve runs already, it listens where it was told to, not at ``host`` and ``port``.
+    """
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        _join_or_start(options)
+    try:
+        serve.start(http_options={"host": host, "port": port, "root_path": root_path})
+        serve.run(app(options), name=APP)
+        yield f"http://{host}:{port}"
+        serve.delete(APP)
+    finally:
+        if is_ours:
+            with suppress(Exception):
+                serve.shutdown()
+            ray.shutdown()
+
+
+def _join_or_start(options: ReplicaOptions) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False)
+        return
+    ray.init(
+        address="local",
+        num_cpus=math.ceil(options.replicas * options.cpus) + FRONT_CPUS,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=tempfile.mkdtemp(prefix="ray-", dir="/tmp"),  # its sockets need short paths
+    )
+
+
+def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], None]) -> None:
+    """Serve with replicas until a signal ends it, and finish the requests that have begun.
+
+    Raises:
+        InvalidInputError: an option is invalid, or the server would be open to other machines without a key.
+    """
+    options.check_open()
+    own, ended = replica_options(options, replicas), threading.Event()
+    where = os.environ.get("RAY_ADDRESS", "a local Ray")
+    say(f"starting {replicas} replicas of {own.name} on {where}; this takes a minute")
+    with served(own, options.host, options.port, options.root_path) as url:
+        body = json.dumps({"model": own.name, "prompt": "def main():", "max_tokens": 32, "slo_tpot": 0.1})
+        say(f"address  {url}/v1\ncurl     curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: ended.set())
+        ended.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        say("finishing the requests in progress")
