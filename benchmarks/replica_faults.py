@@ -1,6 +1,6 @@
 """Requests to a replicated server while its replicas are killed: is any lost, and is every output that of ``generate``?
 
-    python benchmarks/replica_faults.py --requests 200 --replicas 3 --every 10 --json benchmarks/results/replica-faults.json
+    python benchmarks/replica_faults.py --json benchmarks/results/replica-faults-cpu-2core.json
 
 The embedded pair in fp32, on a local Ray. Half of the requests are sampled with a seed, half are streamed, half have
 SLOs. A replica is killed by SIGKILL, as the system does when memory runs out; Serve starts another one in its place.
@@ -90,12 +90,8 @@ async def send(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any
 
 def replica_processes() -> list[psutil.Process]:
     """Return the processes of the replicas that run."""
-    own = {process.pid for process in psutil.Process().children(recursive=True)}
-    found = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if process.pid in own and any(":Model" in part for part in process.info["cmdline"] or ()):
-            found.append(process)
-    return found
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if any(":Model" in part for part in child.cmdline())]
 
 
 async def kill(every_s: float, rng: random.Random, kills: list[float]) -> None:

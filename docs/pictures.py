@@ -278,6 +278,43 @@ def draw_steps(drawer: Drawer) -> None:
     save(figure, "steps.png")
 
 
+def draw_replicas(drawer: Drawer) -> None:
+    """Draw the way of a request over replicas: offered, declined, taken, resumed."""
+    figure, axes = pyplot.subplots(figsize=(10.5, 4.6), layout="constrained")
+    axes.set(xlim=(0, 10.5), ylim=(-0.3, 4.6))
+    axes.axis("off")
+    small = {"fontsize": 9}
+    boxed(axes, 0.8, 2.2, "clients\n(OpenAI)", face="white", **small)
+    boxed(axes, 2.5, 2.2, "Serve's\nproxy", face="white", edge=BLUE, **small)
+    boxed(
+        axes, 4.7, 2.2, "front\nHTTP application\ntokenizer, answers\n\nrouter\nranks the replicas", face=PALE, **small
+    )
+    states = (
+        (3.9, "replica A\nbatcher, K/V", "declines: the TPOT SLO\ncannot be kept"),
+        (2.2, "replica B\nbatcher, K/V", "takes it, guaranteed,\nand dies after 40 tokens"),
+        (0.5, "replica C\nbatcher, K/V", "goes on from token 41;\nthe stream does not break"),
+    )
+    for number, (y, name, words) in enumerate(states, 1):
+        colour = (GREY, ORANGE, GREEN)[number - 1]
+        boxed(axes, 8.0, y, name, face="white", edge=colour, line_width=2.0, **small)
+        axes.annotate("", (7.2, y), (5.75, 2.2 + (y - 2.2) * 0.3), arrowprops={"arrowstyle": "<->", "color": colour})
+        axes.text(
+            6.55, 2.2 + (y - 2.2) * 0.72 + 0.16, f"{number}", color=colour, fontsize=11, ha="center", weight="bold"
+        )
+        axes.text(8.85, y, words, va="center", fontsize=8.5)
+    for begin, end in ((1.25, 2.0), (3.0, 3.7)):
+        axes.annotate("", (end, 2.2), (begin, 2.2), arrowprops={"arrowstyle": "<->", "color": GREY})
+    axes.text(
+        4.7,
+        0.25,
+        "every 0.5 s the replicas report load, step times,\nguaranteed SLOs and free K/V",
+        ha="center",
+        fontsize=8.5,
+    )
+    axes.text(4.7, 4.2, "an offer has the prompt, its options,\nand the output so far", ha="center", fontsize=8.5)
+    save(figure, "replicas.png")
+
+
 def save(figure: Any, name: str) -> None:
     figure.savefig(HERE / "images" / name, dpi=130, facecolor="white", metadata={"Software": None})
     pyplot.close(figure)
@@ -286,7 +323,7 @@ def save(figure: Any, name: str) -> None:
 
 def main() -> None:
     drawer = Drawer()
-    for draw in (draw_tree, draw_packed_batch, draw_budget, draw_selection, draw_steps):
+    for draw in (draw_tree, draw_packed_batch, draw_budget, draw_selection, draw_steps, draw_replicas):
         draw(drawer)
 
 

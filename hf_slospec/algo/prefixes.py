@@ -13,7 +13,7 @@ class PrefixIndex:
     """Approximate record of which replicas hold the K/V of which beginnings.
 
     Every block is known by a hash of its tokens and of all before it, so prompts share the entries of what they share.
-    A replica may have dropped K/V that is recorded here: the index ranks replicas, it promises nothing.
+    A replica may have dropped K/V that is recorded here: the index guarantees nothing.
     """
 
     def __init__(self, block: int = BLOCK, max_blocks: int = MAX_BLOCKS):

@@ -1,4 +1,4 @@
-"""Routing of a request over replicas, by what each says it can promise (after SLOs-Serve, section 4).
+"""Routing of a request over replicas, by what each can guarantee (after SLOs-Serve, section 4).
 
 A router ranks the replicas; each replica decides by its own admission control, and a request that it refuses goes on to
 the next one. The ranking is a pure function, which the servers' router and the simulator share.

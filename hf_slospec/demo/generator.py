@@ -77,8 +77,6 @@ class DemoGenerator(Protocol):
 class LocalHandle:
     """A request in this process."""
 
-    replica = None
-
     def __init__(self, handle: RequestHandle, to_text: ToText):
         self._handle, self._text = handle, HighlightedText(to_text)
 
@@ -93,6 +91,10 @@ class LocalHandle:
     @property
     def metrics(self) -> RequestMetrics:
         return self._handle.metrics
+
+    @property
+    def replica(self) -> str | None:
+        return self._handle.replica
 
     @property
     def finish_reason(self) -> FinishReason | None:

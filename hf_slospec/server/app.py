@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Annotated, Any, TypeVar
 
@@ -230,6 +231,7 @@ class _Server:
                 orders = [order_of(body, prompt, slos, self.engine, number) for number in range(body.n)]
                 echo = await self._echo(body, prompt)
                 for order in orders:
+                    order = replace(order, request_id=answer.id)
                     choices.append(await self._choice(len(choices), order, body, echo))
         except BaseException:
             for choice in choices:

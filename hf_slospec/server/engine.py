@@ -23,6 +23,7 @@ class Order:
     prompt: list[int]
     arguments: dict[str, Any] = field(default_factory=dict)
     json_schema: dict[str, Any] | None = None  # that the output follows
+    request_id: str = ""  # as the client sees it, for logs
 
 
 class Decoding(Protocol):

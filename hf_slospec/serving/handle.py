@@ -45,7 +45,8 @@ class RequestHandle:
         seed: int | None,
         logprobs: Sequence[TokenLogprobs] = (),
     ):
-        self._logprobs, self.replica = logprobs, None
+        self._logprobs = logprobs
+        self.replica: str | None = None  # which serves it, where there are replicas
         self.request, self._to_text, self._abort = request, to_text, abort
         self.seed = seed  # of sampling; None for greedy decoding
         self._changed = threading.Condition()

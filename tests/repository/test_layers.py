@@ -16,7 +16,7 @@ PACKAGE = Path(hf_slospec.__file__).parent
 # From the bottom: a module imports its own layer and those before it. ``__init__`` holds the public names.
 LAYERS = (
     *("errors", "algo", "engine", "policies", "config", "assembly", "models", "tiny", "generate", "serving"),
-    *("__init__", "sim", "server", "demo", "cli", "__main__"),
+    *("__init__", "sim", "server", "serving/replicas", "demo", "cli", "__main__"),
 )
 NO_TORCH = {"errors", "algo", "config", "engine", "policies", "assembly", "sim"}  # and no layer that imports it
 KNOWS_GENERATE = {"generate"}  # may import transformers.generation
@@ -24,7 +24,8 @@ KNOWS_GENERATE = {"generate"}  # may import transformers.generation
 
 def layer_of(module: str) -> str:
     """Return the layer of a module of the package, ``__init__`` for the package itself."""
-    return (*module.split("."), "__init__")[1]
+    (_, first, second, *_) = (*module.split("."), "__init__", "")
+    return f"{first}/{second}" if f"{first}/{second}" in LAYERS else first
 
 
 def violations(imports: Mapping[str, set[str]]) -> Iterator[str]:
@@ -72,7 +73,8 @@ def test_imports_point_downward() -> None:
 @pytest.mark.parametrize("lower", range(len(LAYERS) - 1))
 def test_every_arrow_up_is_found(lower: int) -> None:
     for upper in range(lower + 1, len(LAYERS)):
-        module, name = f"hf_slospec.{LAYERS[lower]}.one", f"hf_slospec.{LAYERS[upper]}.two"
+        packages = [f"hf_slospec.{LAYERS[at].replace('/', '.')}" for at in (lower, upper)]
+        module, name = f"{packages[0]}.one", f"{packages[1]}.two"
         assert f"{module} imports {name}, which is above it" in violations({module: {name}})
         if not {LAYERS[lower], LAYERS[upper]} & NO_TORCH:
             assert not list(violations({name: {module}}))
@@ -108,5 +110,5 @@ def test_the_import_loads_no_optional_package() -> None:
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     added = set(output.split())
     assert "hf_slospec" in added
-    optional = {"flash_attn", "gradio", "matplotlib", "peft", "prometheus_client", "torchao"}
+    optional = {"flash_attn", "gradio", "matplotlib", "peft", "prometheus_client", "ray", "torchao"}
     assert not added & (optional | {"accelerate", "pandas", "rich", "tqdm", "typer"})

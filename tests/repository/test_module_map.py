@@ -27,13 +27,13 @@ def test_every_module_is_listed_once_with_a_description() -> None:
 
 
 def test_modules_are_listed_with_their_layer() -> None:
-    layers = re.findall(r"^### Layer `(\w+)`\n(.*?)(?=^### |\Z)", section("Module map"), re.MULTILINE | re.DOTALL)
+    layers = re.findall(r"^### Layer `([\w/]+)`\n(.*?)(?=^### |\Z)", section("Module map"), re.MULTILINE | re.DOTALL)
     assert layers and all(path.startswith(f"{layer}/") for layer, rows in layers for path, _ in ROW.findall(rows))
 
 
 def test_the_files_to_look_at_first_exist() -> None:
     questions = re.findall(r"^\| (.+\?) \| `(.+)` \|$", section("Where to look first"), re.MULTILINE)
-    assert len(questions) == 13
+    assert len(questions) == 16
     assert all((PACKAGE / file).exists() for _, file in questions)
 
 

@@ -1,4 +1,4 @@
-"""Replicas of the models on Ray Serve, with routing by what they can promise; needs ``hf_slospec[ray]``."""
+"""Replicas of the models on Ray Serve, with routing by what they can guarantee; needs ``hf_slospec[ray]``."""
 
 from hf_slospec.serving.replicas.application import app
 from hf_slospec.serving.replicas.options import ReplicaOptions

@@ -55,7 +55,7 @@ def app(options: ReplicaOptions) -> Application:
                 max_replicas=options.max_replicas,
                 upscale_delay_s=options.upscale_delay_s,
                 downscale_delay_s=options.downscale_delay_s,
-                policy=AutoscalingPolicy(policy_function="hf_slospec.serving.replicas.autoscaling:by_promises"),
+                policy=AutoscalingPolicy(policy_function="hf_slospec.serving.replicas.autoscaling:by_guarantees"),
             )
         }
     models = serve.deployment(ModelReplica, name=MODEL).options(

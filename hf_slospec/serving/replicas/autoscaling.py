@@ -1,4 +1,4 @@
-"""Autoscaling by promises: replicas are added while SLOs are not guaranteed or missed, not by numbers of requests.
+"""Autoscaling by guarantees: replicas are added while SLOs are not guaranteed or missed, not by numbers of requests.
 
 Serve's controller runs this module by value, without this package; it imports nothing of it.
 """
@@ -35,7 +35,7 @@ def wanted_replicas(current: int, missed: float, waiting: float, utilisation: fl
     return current
 
 
-def by_promises(context: Any) -> tuple[int, dict[str, Any]]:
+def by_guarantees(context: Any) -> tuple[int, dict[str, Any]]:
     """Return the number of replicas for Serve's controller, and no state; ``context`` is an AutoscalingContext."""
     current = max(context.target_num_replicas, 1)
     metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -69,7 +71,7 @@ class ReplicatedEngine:
         """Return log probabilities of a prompt's tokens, given those before; None for the first."""
         for _ in range(MAX_FAULTS):
             try:
-                found = await self.handle.prompt_logprobs.remote(None, prompt, num_top)
+                found = await _call(self.handle.prompt_logprobs, None, prompt, num_top)
             except RayError as error:
                 logger.warning("a replica failed: %s", error)
                 continue
@@ -86,7 +88,7 @@ class ReplicatedEngine:
         return merged(dict(zip(names, found, strict=True)))
 
     async def _families_of(self, replica: str, prefix: str) -> list[Any]:
-        response = self.handle.families.remote(ToReplica(replica), prefix)
+        response = _call(self.handle.families, ToReplica(replica), prefix)
         try:
             async with asyncio.timeout(ANSWER_S):
                 families: list[Any] = await response
@@ -119,12 +121,12 @@ class ReplicatedDecoding:
         self.num_faults = 0  # replicas that died while they served it
 
     async def begin(self) -> None:
-        """Offer the request to replicas, until one takes it."""
+        """Send offers of the request to replicas, until one takes it."""
         tried: tuple[str, ...] = ()
         full: set[str] = set()
         while True:
             offer = self._engine.offer(self._order, self._need, self._progress, tried)
-            self._stream = self._engine.streams.decode.remote(offer)
+            self._stream = _call(self._engine.streams.decode, offer)
             try:
                 answer = await anext(self._stream)
             except RayError as error:
@@ -159,7 +161,8 @@ class ReplicatedDecoding:
                     raise
                 self._count_fault(error)
                 await self.begin()
-                logger.info("resumed on replica %s after %d tokens", self.replica, len(self.tokens))
+                name = self._order.request_id
+                logger.info("%s goes on on replica %s after %d tokens", name, self.replica, len(self.tokens))
                 continue
             if isinstance(answer, Failed):
                 raise answer.error
@@ -174,7 +177,8 @@ class ReplicatedDecoding:
     def _count_fault(self, error: Exception) -> None:
         """Count a replica that died; raises NotRunningError after too many."""
         cause = error.cause if isinstance(error, RayTaskError) else error
-        logger.warning("replica %s failed after %d tokens: %r", self.replica, len(self.tokens), cause)
+        name = self._order.request_id
+        logger.warning("replica %s failed after %d tokens of %s: %r", self.replica, len(self.tokens), name, cause)
         self.num_faults += 1
         if self.num_faults >= MAX_FAULTS:
             raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request") from error
@@ -186,10 +190,18 @@ class ReplicatedDecoding:
             self._stream.cancel()
 
 
+def _call(method: Any, *arguments: Any) -> Any:
+    """Return the response of a replica's method, called under an id of its own.
+
+    Serve gives all calls made for one HTTP request the same id, and its routers confuse those under way at once.
+    """
+    return contextvars.Context().run(method.remote, *arguments)
+
+
 def _seeded(order: Order) -> Order:
     """Return the order with a seed, so that another replica draws the same noise."""
     if order.arguments.get("seed") is None and order.arguments.get("do_sample"):
-        return Order(order.prompt, order.arguments | {"seed": uuid.uuid4().int % 2**63}, order.json_schema)
+        return replace(order, arguments=order.arguments | {"seed": uuid.uuid4().int % 2**63})
     return order
 
 

@@ -1,4 +1,4 @@
-"""What the front of the application and its replicas send each other."""
+"""Messages between the front of the application and its replicas."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Answer = Taken | Declined | Failed | Update
 
 @dataclass(frozen=True)
 class Description:
-    """What the front needs to know about the model."""
+    """Properties of the model that the front needs."""
 
     tokenizer: Any
     generation_config: Any

@@ -43,7 +43,7 @@ class ReplicaOptions(InputModel):
     hang_s: float = Field(300.0, gt=0, description="A replica is replaced when one of its steps takes longer.")
     drain_s: float = Field(600.0, gt=0, description="Seconds that requests of a replica that is to end have to finish.")
     upscale_delay_s: float = Field(
-        10.0, ge=0, description="Seconds that promises are missed before replicas are added."
+        10.0, ge=0, description="Seconds of missed SLOs before replicas are added."
     )
     downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
 

@@ -58,7 +58,7 @@ class ModelReplica:
         )  # fmt: skip
 
     async def decode(self, offer: Offer) -> AsyncIterator[Answer]:
-        """Answer an offer; if it is taken, yield the output as it is committed.
+        """Yield the answer to an offer and, if it is taken, the output as it is committed.
 
         Raises:
             NotRunningError: the replica has failed; another one can go on from the updates so far.
@@ -70,6 +70,7 @@ class ModelReplica:
             handle = await self.engine.submit(order)
             is_guaranteed = await handle.aguaranteed()
             self._saw(offer)
+            logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
             yield Taken(self.name, is_guaranteed)
             async for update in _updates(handle, len(offer.progress.tokens)):
                 yield update
@@ -77,6 +78,7 @@ class ModelReplica:
                 self._recent.append((time.monotonic(), not is_guaranteed or handle.metrics.attained is False))
         except (NotGuaranteedError, QueueFull) as error:
             self._saw(offer)
+            logger.info("%s declined: %s", order.request_id, error)
             yield Declined(self.name, isinstance(error, QueueFull))
         except Exception as error:  # noqa: BLE001  of the request's own, unless the whole replica has failed
             self.generator.check_running()
@@ -84,7 +86,7 @@ class ModelReplica:
         finally:
             if handle is not None:
                 handle.cancel()  # the front has closed the stream, unless the request is over
-                logger.info("offer %d of %s: %s", offer.number, offer.sender, handle.finish_reason or "cancelled")
+                logger.info("%s ended: %s", order.request_id, handle.finish_reason or "cancelled")
 
     async def prompt_logprobs(
         self, address: None, prompt: list[int], num_top: int

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_slospec.serving.replicas import autoscaling
-from hf_slospec.serving.replicas.autoscaling import GAUGES, LOW, UP, by_promises, wanted_replicas
+from hf_slospec.serving.replicas.autoscaling import GAUGES, LOW, UP, by_guarantees, wanted_replicas
 
 SHARES = st.floats(0.0, 1.0)
 
@@ -59,7 +59,7 @@ def context(
     ],
 )
 def test_serves_policy_reads_the_replicas_gauges(state: Any, wanted: int) -> None:
-    assert by_promises(state) == (wanted, {})
+    assert by_guarantees(state) == (wanted, {})
 
 
 def test_module_runs_without_this_package() -> None:
@@ -89,7 +89,7 @@ class Fluid:
             self.num_missed, self.num_total = self.num_missed + missed * rate, self.num_total + rate
             now = self.replicas + len(self.starting)
             gauges = dict(zip(GAUGES, (missed, 0.0, min(rate / room, 1.0)), strict=True))
-            wanted = by_promises(context(now, most=16, starting=len(self.starting), **gauges))[0]
+            wanted = by_guarantees(context(now, most=16, starting=len(self.starting), **gauges))[0]
             above, below = (above + 1 if wanted > now else 0), (below + 1 if wanted < now else 0)
             if above > up_delay:
                 self.starting += [self.start_s] * (wanted - now)
