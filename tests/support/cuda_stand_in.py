@@ -8,6 +8,7 @@ at the same time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -24,12 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.models.attention.packing import Entries
 from hf_slospec.models.cuda import graphs, sync_guard
-from tests.support.graph_stand_in import OpaqueStandIn, Tape
+from tests.support.graph_stand_in import PLAIN, OpaqueStandIn, Tape, each, tensors_in
 
 aten = torch.ops.aten
+PIN, COPY, COPY_TO = aten._pin_memory, aten._to_copy, aten.copy_
+HISTC = aten.histc.default
+INDEXED = (aten.index, aten.index_put, aten.index_put_)
 importlib.import_module("torch.nn.attention.varlen")  # makes an operator
+VARLEN = torch.ops.torch_attn._varlen_attn
 CUDA = torch.device("cuda", 0)
 HALF = (torch.float16, torch.bfloat16)
+PLACES = (str, torch.device)  # in which a device may be named
 RUBBISH = 85  # on the host where a copy has not arrived; true as a truth value
 
 
@@ -61,12 +67,13 @@ class OnDevice(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READS:
             device.wait(func)
-        if func in READS or func is torch.Tensor.data_ptr:
+            return func(args[0].held)
+        if func is DATA_PTR:
             return func(args[0].held)
         if func in INSTEAD:
             return INSTEAD[func](*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            if func is SET_DATA:
                 args[0].held = args[1].held
             return func(*args, **(kwargs or {}))
 
@@ -77,6 +84,7 @@ class OnDevice(torch.Tensor):
 
 # What the host reads; and what would ask the driver in torch's bindings, before any operator.
 READS = {getattr(torch.Tensor, name) for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")}
+DATA_PTR, SET_DATA = torch.Tensor.data_ptr, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: lambda *args: device.index(torch.Tensor.__getitem__, args),
     torch.Tensor.__setitem__: lambda *args: device.index(torch.Tensor.__setitem__, args),
@@ -94,23 +102,27 @@ def like(tensor: OnDevice, held: torch.Tensor) -> Any:
     return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 
 
-def each(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Of arguments and results of operators; torch's own takes several times as long."""
+def of_host(tree: Any, given: list[torch.Tensor]) -> Any:
+    """The same with values in host memory; the tensors that were in it are added to ``given``."""
+    kind = type(tree)
+    if kind is OnDevice:
+        given.append(tree)
+        return tree.held
+    if kind in PLAIN:
+        return tree
+    if kind is list or kind is tuple:
+        return kind([of_host(part, given) for part in tree])
+    if kind is dict:
+        return {name: of_host(part, given) for name, part in tree.items()}
     if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {name: each(part, function) for name, part in tree.items()}
-    return type(tree)([each(part, function) for part in tree]) if type(tree) in (list, tuple) else tree
+        given.append(tree)
+    return tree
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    each(tree, found.append)
-    return found
-
-
-def of_host(tree: Any) -> Any:
-    return each(tree, lambda tensor: getattr(tensor, "held", tensor))
+@functools.cache
+def draws(func: Any) -> bool:
+    """Whether the operator takes random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 class Device:
@@ -140,65 +152,72 @@ class Device:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operator: on values in host memory, after a look at where they are said to be."""
-        given = tensors_in((args, kwargs))
-        is_here, of = self._is_here(func, args, kwargs, given), func.overloadpacket
-        on_host = dict(kwargs)
-        if on_host.get("device") is not None:
-            on_host["device"] = torch.device("cpu")
-        if on_host.pop("pin_memory", None) or of is aten._pin_memory:
+        given: list[torch.Tensor] = []
+        held, of = [of_host(argument, given) for argument in args], func.overloadpacket
+        on_host = of_host(kwargs, given) if kwargs else kwargs
+        is_here = self._is_here(of, args, kwargs, given)
+        if on_host:
+            if on_host.get("device") is not None:
+                on_host["device"] = torch.device("cpu")
+            assert not on_host.pop("pin_memory", None) or not is_here, "only memory of the host can be pinned"
+        if of is PIN:
             assert not is_here, "only memory of the host can be pinned"
-        if of is aten._pin_memory:
             return args[0].clone()
-        if of in (aten._to_copy, aten.copy_) and given[-1].is_cpu == is_here:
+        if (of is COPY or of is COPY_TO) and (type(given[-1]) is OnDevice) != is_here:
             return self._across(func, args, kwargs, on_host, given[-1])
-        if is_here:
-            self._check(func, args, given)
-        if func is aten.histc.default and not args[0].is_floating_point():  # which torch has for CUDA only
+        if not is_here:
+            return func(*held, **on_host)
+        self._check(func, args, given)
+        if func is HISTC and not args[0].is_floating_point():  # which torch has for CUDA only
             return self.run(aten.to.dtype, (self.run(func, (args[0].float(), *args[1:]), kwargs), args[0].dtype), {})
-        if of is torch.ops.torch_attn._varlen_attn:
-            out = (*torch_flash(*of_host(args), **of_host(on_host)), torch.zeros(2, dtype=torch.uint64))
-        elif is_here and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            out = self._drawn(lambda: func(*of_host(args), **of_host(on_host)))
+        if of is VARLEN:
+            out = (*torch_flash(*held, **on_host), torch.zeros(2, dtype=torch.uint64))
+        elif draws(func) and kwargs.get("generator") is None:
+            out = self._drawn(lambda: func(*held, **on_host))
         else:
-            out = func(*of_host(args), **of_host(on_host))
-        if is_here:
-            out = self._placed(out, given)
-            if self.tape is not None:
-                self.tape.calls.append((func, args, kwargs, out))
+            out = func(*held, **on_host)
+        out = self._placed(out, given)
+        if self.captures and self.tape is not None:
+            self.tape.calls.append((func, args, kwargs, out))
         return out
 
     def index(self, func: Any, args: Any) -> Any:
         """Reading or writing with brackets: torch would ask the driver."""
-        is_here = isinstance(args[0], OnDevice)
-        for tensor in tensors_in(args[1]):
-            if tensor.ndim:
-                assert is_here or tensor.is_cpu, "a tensor on the host and indices on the device"
-                if is_here and (tensor.is_cpu or tensor.dtype in sync_guard.BOOLEAN):
-                    self.wait(func)
-        if any(isinstance(value, torch.Tensor) and value.ndim and value.is_cpu == is_here for value in args[2:]):
-            self.wait(func)
-        out = func(*of_host(args))
+        is_here = type(args[0]) is OnDevice
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in tensors_in(args[1]):
+                if tensor.ndim:
+                    assert is_here or type(tensor) is not OnDevice, "a tensor on the host and indices on the device"
+                    if is_here and (type(tensor) is not OnDevice or tensor.dtype in sync_guard.BOOLEAN):
+                        self.wait(func)
+            if any(
+                isinstance(own, torch.Tensor) and own.ndim and (type(own) is not OnDevice) == is_here
+                for own in args[2:]
+            ):
+                self.wait(func)
+        out = func(*of_host(args, []))
         out = None if out is None else self._placed(out, [args[0]])
-        if self.tape is not None:
+        if self.captures and self.tape is not None:
             self.tape.calls.append((func, args, {}, out))
         return out
 
-    def _is_here(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
-        if kwargs.get("device") is not None:
+    def _is_here(self, of: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
+        if kwargs and kwargs.get("device") is not None:
             return torch.device(kwargs["device"]).type == "cuda"
-        if func.overloadpacket is aten.copy_:
-            return isinstance(args[0], OnDevice)
-        return any(isinstance(tensor, OnDevice) for tensor in given)
+        if of is COPY_TO:
+            return type(args[0]) is OnDevice
+        return OnDevice in map(type, given)
 
     def _check(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
         if sync_guard._reads(func, args):
             self.wait(func)
         of = func.overloadpacket
         for tensor in given:
-            is_index = of in (aten.index, aten.index_put, aten.index_put_) and tensor is not args[0]
-            if tensor.is_cpu and tensor.ndim and is_index:
+            if type(tensor) is OnDevice or not tensor.ndim:
+                continue
+            if of in INDEXED and tensor is not args[0]:
                 self.wait(func)  # such indices are copied there
-            elif tensor.is_cpu and tensor.ndim and of not in (aten.copy_, aten._to_copy):
+            elif of is not COPY_TO and of is not COPY:
                 raise RuntimeError(f"{func}: tensors on host and device: {[(t.shape, t.device) for t in given]}")
 
     def _across(self, func: Any, args: Any, kwargs: Any, on_host: Any, source: torch.Tensor) -> Any:
@@ -207,7 +226,7 @@ class Device:
         waits_not = kwargs.get("non_blocking") or (is_write and len(args) > 2 and args[2])
         if not waits_not and source.ndim + source.is_cpu:
             self.wait(func)
-        out = func(*of_host(args), **of_host(on_host))
+        out = func(*of_host(args, []), **on_host)
         with self._lock:
             if waits_not and source.is_cpu:
                 self.leaving.append((source, source.clone()))
@@ -222,14 +241,14 @@ class Device:
         return args[0] if is_write else out
 
     def _placed(self, out: Any, given: list[torch.Tensor]) -> Any:
-        known = {id(tensor.held): tensor for tensor in given if isinstance(tensor, OnDevice)}
-
         def placed(tensor: torch.Tensor) -> torch.Tensor:
-            own = known.get(id(tensor))
-            assert own is None or own.shape == tensor.shape, "changed its shape in place"
-            return OnDevice(tensor) if own is None else own
+            for own in given:
+                if type(own) is OnDevice and own.held is tensor:
+                    assert own.shape == tensor.shape, "changed its shape in place"
+                    return own
+            return OnDevice(tensor)
 
-        return each(out, placed)
+        return placed(out) if type(out) is torch.Tensor else each(out, placed)
 
     def _drawn(self, draw: Callable[[], Any]) -> Any:
         """With the device's generator in the place of the host's."""
@@ -361,8 +380,10 @@ class Places(TorchFunctionMode):
     """``cuda`` means ``cuda:0``: torch would ask the driver."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = ([numbered(argument) for argument in args], dict(kwargs or {}))
-        kwargs = {name: numbered(value) for name, value in kwargs.items()}
+        args = [numbered(argument) if type(argument) in PLACES else argument for argument in args]
+        if not kwargs:
+            return func(*args)
+        kwargs = {name: numbered(value) if type(value) in PLACES else value for name, value in kwargs.items()}
         where = kwargs.get("device")
         if func in (torch.tensor, torch.as_tensor) and isinstance(where, torch.device) and where.type == "cuda":
             kwargs["device"] = "cpu"
@@ -370,12 +391,15 @@ class Places(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def numbered(argument: Any) -> Any:
-    is_device = isinstance(argument, (str, torch.device)) and str(argument) in ("cuda", "cuda:0")
-    return CUDA if is_device else argument
+def numbered(argument: str | torch.device) -> Any:
+    return CUDA if str(argument) in ("cuda", "cuda:0") else argument
 
 
 class Operators(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the wrapper costs time in every operator
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return device.run(func, args, kwargs or {})
 

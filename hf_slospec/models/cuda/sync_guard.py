@@ -20,6 +20,7 @@ READS = {
     aten.unique_consecutive,
     aten.bincount,
 }
+INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index)
 BOOLEAN = (torch.bool, torch.uint8)  # an index of these dtypes has a result of unknown size
 
 
@@ -44,7 +45,7 @@ class SyncGuard(TorchDispatchMode):
 
 def _reads(func: Any, args: Any) -> bool:
     packet = getattr(func, "overloadpacket", None)
-    if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
+    if packet in INDEXED:
         return any(index is not None and index.dtype in BOOLEAN for index in args[1])
     return func is aten.repeat_interleave.Tensor or packet in READS
 
