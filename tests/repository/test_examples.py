@@ -66,6 +66,14 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert "identical tokens: yes" in said
 
 
+@pytest.fixture
+def _not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickstart inflates its target; the others would have the same text, slower."""
+    for example in (batch_with_slos, custom_drafter, many_users, streaming):
+        monkeypatch.setattr(example, "inflate", lambda model, _: model)
+
+
+@pytest.mark.usefixtures("_not_inflated")
 def test_batch_with_slos(capsys: pytest.CaptureFixture[str]) -> None:
     batch_with_slos.main(new_tokens=16)
     said = capsys.readouterr().out
@@ -79,6 +87,7 @@ def test_batch_with_slos(capsys: pytest.CaptureFixture[str]) -> None:
     assert "identical tokens: yes" in said
 
 
+@pytest.mark.usefixtures("_not_inflated")
 def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
     streaming.main(new_tokens=16)
     said = capsys.readouterr().out
@@ -90,6 +99,7 @@ def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
     assert num_tokens == 16 and pieces.count("|") + 1 <= num_steps <= 16
 
 
+@pytest.mark.usefixtures("_not_inflated")
 def test_many_users(capsys: pytest.CaptureFixture[str]) -> None:
     many_users.main(new_tokens=24)
     said = capsys.readouterr().out
@@ -101,8 +111,8 @@ def test_many_users(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(own[4] == "24" for own in rows.values() if own[5] == "length")
 
 
-def test_custom_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custom_drafter, "inflate", lambda model, _: model)  # slower, and with the same text
+@pytest.mark.usefixtures("_not_inflated")
+def test_custom_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(tiny_prompts()[0] * 2, encoding="utf-8")
     custom_drafter.main(str(tmp_path), new_tokens=24)
     said = capsys.readouterr().out
