@@ -46,7 +46,7 @@ def test_same_tokens_as_stock(family: str, draft: str, batch: int) -> None:
             lambda **kwargs: generator.generate(**kwargs, slo_tpot=targets),
             ragged_prompts(batch, seed=batch),
             **options,
-            max_new_tokens=28,
+            max_new_tokens=18,
         )
         assert all(metrics.accepted <= metrics.drafted for metrics in out.slo)
 
@@ -58,7 +58,7 @@ def test_same_tokens_for_every_tree_shape_and_backend(shape: tuple[int, int], at
     config = SLOSpecConfig(max_depth=shape[0], max_width=shape[1], attention=attention, check_invariants=True)
     for options in (GREEDY, SAMPLED):
         generator = SLOSpecGenerator(model, draft, config=config)
-        assert_same_as_stock(model, generator.generate, ragged_prompts(4), **options, max_new_tokens=40)
+        assert_same_as_stock(model, generator.generate, ragged_prompts(4), **options, max_new_tokens=20)
 
 
 def test_perfect_draft_commits_whole_chains() -> None:
@@ -85,7 +85,7 @@ def test_rows_stop_at_any_eos_and_are_padded_as_stock_pads(eos: Any) -> None:
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):
         out = assert_same_as_stock(
-            model, generator.generate, ragged_prompts(8), **options, max_new_tokens=60, eos_token_id=eos, pad_token_id=5
+            model, generator.generate, ragged_prompts(8), **options, max_new_tokens=40, eos_token_id=eos, pad_token_id=5
         )
         assert len({metrics.tokens for metrics in out.slo}) > 1  # the test is about rows that end apart
 
@@ -96,7 +96,7 @@ def test_embedded_pair_is_exact_on_real_text() -> None:
     for batch in (1, 3, 8):
         inputs = tokenizer(tiny_prompts()[:batch], return_tensors="pt", padding=True)
         for options in (GREEDY, SAMPLED):
-            assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=48)
+            assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=32)
 
 
 @pytest.mark.parametrize("lengths", [(600,), (1100, 700), (1030, 40)], ids=str)
@@ -108,7 +108,7 @@ def test_prompts_of_many_tokens(lengths: tuple[int, ...], options: dict[str, Any
     prompts = {"input_ids": [text[:length] for length in lengths]}
     inputs = tokenizer.pad(prompts, padding=True, padding_side="left", return_tensors="pt")
     generator = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(check_invariants=True))
-    assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=20)
+    assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=12)
 
 
 def test_processors_that_look_at_the_sequence() -> None:
@@ -134,5 +134,5 @@ def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):
-        out = assert_same_as_stock(model, generator.generate, ragged_prompts(5), **options, max_new_tokens=50)
+        out = assert_same_as_stock(model, generator.generate, ragged_prompts(5), **options, max_new_tokens=32)
         assert sum(metrics.accepted for metrics in out.slo) > 0
