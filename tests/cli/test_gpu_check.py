@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_slospec import UnsupportedModelError, UnsupportedOptionError, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.app import app
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
-from hf_slospec.cli.gpu_check import Plan, check, environment, exit_code, phases, tables
+from hf_slospec.cli.gpu_check import Plan, check, environment, exit_code, floor, phases, tables
 from hf_slospec.cli.gpu_check.budget import Budget
 from hf_slospec.cli.gpu_check.continuous import ContinuousBatching
 from hf_slospec.cli.gpu_check.failures import outcome_of
@@ -30,6 +30,12 @@ from tests.support.flash_stand_in import StandIn
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 ON_CPU = ["gpu-check", "--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(floor.COPY_BYTES, "cpu", 2**20)  # times say nothing here
+    monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
 
 
 def test_all_phases_on_a_cpu(tmp_path: Path) -> None:
