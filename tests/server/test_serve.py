@@ -51,7 +51,8 @@ def free_port() -> int:
 
 def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
-    command = [sys.executable, "-m", "hf_slospec", "serve", "--dtype", "float32", "--port", str(port)]
+    options = ["--size", "tiny", "--dtype", "float32", "--port", str(port)]
+    command = [sys.executable, "-m", "hf_slospec", "serve", *options]
     environment = os.environ | {"HF_SLOSPEC_API_KEY": "secret-key"}
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
