@@ -9,7 +9,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
-from hf_slospec.server.app import make_app
+from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.serving.replicas.front import ReplicatedEngine
 from hf_slospec.serving.replicas.options import ReplicaOptions
 from hf_slospec.serving.replicas.replica import ModelReplica
@@ -25,14 +25,14 @@ MODEL = "Model"
 class Front:
     """Deployment that takes HTTP requests."""
 
-    def __init__(self, models: DeploymentHandle, options: ReplicaOptions):
+    def __init__(self, models: DeploymentHandle, settings: ServerSettings):
         """Take a handle of the replicas; the application is made once one of them runs."""
-        self.models, self.options = models, options
+        self.models, self.settings = models, settings
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the HTTP application."""
         description = await self.models.describe.remote(None)
-        return make_app(ReplicatedEngine(self.models, description, running_replicas), self.options.settings)
+        return make_app(ReplicatedEngine(self.models, description, running_replicas), self.settings)
 
 
 def app(options: ReplicaOptions) -> Application:
@@ -75,5 +75,5 @@ def app(options: ReplicaOptions) -> Application:
         max_ongoing_requests=MAX_CALLS,
         graceful_shutdown_timeout_s=options.drain_s,
     )
-    application: Application = front.bind(models.bind(options), options)
+    application: Application = front.bind(models.bind(options.of_replica), options.settings)
     return application

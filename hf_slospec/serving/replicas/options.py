@@ -74,6 +74,12 @@ class ReplicaOptions(InputModel):
             metrics_prefix=self.metrics_prefix,
         )
 
+    @property
+    def of_replica(self) -> ReplicaOptions:
+        """Return the options that a replica depends on; where others change, Serve keeps the replicas that run."""
+        own = ("target", "assistant", "size", "dtype", "device", "allow_pickle", "chat_template", "response_template")
+        return ReplicaOptions(**{name: getattr(self, name) for name in (*own, "config", "threads", "hang_s")})
+
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
         """Return validated options."""

@@ -80,7 +80,7 @@ class ModelReplica:
             self._saw(offer)
             logger.info("%s declined: %s", order.request_id, error)
             yield Declined(self.name, isinstance(error, QueueFull))
-        except Exception as error:  # noqa: BLE001  of the request's own, unless the whole replica has failed
+        except Exception as error:  # noqa: BLE001  of the request, unless the whole replica has failed
             self.generator.check_running()
             yield Failed(_sendable(error))
         finally:

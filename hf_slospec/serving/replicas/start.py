@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import ray
 from ray import serve
@@ -59,7 +59,7 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
     A Ray that was started for it ends with it; a cluster keeps running without the application. Where the cluster's
     Serve runs already, it listens where it was told to, not at ``host`` and ``port``.
     """
-    is_ours = not ray.is_initialized()
+    is_joined, is_ours = "RAY_ADDRESS" in os.environ, not ray.is_initialized()
     if is_ours:
         _join_or_start(options)
     try:
@@ -69,7 +69,7 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
         serve.delete(APP)
     finally:
         if is_ours:
-            with suppress(Exception):
+            if not is_joined:
                 serve.shutdown()
             ray.shutdown()
 

@@ -76,7 +76,7 @@ async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str
 
 
 def during_streams(
-    url: str, pair: Any, disturb: Callable[[], Awaitable[Any]], number: int = 4, tokens: int = 150
+    url: str, pair: Any, disturb: Callable[[], Awaitable[Any]], number: int = 4, tokens: int = 100
 ) -> list[dict[str, Any]]:
     """Check that streams which are disturbed end as if they were not, and return their measurements."""
     bodies = [body_of(index, tokens) for index in range(number)]
