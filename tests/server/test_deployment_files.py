@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import itertools
 import json
 import re
 import shlex
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +31,10 @@ METRIC = re.compile(r"\bhf_slospec:\w+")
 PREFIX = ["-m", "hf_slospec", "serve"]
 OPTIONS = ["--target", "org/name", "--assistant", "org/draft"]  # as the comments of the files have them
 WAIT_S = 60.0
+SERVE_CONFIGS = {
+    "ray.yaml": lambda data: data,
+    "kuberay.yaml": lambda data: yaml.safe_load(data["spec"]["serveConfigV2"]),
+}
 
 
 def dashboard() -> dict[str, Any]:
@@ -164,3 +170,16 @@ def test_prometheus_reads_an_endpoint_of_the_server(served: Served) -> None:
     assert answer.status_code == 200 and METRIC.search(answer.text)
     (targets,) = (each["targets"] for each in job["static_configs"])
     assert targets == [f"127.0.0.1:{options_of(['python', *PREFIX])['port']}"]
+
+
+@pytest.mark.parametrize("name", SERVE_CONFIGS)
+def test_configs_of_serve_name_the_application_and_options_that_there_are(name: str) -> None:
+    data = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+    (application,) = SERVE_CONFIGS[name](data)["applications"]
+    module, attribute = application["import_path"].split(":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own
+        assert callable(getattr(importlib.import_module(module), attribute))
+        options = importlib.import_module(f"{module}.options").ReplicaOptions.of(application["args"])
+        config = importlib.import_module("ray.serve.schema").ServeApplicationSchema.model_validate(application)
+    assert options.max_replicas == 8 and config.import_path == application["import_path"]

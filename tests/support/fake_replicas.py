@@ -43,7 +43,7 @@ class FakeStream:
 
     def cancel(self) -> None:
         self.was_cancelled = True
-        asyncio.ensure_future(self._answers.aclose())  # type: ignore[attr-defined]
+        self._closing = asyncio.ensure_future(self._answers.aclose())  # type: ignore[attr-defined]
 
 
 class FakeHandle:

@@ -75,5 +75,5 @@ def app(options: ReplicaOptions) -> Application:
         max_ongoing_requests=MAX_CALLS,
         graceful_shutdown_timeout_s=options.drain_s,
     )
-    application: Application = front.bind(models.bind(options.of_replica), options.settings)
+    application: Application = front.bind(models.bind(options), options.settings)
     return application

@@ -42,9 +42,7 @@ class ReplicaOptions(InputModel):
     threads: int | None = Field(None, ge=1, description="Torch's threads in a replica. None: as torch decides.")
     hang_s: float = Field(300.0, gt=0, description="A replica is replaced when one of its steps takes longer.")
     drain_s: float = Field(600.0, gt=0, description="Seconds that requests of a replica that is to end have to finish.")
-    upscale_delay_s: float = Field(
-        10.0, ge=0, description="Seconds of missed SLOs before replicas are added."
-    )
+    upscale_delay_s: float = Field(10.0, ge=0, description="Seconds of missed SLOs before replicas are added.")
     downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
 
     @model_validator(mode="after")
@@ -73,12 +71,6 @@ class ReplicaOptions(InputModel):
             allowed_origins=self.allowed_origins,
             metrics_prefix=self.metrics_prefix,
         )
-
-    @property
-    def of_replica(self) -> ReplicaOptions:
-        """Return the options that a replica depends on; where others change, Serve keeps the replicas that run."""
-        own = ("target", "assistant", "size", "dtype", "device", "allow_pickle", "chat_template", "response_template")
-        return ReplicaOptions(**{name: getattr(self, name) for name in (*own, "config", "threads", "hang_s")})
 
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
