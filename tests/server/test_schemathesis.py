@@ -17,7 +17,7 @@ def test_no_request_is_answered_by_a_fault_of_the_server(served: Served) -> None
     for operation in operations:
 
         @settings(
-            max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+            max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
         )
         @given(case=operation.as_strategy())
         def check(case: Any) -> None:
