@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,15 @@ class LatencyCurve:
         inside: FloatArray = np.asarray(np.interp(num_tokens, x, y))
         beyond: FloatArray = np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
         return inside + slope * beyond
+
+    def at(self, num_tokens: float) -> float:
+        """Return the seconds of one forward, as a call does, but a tenth of the time for a single number."""
+        x, y = self.num_tokens, self.seconds
+        if num_tokens <= x[0] or len(x) == 1:
+            return y[0]
+        right = min(bisect_right(x, num_tokens), len(x) - 1)
+        slope = (y[right] - y[right - 1]) / (x[right] - x[right - 1])
+        return y[right - 1] + slope * (num_tokens - x[right - 1])
 
     @cached_property
     def _line(self) -> tuple[FloatArray, FloatArray, float]:

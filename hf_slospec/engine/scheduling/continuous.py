@@ -22,6 +22,7 @@ MIN_CHUNK = 16
 AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
 SAVES = 1.05  # factor of a step's seconds that leaving best-effort requests out must save
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its room
+OUTPUT_WEIGHT = 0.1  # of a finished request in the average length of outputs
 MAX_SITS = 8  # steps in a row that a best-effort request is left out for guaranteed ones
 
 
@@ -69,6 +70,7 @@ class ContinuousScheduler:
         self._has_changed = False
         self._share = 1.0  # share of a step's work that memory allows
         self._kv_limit = limits.kv_tokens
+        self.output_tokens = 100.0  # of a request, on average of those that finished recently
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -100,6 +102,8 @@ class ContinuousScheduler:
         for record in (self._waiting_since, self._sits):
             record.pop(request, None)
         self._protected.discard(request)
+        if request.finish_reason in ("stop", "length"):
+            self.output_tokens += OUTPUT_WEIGHT * (max(request.num_emitted, 1) - self.output_tokens)
         self._has_changed, self._kv_limit = True, self.limits.kv_tokens
 
     def observe(self, step: StepEvent) -> None:

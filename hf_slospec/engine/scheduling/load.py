@@ -21,6 +21,9 @@ def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
         kv_free=scheduler.limits.kv_tokens - sum(map(scheduler.limits.kv_needed, unfinished)),
         step_s=scheduler.costs.step_curve(MAX_STEP),
         acceptance_length=scheduler.costs.recent.tokens,
+        nodes=scheduler.costs.recent.nodes,
+        draft_s=scheduler.costs.recent.draft_s,
+        output_tokens=scheduler.output_tokens,
     )
 
 
