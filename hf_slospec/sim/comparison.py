@@ -16,6 +16,7 @@ from tqdm import tqdm
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.outcomes import METRICS, Run
+from hf_slospec.sim.routers import OURS
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of, is_oracle
 from hf_slospec.sim.texts import NUM_CHILDREN, Library, Recording, TextModel
@@ -66,9 +67,18 @@ def at_rate(jobs: Sequence[Job], rate: float) -> list[Job]:
 
 
 def compare(
-    systems: Sequence[str], loads: Sequence[Load], hardware: Hardware, *, replicas: int, seed: int
+    systems: Sequence[str],
+    loads: Sequence[Load],
+    hardware: Hardware,
+    *,
+    replicas: int,
+    seed: int,
+    router: str = OURS,
 ) -> dict[str, list[Run]]:
     """Simulate every system under every load.
+
+    Args:
+        router: one of :data:`~hf_slospec.sim.routers.ROUTERS`, for several replicas.
 
     Returns:
         For each system its runs, in the order of the loads.
@@ -83,7 +93,7 @@ def compare(
             try:
                 simulation = Simulation(
                     load.jobs, load.library, hardware, config,
-                    replicas=replicas, seed=seed, oracle=is_oracle(system),
+                    replicas=replicas, router=router, seed=seed, oracle=is_oracle(system),
                 )  # fmt: skip
             except InvalidInputError as error:
                 raise InvalidInputError(f"system {system} at {load.label}: {error}") from error

@@ -6,13 +6,15 @@ import heapq
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from hf_slospec.algo.routing import Need, ReplicaLoad
 from hf_slospec.assembly import Parts, continuous_engine, limits_of
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.load import load_of, need_of
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
@@ -20,6 +22,7 @@ from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.sim.oracle import OraclePolicy
 from hf_slospec.sim.outcomes import Outcome, Run, Totals
+from hf_slospec.sim.routers import OURS, Arrival, router_of
 from hf_slospec.sim.texts import Library
 from hf_slospec.sim.workload import MAX_TIME_S, Job
 
@@ -33,17 +36,21 @@ class _RoutedRequest:
     request: Request
     job: Job
     replica: int = 0
-    reroutes: int = 0
+    refused_by: list[int] = field(default_factory=list)  # replicas that did not guarantee its SLOs
     decode_begun_s: float | None = None
 
     def outcome(self) -> Outcome:
         """Return the result; a request that was never decoded ended with its prefill."""
         begun_s = self.request.last_token_s if self.decode_begun_s is None else self.decode_begun_s
-        return Outcome.of(self.request, self.job, self.replica, begun_s, self.reroutes)
+        return Outcome.of(self.request, self.job, self.replica, begun_s, len(self.refused_by))
 
 
 class Replica:
-    """One engine with its own hardware and clock."""
+    """One engine with its own hardware and clock.
+
+    The clock of a busy replica is the end of its present step, whose results are known before the virtual time of the
+    whole simulation gets there. It decides between two steps.
+    """
 
     def __init__(
         self,
@@ -66,17 +73,53 @@ class Replica:
         drafter = SimulatedDrafter(library, hardware, self.clock, seed)
         self.engine = continuous_engine(config, Parts(target, drafter, policy, costs, self.clock), limits)
         self.scheduler = self.engine.scheduler
+        self._reported = self._next_report = load_of(self.scheduler)  # before and after the latest step
 
     @property
     def is_busy(self) -> bool:
         """Return whether it has unfinished requests."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    def load(self, now_s: float) -> ReplicaLoad:
+        """Return the load as a router knows it: after the last step that has ended, with what was sent since."""
+        return self._next_report if now_s >= self.clock.now_s else self._reported
+
+    def need(self, request: Request) -> Need:
+        """Return what a request needs."""
+        return need_of(request, self.scheduler.limits)
+
     def add(self, request: Request, now_s: float) -> None:
         """Add a request at a time of the virtual clock."""
+        self._wait_until(now_s)
+        self.scheduler.add(request)
+
+    def send(self, request: Request, now_s: float) -> None:
+        """Add a request that a router sent, which then knows of it."""
+        self.add(request, now_s)
+        self._count_in(request, request.is_guaranteed, now_s)
+
+    def offer(self, request: Request, now_s: float) -> float | None:
+        """Queue a request if its SLOs are guaranteed, as decided at the end of the present step.
+
+        Returns:
+            When it was refused; None if it was queued.
+        """
+        self._wait_until(now_s)
+        is_queued = self.scheduler.offer(request, self.clock.now_s)
+        self._count_in(request, True, now_s, is_queued)
+        return None if is_queued else self.clock.now_s
+
+    def _count_in(self, request: Request, is_guaranteed: bool, now_s: float, is_queued: bool = True) -> None:
+        """Add a request to the loads that the router knows; it learns of a refusal at the end of the step only."""
+        need = self.need(request)
+        if now_s < self.clock.now_s:
+            self._reported = self._reported.with_request(need, is_guaranteed)
+        if is_queued:
+            self._next_report = self._next_report.with_request(need, is_guaranteed)
+
+    def _wait_until(self, now_s: float) -> None:
         if not self.is_busy:
             self.clock.now_s = max(self.clock.now_s, now_s)
-        self.scheduler.add(request)
 
     def step(self) -> StepEvent:
         """Run one engine step, which must advance the clock."""
@@ -85,12 +128,17 @@ class Replica:
         assert self.clock.now_s > before_s, "the step was empty, so the clock did not advance"
         return event
 
+    def report(self) -> None:
+        """Publish the load after a step; until the step ends, the router knows the one before."""
+        self._reported, self._next_report = self._next_report, load_of(self.scheduler)
+
 
 class Simulation:
     """A load served by one or several replicas of a system; deterministic for a given seed.
 
     Args:
         library: the texts of the requests, in their order.
+        router: one of :data:`~hf_slospec.sim.routers.ROUTERS`, for several replicas.
         oracle: use the oracle policy in place of the config's policy.
         make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
             ``max_depth`` and ``max_width``.
@@ -107,6 +155,7 @@ class Simulation:
         config: SLOSpecConfig,
         *,
         replicas: int = 1,
+        router: str = OURS,
         seed: int = 0,
         oracle: bool = False,
         make_policy: NewPolicy | None = None,
@@ -139,8 +188,8 @@ class Simulation:
                     f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft tree), "
                     f"but the hardware has {limits.kv_tokens}"
                 )
+        self._router = router_of(router, seed)
         self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
-        self._next_replica = 0
 
     def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
         """Serve the whole load.
@@ -157,14 +206,14 @@ class Simulation:
             now_s = min((replica.clock.now_s for replica in busy), default=math.inf)
             if arrivals and arrivals[0][0] <= now_s:
                 arrival_s, index = heapq.heappop(arrivals)
-                self._arrive(self._requests[index], arrival_s)
+                refused_s = self._route(self._requests[index], arrival_s)
+                if refused_s is not None:
+                    heapq.heappush(arrivals, (refused_s, index))
                 continue
             replica = min(busy, key=lambda replica: replica.clock.now_s)
-            if len(self.replicas) > 1:
-                self._reroute(replica)
-                if not replica.is_busy:
-                    continue
             event = replica.step()
+            if len(self.replicas) > 1:
+                replica.report()
             self._raise_errors(event)
             _add_step(totals, event)
             for part in event.decoding:
@@ -184,25 +233,23 @@ class Simulation:
             if (error := self._requests[part.index].request.error) is not None:
                 raise error
 
-    def _arrive(self, routed: _RoutedRequest, now_s: float) -> None:
-        """Assign a request to the next replica, round robin (SLOs-Serve, section 4)."""
-        self._assign(routed, self._next_replica, now_s)
-        self._next_replica = (self._next_replica + 1) % len(self.replicas)
-
-    def _assign(self, routed: _RoutedRequest, replica: int, now_s: float) -> None:
-        routed.replica = replica
-        self.replicas[replica].add(routed.request, now_s)
-
-    def _reroute(self, replica: Replica) -> None:
-        """Pass requests without guarantee and without progress to the next replica, each to every replica once."""
-        replica.scheduler.decide_guarantees(replica.clock.now_s)
-        for request in (*replica.scheduler.waiting, *replica.scheduler.running):
-            routed = self._requests[request.index]
-            if _is_not_guaranteed(request) and not request.num_cached and routed.reroutes + 1 < len(self.replicas):
-                replica.engine.retire([request])
-                request.is_best_effort = False  # the next replica decides anew
-                routed.reroutes += 1
-                self._assign(routed, (routed.replica + 1) % len(self.replicas), replica.clock.now_s)
+    def _route(self, routed: _RoutedRequest, now_s: float) -> float | None:
+        """Pass a request to a replica; return when it arrives again because the replica refused it, or None."""
+        request, need = routed.request, self.replicas[0].need(routed.request)
+        if len(self.replicas) == 1:
+            self.replicas[0].add(request, now_s)
+            return None
+        loads = [replica.load(now_s) for replica in self.replicas]
+        schedulers = [replica.scheduler for replica in self.replicas]
+        choice = self._router(Arrival(request, need, loads, routed.refused_by, schedulers, now_s))
+        routed.replica, replica = choice.replica, self.replicas[choice.replica]
+        if not choice.may_refuse:
+            replica.send(request, now_s)
+            return None
+        refused_s = replica.offer(request, now_s)
+        if refused_s is not None:
+            routed.refused_by.append(choice.replica)
+        return refused_s
 
 
 def _is_not_guaranteed(request: Request) -> bool:

@@ -16,6 +16,7 @@ from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.sim import comparison
 from hf_slospec.sim.hardware import HARDWARE, hardware_of
 from hf_slospec.sim.outcomes import METRICS, write_requests
+from hf_slospec.sim.routers import OURS, ROUTERS
 from hf_slospec.sim.systems import SYSTEMS, config_of
 from hf_slospec.sim.texts import Recording, TextModel
 from hf_slospec.sim.traces import read_trace
@@ -60,9 +61,8 @@ def simulate(
     coupled: Annotated[
         bool, typer.Option(help="Synthetic texts: drafts know the noise that the target samples with.")
     ] = False,
-    replicas: Annotated[
-        int, typer.Option(min=1, help="Engines that share the load; requests without guarantee are rerouted.")
-    ] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines that share the load.")] = 1,
+    router: Annotated[str, typer.Option(help=f"Router of several replicas: {', '.join(ROUTERS)}.")] = OURS,
     metric: Annotated[str, typer.Option(help=f"Definition of attainment: {', '.join(METRICS)}.")] = "tpot",
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Plot the results to this PNG.")] = None,
@@ -75,7 +75,7 @@ def simulate(
     """
     if metric not in METRICS:
         raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}, got {metric!r}")
-    _refuse_unused(context, trace, recording, arrivals)
+    _refuse_unused(context, trace, recording, arrivals, replicas)
     _check_outputs(plot, csv_path, json_path)
     try:
         device = hardware_of(hardware)
@@ -98,7 +98,7 @@ def simulate(
                 jobs = traced if own_rate is None else comparison.at_rate(traced, own_rate)
             loads.append(comparison.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
         with only_errors_logged():
-            runs = comparison.compare(system, loads, device, replicas=replicas, seed=seed)
+            runs = comparison.compare(system, loads, device, replicas=replicas, seed=seed, router=router)
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
     output = console(min_width=comparison.TABLE_WIDTH)
@@ -117,17 +117,20 @@ def simulate(
             texts=str(recording) if recording else {
                 "acceptance": acceptance, "spread": spread, "distance": distance, "coupled": coupled,
             },
-            replicas=replicas, seed=seed,
+            replicas=replicas, router=router if replicas > 1 else None, seed=seed,
         )  # fmt: skip
         write_results(json_path, facts, comparison.records(runs, loads, metric))
 
 
-def _refuse_unused(context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str) -> None:
+def _refuse_unused(
+    context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str, replicas: int
+) -> None:
     """Raise BadParameter for options that have no effect beside the others."""
     without_effect = [
         (trace is not None, "--trace", ("mix", "arrivals", "variation", "number")),
         (trace is None, "no --trace", ("base_tpot",)),
         (recording is not None, "--recording", ("acceptance", "spread", "distance", "coupled")),
+        (replicas == 1, "--replicas 1", ("router",)),
         (arrivals != "gamma", f"--arrivals {arrivals}", ("variation",)),
     ]
     for is_true, reason, names in without_effect:

@@ -1,0 +1,106 @@
+"""Routers of simulated replicas, by name: this package's, and those it is compared with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_slospec.algo.routing import POWER, Need, ReplicaLoad, least_loaded, power_of_two, ranked, shortest_queue
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
+from hf_slospec.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request at the router, and what routers may know."""
+
+    request: Request
+    need: Need
+    loads: Sequence[ReplicaLoad]  # as reported by each replica
+    refused_by: Sequence[int]  # replicas
+    schedulers: Sequence[ContinuousScheduler]  # for the oracle only
+    now_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The replica that a request is passed to."""
+
+    replica: int
+    may_refuse: bool = False  # it is only offered, and returns to the router unless its SLOs are guaranteed
+
+
+Router = Callable[[Arrival], Choice]
+
+
+def by_guarantees(arrival: Arrival) -> Choice:
+    """Return the best replica that has not refused the request; the least loaded one if all have."""
+    if not arrival.need.has_slo or len(arrival.refused_by) == len(arrival.loads):
+        return Choice(least_loaded(arrival.loads))
+    order = ranked(arrival.loads, arrival.need)
+    return Choice(next(index for index in order if index not in arrival.refused_by), may_refuse=True)
+
+
+def by_full_knowledge(arrival: Arrival) -> Choice:
+    """Return the replica whose requests come least close to missing their SLOs, this one included.
+
+    It knows more than reports tell: the state of every replica at this moment, and of every request its progress and
+    the length of its output.
+    """
+    costs = [
+        _closeness(arrival, index, True) - _closeness(arrival, index, False) for index in range(len(arrival.loads))
+    ]
+    return Choice(int(np.argmin(costs)))
+
+
+def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
+    """Return the sum of (expected time / SLO) ** POWER over a replica's requests and their SLOs."""
+    scheduler, load = arrival.schedulers[index], arrival.loads[index]
+    requests = [*scheduler.running, *scheduler.waiting, *([arrival.request] if is_added else [])]
+    prefill_tokens = sum(request.num_uncached for request in requests if not request.is_decoding)
+    prefill_s = load.step_s.at(prefill_tokens) if prefill_tokens else 0.0
+    step_s = load.draft_s + load.step_s.at(len(requests) * load.nodes)
+    total = 0.0
+    for request in requests:
+        elapsed_s, emitted = request.decoded(arrival.now_s) if request.num_emitted else (0.0, 0)
+        if request.tpot_slo_s is not None:
+            left_s = request.num_left * step_s / load.acceptance_length + prefill_s
+            total += ((elapsed_s + left_s) / (request.tpot_slo_s * (emitted + request.num_left))) ** POWER
+        if request.ttft_slo_s is not None and not request.num_emitted:
+            total += ((arrival.now_s - request.arrived_s + prefill_s) / request.ttft_slo_s) ** POWER
+    return total
+
+
+def _round_robin(seed: int) -> Router:
+    number = itertools.count()
+    return lambda arrival: Choice(next(number) % len(arrival.loads))
+
+
+def _power_of_two(seed: int) -> Router:
+    rng = np.random.default_rng([seed, 2])
+    return lambda arrival: Choice(power_of_two(arrival.loads, rng))
+
+
+OURS = "promises"
+ROUTERS: dict[str, Callable[[int], Router]] = {  # each is made with a seed
+    OURS: lambda seed: by_guarantees,
+    "shortest-queue": lambda seed: lambda arrival: Choice(shortest_queue(arrival.loads)),
+    "power-of-two": _power_of_two,
+    "round-robin": _round_robin,
+    "oracle": lambda seed: by_full_knowledge,
+}
+
+
+def router_of(name: str, seed: int) -> Router:
+    """Return a router by its name.
+
+    Raises:
+        InvalidInputError: there is none of this name.
+    """
+    if name not in ROUTERS:
+        raise InvalidInputError(f"unknown router {name!r}; known are: {', '.join(ROUTERS)}")
+    return ROUTERS[name](seed)
