@@ -16,6 +16,7 @@ import numpy as np
 from hf_slospec.algo.latency import LatencyCurve
 
 POWER = 4.0  # of a ratio of time to SLO: the larger, the less requests that are far from missing theirs count
+AFFINITY = 2.0  # requests that K/V of a whole prompt outweighs
 LEAST_S = 1e-6  # shorter SLOs count as this one
 FREE = LatencyCurve((1,), (0.0,))
 
@@ -109,15 +110,17 @@ def ranked(loads: Sequence[ReplicaLoad], need: Need, num_reusable: Sequence[int]
     Loads are balanced by that, prompts as well as decoding, and requests with tight and with loose SLOs are kept apart
     where batches of loose ones are large enough to be too slow for tight ones.
 
-    A request without SLOs goes to the least loaded replica.
+    A request without SLOs goes to the least loaded replica; K/V of its whole prompt weighs as much as ``AFFINITY``
+    requests there.
 
     Args:
         loads: one per replica, at least one.
         num_reusable: prompt tokens whose K/V each replica has; none if omitted.
     """
-    if not need.has_slo:
-        return sorted(range(len(loads)), key=lambda index: _emptiness(loads[index], index))
     known = num_reusable or [0] * len(loads)
+    if not need.has_slo:
+        shares = [own / max(need.prompt_tokens, 1) for own in known]
+        return sorted(range(len(loads)), key=lambda index: _emptiness(loads[index], index, shares[index]))
     own_weight, ttft_slo_s = _weight(need.tpot_slo_s), max(need.ttft_slo_s, LEAST_S)
 
     def cost(index: int) -> tuple[float, ...]:
@@ -158,5 +161,5 @@ def _weight(tpot_slo_s: float) -> float:
     return float(max(tpot_slo_s, LEAST_S) ** -POWER)  # 0 without an SLO
 
 
-def _emptiness(load: ReplicaLoad, index: int) -> tuple[float, ...]:
-    return load.num_requests, load.prefill_tokens, -load.kv_free, index
+def _emptiness(load: ReplicaLoad, index: int, known_share: float = 0.0) -> tuple[float, ...]:
+    return load.num_requests - AFFINITY * known_share, load.prefill_tokens, -load.kv_free, index

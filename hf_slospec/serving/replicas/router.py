@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from hf_slospec.algo.prefixes import PrefixIndex
-from hf_slospec.algo.routing import ReplicaLoad, least_loaded, ranked
+from hf_slospec.algo.routing import Need, ReplicaLoad, ranked
 from hf_slospec.serving.replicas.messages import Offer, ToReplica
 from hf_slospec.serving.replicas.running import set_running
 
@@ -95,15 +97,15 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         return [[by_name[name]] for name in order]
 
     def _in_order(self, offer: Offer | None, loads: dict[str, ReplicaLoad]) -> list[str]:
-        """Return the names of replicas, best first; without an offer by their load alone."""
-        if offer is None or not offer.must_guarantee:
-            names, values = list(loads), list(loads.values())
-            first = [names[least_loaded(values)]] if names else []
-            return [*first, *(name for name in names if name not in first)]
-        left = {name: load for name, load in loads.items() if name not in offer.tried}
-        names = list(left)
+        """Return the names of replicas, best first: by what they can guarantee, or else by their load alone."""
+        if offer is None:
+            return [list(loads)[index] for index in ranked(list(loads.values()), Need(0, 0))]
+        must, need = offer.must_guarantee, offer.need
+        names = [name for name in loads if not must or name not in offer.tried]
         known = self._prefixes.num_known(names, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
-        return [names[index] for index in ranked(list(left.values()), offer.need, known)] if names else []
+        by_load = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
+        order = ranked([loads[name] for name in names], need if must else by_load, known)
+        return [names[index] for index in order]
 
     def _load(self, name: str, report: dict[str, Any]) -> ReplicaLoad:
         """Return the load of a replica, with what was sent to it since it reported."""

@@ -95,6 +95,14 @@ def test_equal_replicas_are_told_apart_by_what_they_know_of_the_prompt() -> None
     assert order(router, replicas, call("e", offer(2, [*range(500, 700)], must_guarantee=True)))[0] != "b"
 
 
+def test_chats_without_slos_return_to_their_replica_unless_it_is_busier() -> None:
+    router, replicas = Router(), [replica(name) for name in "abc"]
+    router.on_request_routed(call("c", offer(slo_s=math.inf)), SimpleNamespace(unique_id="b"), None)
+    router.on_request_completed(SimpleNamespace(unique_id="b"), "c")
+    chosen = [order(router, replicas, call(f"d{index}", offer(index, slo_s=math.inf)))[0] for index in range(4)]
+    assert chosen == ["b", "b", "a", "c"]
+
+
 def test_call_to_one_replica_goes_there_or_waits() -> None:
     router, replicas = Router(), [replica(name) for name in "ab"]
     pending = call("c", ToReplica("b"))
