@@ -1,7 +1,7 @@
 """Capacity of several replicas by router: requests per second of which 90 % attain their SLOs, simulated.
 
     python benchmarks/routing.py                       # all points; those that the JSON file has are not run again
-    python benchmarks/routing.py --loads adaserve --replicas 4 --routers promises,shortest-queue
+    python benchmarks/routing.py --loads adaserve --replicas 4 --routers guarantees,shortest-queue
     python benchmarks/routing.py --linear 64 --loads adaserve    # one rate instead of a search
     python benchmarks/routing.py --plot build/routing.png      # plots what the JSON file has
 

@@ -85,7 +85,7 @@ def _power_of_two(seed: int) -> Router:
     return lambda arrival: Choice(power_of_two(arrival.loads, rng))
 
 
-OURS = "promises"
+OURS = "guarantees"
 ROUTERS: dict[str, Callable[[int], Router]] = {  # each is made with a seed
     OURS: lambda seed: by_guarantees,
     "shortest-queue": lambda seed: lambda arrival: Choice(shortest_queue(arrival.loads)),

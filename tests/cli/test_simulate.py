@@ -83,7 +83,7 @@ BAD = [
     (["--rate", "1e-300"], "1e-300"),
     (["--seed", "-1"], "--seed"),
     (["--replicas", "0"], "--replicas"),
-    (["--replicas", "2", "--router", "x"], "known are: promises"),
+    (["--replicas", "2", "--router", "x"], "known are: guarantees"),
     (["--router", "round-robin"], "--router has no effect with --replicas 1"),
     (["--acceptance", "1"], "acceptance"),
     (["--spread", "nan"], "spread"),

@@ -48,7 +48,6 @@ BANNED = (
     *(r"(TPOT|TTFT|latency|token)[\s#]+targets?",),  # SLO: the target is a model
 )
 WORDS = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
-NAMES = {'"promises"'}  # literals that are names users type: a router of the simulator
 ENDED = re.compile(r"[.:](\s+(->|\[).*)?\Z", re.DOTALL)  # a shape may follow the last sentence
 
 
@@ -155,7 +154,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
     """Yield the comments and strings of a module, with their lines."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind = tokenize.tok_name[token.type]
-        if (kind in ("COMMENT", "STRING") and token.string not in NAMES) or kind.startswith("FSTRING"):
+        if kind in ("COMMENT", "STRING") or kind.startswith("FSTRING"):
             yield token.start[0], token.string
 
 

@@ -101,5 +101,5 @@ def test_ours_keeps_short_prompts_away_from_long_ones() -> None:
 
 
 def test_unknown_routers_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="unknown router 'x'; known are: promises"):
+    with pytest.raises(InvalidInputError, match="unknown router 'x'; known are: guarantees"):
         Watched(some_jobs(0, 1), replicas=2, router="x")
