@@ -45,6 +45,7 @@ class Progress:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    has_missed: bool = False  # a stage that has ended missed its SLO
 
 
 @dataclass(eq=False)
@@ -178,16 +179,17 @@ class Request:
         self.num_resumed = self.num_emitted
         if self.num_resumed:
             self.first_token_s, self.last_token_s = now_s - progress.decoding_s, now_s
-            if self._stage_begin is None:
-                self._stage_begin = self.first_token_s, 1
+            # A later stage counts its tokens, too, from here on.
+            self._stage_begin = (now_s, self.num_emitted) if self._stage else (self.first_token_s, 1)
         self.num_steps, self.num_drafted, self.num_accepted = progress.steps, progress.drafted, progress.accepted
+        self._missed_stage = progress.has_missed
 
     def progress(self, now_s: float) -> Progress:
         """Return the output so far, for :meth:`resume`."""
         begun_s = now_s if self.first_token_s is None else self.first_token_s
         return Progress(
             self.tokens[self.prompt_len :], now_s - self.arrived_s, now_s - begun_s,
-            self.num_steps, self.num_drafted, self.num_accepted,
+            self.num_steps, self.num_drafted, self.num_accepted, self._missed_stage,
         )  # fmt: skip
 
     def record_step(

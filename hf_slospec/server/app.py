@@ -49,6 +49,7 @@ from hf_slospec.serving.telemetry import PREFIX, Collector
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_AFTER_S = 1
+PREFIX_PATTERN = "^[a-zA-Z_:][a-zA-Z0-9_:]*$"
 BODY_S = 30.0  # until a request's body has arrived
 OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that need no API key where there are keys
 
@@ -65,7 +66,7 @@ class ServerSettings(InputModel):
     limits: SLOLimits = SLOLimits()
     allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may call the server (CORS).")
     max_body_bytes: Annotated[int, Field(ge=1024)] = 2**23
-    metrics_prefix: str = Field(PREFIX, pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$")
+    metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:

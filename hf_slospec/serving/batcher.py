@@ -151,10 +151,10 @@ class Batcher:
             self._state.notify_all()
 
     def load(self) -> Future[ReplicaLoad]:
-        """Return the load of the engine, as it will be before the next step."""
-        self.check_running()
+        """Return the load of the engine before the next step; NotRunningError if there is none."""
         future: Future[ReplicaLoad] = Future()
         with self._state:
+            self.check_running()
             self._asked.append(future)
             self._state.notify_all()
         return future
@@ -223,7 +223,8 @@ class Batcher:
             self._ending = "now"
             self._state.notify_all()
         for future in asked:
-            future.cancel()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(NotRunningError(f"the batcher {self._why_not}"))
         for handle in left:
             handle.request.end(error)
             self._end(handle.request)

@@ -26,12 +26,13 @@ from tests.support.served_pair import CONFIG
 class FakeStream:
     """Answers of a replica, as they arrive through Ray."""
 
-    def __init__(self, answers: AsyncIterator[Any], dies_after: int | None):
-        self._answers, self._left, self.was_cancelled = answers, dies_after, False
+    def __init__(self, answers: AsyncIterator[Any], dies_after: int | None, on_death: Callable[[], None]):
+        self._answers, self._left, self._on_death, self.was_cancelled = answers, dies_after, on_death, False
 
     async def __anext__(self) -> Any:
         if self._left == 0:
             await self._answers.aclose()  # type: ignore[attr-defined]
+            self._on_death()
             raise RayError("the actor died")
         self._left = None if self._left is None else self._left - 1
         try:
@@ -53,7 +54,7 @@ class FakeHandle:
         self.replicas, self.offers = replicas, list[Offer]()
         self.dies_after: Callable[[Offer], int | None] = lambda offer: None  # answers that a replica gives before
         self.decode = SimpleNamespace(remote=self._decode)
-        self.prompt_logprobs = SimpleNamespace(remote=lambda *given: self._first().prompt_logprobs(*given))
+        self.prompt_logprobs = SimpleNamespace(remote=lambda *given: self.first().prompt_logprobs(*given))
         self.families = SimpleNamespace(remote=self._families)
         self.streams = list[FakeStream]()
 
@@ -63,16 +64,32 @@ class FakeHandle:
     def running(self) -> list[str]:
         return list(self.replicas)
 
-    def _first(self) -> ModelReplica:
+    def first(self) -> ModelReplica:
         return next(iter(self.replicas.values()))
 
     def _decode(self, offer: Offer) -> FakeStream:
         offer = pickle.loads(pickle.dumps(offer))
         self.offers.append(offer)
-        left = [name for name in self.replicas if name not in offer.tried] or list(self.replicas)
+        alive = [name for name in self.replicas if name not in offer.failed]
+        left = [name for name in alive if name not in offer.declined] or alive
         chosen = left[len(self.offers) % len(left)] if not offer.must_guarantee else left[0]
-        self.streams.append(FakeStream(self.replicas[chosen].decode(offer), self.dies_after(offer)))
-        return self.streams[-1]
+        stream = FakeStream(self.replicas[chosen].decode(offer), self.dies_after(offer), lambda: self._replace(chosen))
+        self.streams.append(stream)
+        return stream
+
+    def rename(self) -> None:
+        """Give the replicas their first names again."""
+        replicas = list(self.replicas.values())
+        self.replicas.clear()
+        for index, replica in enumerate(replicas):
+            replica.name = f"r{index}"
+            self.replicas[replica.name] = replica
+
+    def _replace(self, name: str) -> None:
+        """Let a replica come back under another name, as Serve starts a new one."""
+        replica = self.replicas.pop(name)
+        replica.name = f"{name}'"
+        self.replicas[replica.name] = replica
 
     async def _families(self, address: Any, prefix: str) -> list[Any]:
         families: list[Any] = pickle.loads(pickle.dumps(self.replicas[address.replica].families(address, prefix)))
@@ -89,7 +106,7 @@ def replicated(number: int = 2, **config: Any) -> Iterator[tuple[ReplicatedEngin
             replicas[f"r{index}"] = ModelReplica(options)
     handle = FakeHandle(replicas)
     try:
-        description = pickle.loads(pickle.dumps(handle._first().describe(None)))
+        description = pickle.loads(pickle.dumps(handle.first().describe(None)))
         yield ReplicatedEngine(handle, description, handle.running), handle
     finally:
         for replica in replicas.values():

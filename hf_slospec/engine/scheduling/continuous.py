@@ -89,22 +89,25 @@ class ContinuousScheduler:
         """Queue a request if its SLOs are guaranteed now, or it has none; return whether it was queued."""
         self.add(request)
         if request in self._undecided and not self._guarantee([request], now_s):
-            self.remove(request)
+            self._drop(request)
             request.is_best_effort = False  # another engine may guarantee it
             return False
         return True
 
     def remove(self, request: Request) -> None:
         """Remove a request that has finished, failed or was cancelled."""
+        self._drop(request)
+        if request.finish_reason in ("stop", "length"):
+            self.output_tokens += OUTPUT_WEIGHT * (max(request.num_emitted, 1) - self.output_tokens)
+        self._has_changed, self._kv_limit = True, self.limits.kv_tokens
+
+    def _drop(self, request: Request) -> None:
         for requests in (self.waiting, self.running, self._undecided):
             if request in requests:
                 requests.remove(request)
         for record in (self._waiting_since, self._sits):
             record.pop(request, None)
         self._protected.discard(request)
-        if request.finish_reason in ("stop", "length"):
-            self.output_tokens += OUTPUT_WEIGHT * (max(request.num_emitted, 1) - self.output_tokens)
-        self._has_changed, self._kv_limit = True, self.limits.kv_tokens
 
     def observe(self, step: StepEvent) -> None:
         """Let a step that fitted into memory raise the share of work that is tried."""

@@ -13,19 +13,21 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.algo.routing import Need
 from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics
-from hf_slospec.errors import NotRunningError, QueueFull
+from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import Order
-from hf_slospec.serving.replicas.messages import Declined, Description, Failed, Offer, Taken, ToReplica, Update
+from hf_slospec.serving.replicas.messages import Broken, Declined, Description, Failed, Offer, Taken, ToReplica, Update
 
 logger = logging.getLogger("ray.serve")
 MAX_FAULTS = 5  # replicas that may die while they serve a request; one that kills them must not kill all
 ANSWER_S = 5.0  # that a replica has to tell its metrics
+AGAIN_S = 0.5  # between two looks where all queues are full, or all replicas have failed
+PATIENCE_S = 120.0  # to wait for a replica that has not failed, before those that have are asked again
 
 
 class ReplicatedEngine:
@@ -61,11 +63,9 @@ class ReplicatedEngine:
         kv_tokens = prompt_len + arguments["max_new_tokens"] + self._max_nodes
         return Need(prompt_len, kv_tokens, tpot_slo_s, ttft_slo_s)
 
-    def offer(self, order: Order, need: Need, progress: Progress, tried: tuple[str, ...]) -> Offer:
-        """Return the next offer of a request: to guarantee its SLOs, while there are replicas that were not asked."""
-        may_choose = need.has_slo and not order.arguments.get("best_effort")
-        must_guarantee = may_choose and len(self.running()) > 1 and not set(self.running()) <= set(tried)
-        return Offer(order, need, progress, self.name, next(self._number), tried, must_guarantee)
+    def next_number(self) -> int:
+        """Return the number of the next offer."""
+        return next(self._number)
 
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
         """Return log probabilities of a prompt's tokens, given those before; None for the first."""
@@ -119,30 +119,71 @@ class ReplicatedDecoding:
         self.logprobs: list[TokenLogprobs] = []
         self.metrics: RequestMetrics = Request(0, order.prompt, 0).metrics()
         self.num_faults = 0  # replicas that died while they served it
+        self._failed = set[str]()  # their names
 
     async def begin(self) -> None:
-        """Send offers of the request to replicas, until one takes it."""
-        tried: tuple[str, ...] = ()
-        full: set[str] = set()
+        """Send offers of the request to replicas, until one takes it.
+
+        Those of the first round must be guaranteed, and go to each replica once; those of the last need room only.
+
+        Raises:
+            QueueFull: there is none.
+        """
+        declined, full = set[str](), set[str]()
         while True:
-            offer = self._engine.offer(self._order, self._need, self._progress, tried)
-            self._stream = _call(self._engine.streams.decode, offer)
-            try:
-                answer = await anext(self._stream)
-            except RayError as error:
-                self._count_fault(error)
-                continue
+            running = await self._others()
+            if full and full >= running:
+                raise QueueFull("all replicas have as many waiting requests as they may have; retry later")
+            must_guarantee = self._has_choice and len(running) > 1 and not declined >= running
+            answer = await self._answer_to(frozenset(declined if must_guarantee else full), must_guarantee)
             match answer:
                 case Taken(replica):
                     self.replica = replica
                     return
                 case Declined(replica, is_full):
+                    declined.add(replica)
                     full |= {replica} if is_full else set()
-                    if is_full and full >= {*self._engine.running()}:
-                        raise QueueFull("all replicas have as many waiting requests as they may have; retry later")
-                    tried = tuple(dict.fromkeys((*tried, replica)))
+                case Broken(replica, reason):
+                    self._count_fault(replica, reason)
                 case Failed(own_error):
                     raise own_error
+
+    async def _answer_to(self, declined: frozenset[str], must_guarantee: bool) -> Any:
+        """Return the answer to an offer; None if the replica died instead."""
+        offer = Offer(
+            self._order, self._need, self._progress, self._engine.name, self._engine.next_number(), declined,
+            frozenset(self._failed), must_guarantee,
+        )  # fmt: skip
+        self._stream = _call(self._engine.streams.decode, offer)
+        try:
+            return await anext(self._stream)
+        except (RayError, StopAsyncIteration) as error:
+            self._count_fault(None, repr(error))
+            return None
+
+    async def _others(self) -> set[str]:
+        """Return the replicas that have not died with it; where there are none, wait some time for new ones."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            running = {*self._engine.running()}
+            others = running - self._failed
+            if others or not running or time.monotonic() > until_s:
+                return others or running
+            await asyncio.sleep(AGAIN_S)
+
+    @property
+    def _has_choice(self) -> bool:
+        """Return whether a replica may decline it."""
+        return self._need.has_slo and not self._order.arguments.get("best_effort")
+
+    async def _begin_again(self) -> None:
+        """Find another replica for a request that has begun, and that is therefore not lost where all are full."""
+        while True:
+            try:
+                await self.begin()
+                return
+            except QueueFull:
+                await asyncio.sleep(AGAIN_S)
 
     @property
     def _progress(self) -> Progress:
@@ -157,10 +198,10 @@ class ReplicatedDecoding:
             try:
                 answer = await anext(self._stream)
             except (RayError, StopAsyncIteration) as error:
-                if self._is_cancelled:
-                    raise
-                self._count_fault(error)
-                await self.begin()
+                answer = Broken(self.replica or "", repr(error))
+            if isinstance(answer, Broken):
+                self._count_fault(self.replica, answer.reason)
+                await self._begin_again()
                 name = self._order.request_id
                 logger.info("%s goes on on replica %s after %d tokens", name, self.replica, len(self.tokens))
                 continue
@@ -174,14 +215,21 @@ class ReplicatedDecoding:
             self.metrics, self.finish_reason = answer.metrics, answer.finish_reason
             yield answer.tokens, self.finish_reason is not None
 
-    def _count_fault(self, error: Exception) -> None:
-        """Count a replica that died; raises NotRunningError after too many."""
-        cause = error.cause if isinstance(error, RayTaskError) else error
+    def _count_fault(self, replica: str | None, reason: str) -> None:
+        """Count a replica that died, by its name if that is known.
+
+        Raises:
+            RequestCancelledError: none did; the request was cancelled.
+            NotRunningError: these are too many.
+        """
         name = self._order.request_id
-        logger.warning("replica %s failed after %d tokens of %s: %r", self.replica, len(self.tokens), name, cause)
+        if self._is_cancelled:
+            raise RequestCancelledError(f"request {name} was cancelled")
+        logger.warning("replica %s failed after %d tokens of %s: %s", replica, len(self.tokens), name, reason)
+        self._failed |= set() if replica is None else {replica}
         self.num_faults += 1
         if self.num_faults >= MAX_FAULTS:
-            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request") from error
+            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request")
 
     def cancel(self) -> None:
         """Cancel the request, unless it is done."""

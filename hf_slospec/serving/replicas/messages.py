@@ -20,7 +20,8 @@ class Offer:
     progress: Progress  # of its output, on the replicas that served it before
     sender: str
     number: int  # the sender's offers are numbered as they are sent
-    tried: tuple[str, ...] = ()  # replicas that declined it
+    declined: frozenset[str] = frozenset()  # by these replicas, which are asked only where no other is left
+    failed: frozenset[str] = frozenset()  # replicas that died with it, and may still be listed as running
     must_guarantee: bool = False  # the replica declines it unless its SLOs can be guaranteed
 
 
@@ -55,6 +56,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Broken:
+    """End of a replica's answers because the replica has failed; another one can go on from the updates so far."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Update:
     """Newly committed tokens of a request."""
 
@@ -64,7 +73,7 @@ class Update:
     finish_reason: FinishReason | None  # of the last update
 
 
-Answer = Taken | Declined | Failed | Update
+Answer = Taken | Declined | Failed | Broken | Update
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+import torch
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InputModel, InvalidInputError
-from hf_slospec.server.app import ServerSettings
+from hf_slospec.server.app import PREFIX_PATTERN, ServerSettings
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.server.serve import EMBEDDED
 from hf_slospec.serving.telemetry import PREFIX
+from hf_slospec.tiny.load import DTYPES, SIZES
 
 
 class ReplicaOptions(InputModel):
     """Options of :func:`~hf_slospec.serving.replicas.app`; those of the models are those of ``hf_slospec serve``."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     target: str | None = Field(None, description="A model from the Hub or a folder. None: the embedded target.")
     assistant: str | None = Field(None, description="Its draft model; required with target.")
@@ -31,7 +36,7 @@ class ReplicaOptions(InputModel):
     api_keys: dict[str, SLOLimits] = Field(default_factory=dict, description="SLO limits by API key.")
     limits: SLOLimits = SLOLimits()
     allowed_origins: tuple[str, ...] = ()
-    metrics_prefix: str = PREFIX
+    metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
 
     replicas: int = Field(1, ge=1, description="Replicas at the start, and without autoscaling always.")
     max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
@@ -45,10 +50,49 @@ class ReplicaOptions(InputModel):
     upscale_delay_s: float = Field(10.0, ge=0, description="Seconds of missed SLOs before replicas are added.")
     downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
 
+    @field_validator("dtype")
+    @classmethod
+    def _is_dtype(cls, dtype: str) -> str:
+        if dtype not in DTYPES:
+            raise ValueError(f"must be one of {', '.join(DTYPES)}")
+        return dtype
+
+    @field_validator("size")
+    @classmethod
+    def _is_size(cls, size: str) -> str:
+        if size not in SIZES:
+            raise ValueError(f"must be one of {', '.join(SIZES)}")
+        return size
+
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, device: str) -> str:
+        try:
+            torch.device(device)  # which this process need not have
+        except RuntimeError as error:
+            raise ValueError(str(error).partition("\n")[0]) from error
+        return device
+
+    @field_validator("response_template")
+    @classmethod
+    def _is_response_template(cls, template: dict[str, Any] | None) -> dict[str, Any] | None:
+        if template is not None:
+            load_response_template(template)  # raises ValueError
+        return template
+
+    @field_validator("api_keys")
+    @classmethod
+    def _have_keys(cls, keys: dict[str, SLOLimits]) -> dict[str, SLOLimits]:
+        if "" in keys:
+            raise ValueError("a key is empty")
+        return keys
+
     @model_validator(mode="after")
     def _fit_together(self) -> ReplicaOptions:
         if (self.target is None) != (self.assistant is None):
             raise ValueError("target and assistant belong together; give both or none")
+        if self.max_replicas is None and self.min_replicas != 1:
+            raise ValueError("min_replicas has no effect without max_replicas; give both, or replicas alone")
         if self.max_replicas is not None and not self.min_replicas <= self.replicas <= self.max_replicas:
             raise ValueError(
                 f"replicas must be within min_replicas..max_replicas, got {self.replicas} and "

@@ -14,12 +14,22 @@ from pydantic import TypeAdapter
 from ray import serve
 
 from hf_slospec.algo.routing import ReplicaLoad, utilisation
-from hf_slospec.errors import NotGuaranteedError, QueueFull, SLOSpecError
+from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.replicas.messages import Answer, Declined, Description, Failed, Offer, Taken, ToReplica, Update
+from hf_slospec.serving.replicas.messages import (
+    Answer,
+    Broken,
+    Declined,
+    Description,
+    Failed,
+    Offer,
+    Taken,
+    ToReplica,
+    Update,
+)
 from hf_slospec.serving.replicas.options import ReplicaOptions
 from hf_slospec.tiny.load import load_pair
 
@@ -58,11 +68,7 @@ class ModelReplica:
         )  # fmt: skip
 
     async def decode(self, offer: Offer) -> AsyncIterator[Answer]:
-        """Yield the answer to an offer and, if it is taken, the output as it is committed.
-
-        Raises:
-            NotRunningError: the replica has failed; another one can go on from the updates so far.
-        """
+        """Yield the answer to an offer and, if it is taken, the output as it is committed."""
         arguments = offer.order.arguments | {"resume": offer.progress, "must_guarantee": offer.must_guarantee}
         order = replace(offer.order, arguments=arguments)
         handle = None
@@ -75,14 +81,15 @@ class ModelReplica:
             async for update in _updates(handle, len(offer.progress.tokens)):
                 yield update
             if offer.need.has_slo:
-                self._recent.append((time.monotonic(), not is_guaranteed or handle.metrics.attained is False))
+                self._recent.append((time.monotonic(), not handle.metrics.guaranteed or not handle.metrics.attained))
+                self._forget_old()
         except (NotGuaranteedError, QueueFull) as error:
             self._saw(offer)
             logger.info("%s declined: %s", order.request_id, error)
             yield Declined(self.name, isinstance(error, QueueFull))
         except Exception as error:  # noqa: BLE001  of the request, unless the whole replica has failed
-            self.generator.check_running()
-            yield Failed(_sendable(error))
+            fault = self._fault()
+            yield Failed(_sendable(error)) if fault is None else Broken(self.name, str(fault))
         finally:
             if handle is not None:
                 handle.cancel()  # the front has closed the stream, unless the request is over
@@ -102,6 +109,14 @@ class ModelReplica:
         """Return the metric families of this replica for Prometheus."""
         return list(self.generator.collector(prefix).collect())
 
+    def _fault(self) -> NotRunningError | None:
+        """Return why no requests are taken; None if they are."""
+        try:
+            self.generator.check_running()
+        except NotRunningError as error:
+            return error
+        return None
+
     def _saw(self, offer: Offer) -> None:
         self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
 
@@ -116,14 +131,17 @@ class ModelReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the number of replicas is decided by."""
         stats, load = self.generator.stats(), await self.generator.aload()
-        while self._recent and self._recent[0][0] < time.monotonic() - RECENT_S:
-            self._recent.popleft()
+        self._forget_old()
         num_missed, most = sum(is_missed for _, is_missed in self._recent), self.options.config.max_batch
         return {
             "missed": num_missed / max(len(self._recent), 1),
             "waiting": stats.waiting / most,
             "utilisation": max(utilisation(load), stats.kv_tokens / stats.kv_limit, stats.running / most),
         }
+
+    def _forget_old(self) -> None:
+        while self._recent and self._recent[0][0] < time.monotonic() - RECENT_S:
+            self._recent.popleft()
 
     def check_health(self) -> None:
         """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``."""

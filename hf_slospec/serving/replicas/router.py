@@ -101,7 +101,8 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         if offer is None:
             return [list(loads)[index] for index in ranked(list(loads.values()), Need(0, 0))]
         must, need = offer.must_guarantee, offer.need
-        names = [name for name in loads if not must or name not in offer.tried]
+        alive = [name for name in loads if name not in offer.failed] or list(loads)
+        names = [name for name in alive if name not in offer.declined] or alive
         known = self._prefixes.num_known(names, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
         by_load = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
         order = ranked([loads[name] for name in names], need if must else by_load, known)

@@ -78,10 +78,13 @@ def test_call_is_counted_where_it_went() -> None:
 
 def test_replicas_that_declined_are_left_out_and_all_are_asked_again_at_last() -> None:
     router, replicas = Router(), [replica(name) for name in "abc"]
-    assert set(order(router, replicas, call("c", offer(tried=("a",), must_guarantee=True)))) == {"b", "c"}
-    assert order(router, replicas, call("c", offer(tried=("a", "b", "c"), must_guarantee=True))) == []
+    declined = frozenset("a")
+    assert set(order(router, replicas, call("c", offer(declined=declined, must_guarantee=True)))) == {"b", "c"}
+    assert set(order(router, replicas[:1], call("c", offer(declined=declined, must_guarantee=True)))) == {"a"}
+    assert set(order(router, replicas, call("c", offer(failed=declined)))) == {"b", "c"}
+    assert order(router, replicas[:1], call("c", offer(failed=declined))) == ["a"]  # no other is left
     busy = ReplicaLoad(best_effort=3, kv_free=10, step_s=IDLE.step_s)
-    final = offer(tried=("a", "b", "c"))
+    final = offer(declined=frozenset("abc"))
     assert order(router, [replica("a", busy), replica("b"), replica("c", busy)], call("c", final))[0] == "b"
 
 
