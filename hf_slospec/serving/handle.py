@@ -183,7 +183,9 @@ class RequestHandle:
     # ---- for asyncio
 
     async def aguaranteed(self) -> bool:
-        """Wait until the engine has taken the request; return whether its SLOs are guaranteed.
+        """Wait until the engine has taken the request; return whether its SLOs are guaranteed by then.
+
+        Without ``must_guarantee`` that is decided later, before the next step.
 
         Raises:
             NotGuaranteedError: they are not, and it was submitted with ``must_guarantee``.

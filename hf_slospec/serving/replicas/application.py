@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ray import serve
@@ -10,6 +11,7 @@ from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.serve import SWITCH_S
 from hf_slospec.serving.replicas.front import ReplicatedEngine
 from hf_slospec.serving.replicas.options import ReplicaOptions
 from hf_slospec.serving.replicas.replica import ModelReplica
@@ -27,6 +29,7 @@ class Front:
 
     def __init__(self, models: DeploymentHandle, settings: ServerSettings):
         """Take a handle of the replicas; the application is made once one of them runs."""
+        sys.setswitchinterval(SWITCH_S)
         self.models, self.settings = models, settings
 
     async def __serve_build_asgi_app__(self) -> Any:

@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.algo.routing import Need
@@ -24,6 +26,7 @@ from hf_slospec.server.engine import Order
 from hf_slospec.serving.replicas.messages import Broken, Declined, Description, Failed, Offer, Taken, ToReplica, Update
 
 logger = logging.getLogger("ray.serve")
+FAULTS = (RayError, RayServeException, StopAsyncIteration)  # a replica died, or there is none
 MAX_FAULTS = 5  # replicas that may die while they serve a request; one that kills them must not kill all
 ANSWER_S = 5.0  # that a replica has to tell its metrics
 AGAIN_S = 0.5  # between two looks where all queues are full, or all replicas have failed
@@ -72,7 +75,7 @@ class ReplicatedEngine:
         for _ in range(MAX_FAULTS):
             try:
                 found = await _call(self.handle.prompt_logprobs, None, prompt, num_top)
-            except RayError as error:
+            except FAULTS as error:
                 logger.warning("a replica failed: %s", error)
                 continue
             if isinstance(found, Exception):
@@ -92,7 +95,7 @@ class ReplicatedEngine:
         try:
             async with asyncio.timeout(ANSWER_S):
                 families: list[Any] = await response
-        except (TimeoutError, RayError) as error:  # it has just ended, or hangs
+        except (TimeoutError, *FAULTS) as error:  # it has just ended, or hangs
             logger.warning("no metrics of replica %s: %r", replica, error)
             response.cancel()
             return []
@@ -156,8 +159,8 @@ class ReplicatedDecoding:
         )  # fmt: skip
         self._stream = _call(self._engine.streams.decode, offer)
         try:
-            return await anext(self._stream)
-        except (RayError, StopAsyncIteration) as error:
+            return await _next(self._stream)
+        except FAULTS as error:
             self._count_fault(None, repr(error))
             return None
 
@@ -196,8 +199,8 @@ class ReplicatedDecoding:
         """Yield newly committed tokens, and whether they are the last."""
         while self.finish_reason is None:
             try:
-                answer = await anext(self._stream)
-            except (RayError, StopAsyncIteration) as error:
+                answer = await _next(self._stream)
+            except FAULTS as error:
                 answer = Broken(self.replica or "", repr(error))
             if isinstance(answer, Broken):
                 self._count_fault(self.replica, answer.reason)
@@ -244,6 +247,14 @@ def _call(method: Any, *arguments: Any) -> Any:
     Serve gives all calls made for one HTTP request the same id, and its routers confuse those under way at once.
     """
     return contextvars.Context().run(method.remote, *arguments)
+
+
+async def _next(stream: Any) -> Any:
+    """Return the next answer of a stream; Serve makes an error of its own of a task's cancellation."""
+    try:
+        return await anext(stream)
+    except serve.exceptions.RequestCancelledError as error:
+        raise asyncio.CancelledError from error
 
 
 def _seeded(order: Order) -> Order:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -17,6 +19,7 @@ from hf_slospec.algo.routing import ReplicaLoad, utilisation
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.serve import SWITCH_S
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.replicas.messages import (
@@ -43,6 +46,7 @@ class ModelReplica:
 
     def __init__(self, options: ReplicaOptions):
         """Load the models, measure them, and start the batcher."""
+        sys.setswitchinterval(SWITCH_S)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         pair = load_pair(
@@ -54,6 +58,7 @@ class ModelReplica:
         self.generator = SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config).start()
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
+        self._num_unhealthy = 0  # health checks that failed
         self._seen: dict[str, int] = {}  # the last offer of each sender that the engine has taken or declined
         self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: when, and whether they were missed
 
@@ -101,9 +106,9 @@ class ModelReplica:
         """Return log probabilities of a prompt's tokens, or the error of computing them."""
         try:
             return await self.engine.prompt_logprobs(prompt, num_top)
-        except SLOSpecError as error:
+        except Exception as error:  # noqa: BLE001  of the request, unless the whole replica has failed
             self.generator.check_running()
-            return error
+            return _sendable(error)
 
     def families(self, address: ToReplica, prefix: str) -> list[Any]:
         """Return the metric families of this replica for Prometheus."""
@@ -144,8 +149,19 @@ class ModelReplica:
             self._recent.popleft()
 
     def check_health(self) -> None:
-        """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``."""
-        self.generator.check_running(self.options.hang_s)
+        """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``.
+
+        The process ends when that is found for the second time: Serve would give its requests ``drain_s`` to end, which
+        they cannot, while other replicas can go on with them.
+        """
+        try:
+            self.generator.check_running(self.options.hang_s)
+        except NotRunningError as error:
+            logger.error("unhealthy: %s", error)
+            self._num_unhealthy += 1
+            if self._num_unhealthy > 1:
+                _end_process()
+            raise
 
 
 async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:
@@ -158,6 +174,10 @@ async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Updat
         if new or is_whole:
             reason = handle.finish_reason if is_last and is_whole else None
             yield Update(new, handle.logprobs[at - len(new) : at], handle.metrics, reason)
+
+
+def _end_process() -> None:
+    os._exit(1)
 
 
 def _own_name() -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -16,6 +17,18 @@ from hf_slospec.serving.replicas.messages import Offer, ToReplica
 from hf_slospec.serving.replicas.running import set_running
 
 LOAD = TypeAdapter(ReplicaLoad)
+UNSEEN_S = 10.0  # after which an offer counts no longer; reports come twice a second
+
+
+class SentOffer(NamedTuple):
+    """An offer under way, as far as loads depend on it."""
+
+    replica: str
+    sender: str
+    number: int
+    need: Need
+    is_guaranteed: bool
+    at_s: float
 
 
 class SentOffers:
@@ -24,20 +37,24 @@ class SentOffers:
     A burst would otherwise be routed by the same report as a whole, to one replica.
     """
 
-    def __init__(self) -> None:
-        self._sent: dict[str, dict[str, Offer]] = {}  # by replica and call
-        self._replica_of: dict[str, str] = {}  # by call
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._sent: dict[str, SentOffer] = {}  # by call, oldest first
+
+    def __len__(self) -> int:
+        return len(self._sent)
 
     def add(self, call: str, replica: str, offer: Offer) -> None:
         """Count an offer, which may have been counted for another replica before."""
         self.remove(call)
-        self._sent.setdefault(replica, {})[call] = offer
-        self._replica_of[call] = replica
+        now_s = self._now()
+        while self._sent and next(iter(self._sent.values())).at_s < now_s - UNSEEN_S:
+            del self._sent[next(iter(self._sent))]  # Serve does not say of every call that it is over
+        self._sent[call] = SentOffer(replica, offer.sender, offer.number, offer.need, offer.must_guarantee, now_s)
 
     def remove(self, call: str) -> None:
         """Count a call no longer: it is over, or was never made."""
-        if (replica := self._replica_of.pop(call, None)) is not None:
-            self._sent[replica].pop(call, None)
+        self._sent.pop(call, None)
 
     def on(self, replica: str, reported: ReplicaLoad, seen: Mapping[str, int]) -> ReplicaLoad:
         """Return the load of a replica with the offers that its report does not contain.
@@ -45,16 +62,14 @@ class SentOffers:
         Args:
             seen: the last offer of each sender that the report contains.
         """
-        for offer in self._sent.get(replica, {}).values():
-            if offer.number > seen.get(offer.sender, -1):
-                reported = reported.with_request(offer.need, offer.must_guarantee)
+        for sent in self._sent.values():
+            if sent.replica == replica and sent.number > seen.get(sent.sender, -1):
+                reported = reported.with_request(sent.need, sent.is_guaranteed)
         return reported
 
     def keep(self, replicas: Sequence[str]) -> None:
         """Drop the counts of all other replicas."""
-        for gone in self._sent.keys() - set(replicas):
-            for call in self._sent.pop(gone):
-                self._replica_of.pop(call, None)
+        self._sent = {call: sent for call, sent in self._sent.items() if sent.replica in replicas}
 
 
 class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types

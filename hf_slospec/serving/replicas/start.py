@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -60,33 +61,39 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
     Serve runs already, it listens where it was told to, not at ``host`` and ``port``.
     """
     is_joined, is_ours = "RAY_ADDRESS" in os.environ, not ray.is_initialized()
-    if is_ours:
-        _join_or_start(options)
+    folder = _join_or_start(options) if is_ours else None
     try:
         serve.start(http_options={"host": host, "port": port, "root_path": root_path})
         serve.run(app(options), name=APP)
-        yield f"http://{host}:{port}"
-        serve.delete(APP)
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            serve.delete(APP)
     finally:
         if is_ours:
             if not is_joined:
                 serve.shutdown()
             ray.shutdown()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # after an error its logs may say why
 
 
-def _join_or_start(options: ReplicaOptions) -> None:
+def _join_or_start(options: ReplicaOptions) -> str | None:
+    """Start a local Ray and return its folder, or join the cluster and return None."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
-        return
+        return None
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need short paths
     ray.init(
         address="local",
         num_cpus=math.ceil(options.replicas * options.cpus) + FRONT_CPUS,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
-        _temp_dir=tempfile.mkdtemp(prefix="ray-", dir="/tmp"),  # its sockets need short paths
+        _temp_dir=folder,
     )
+    return folder
 
 
 def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], None]) -> None:
