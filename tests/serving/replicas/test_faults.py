@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_slospec import NotRunningError, QueueFull
+from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
 from hf_slospec.algo.latency import LatencyCurve
 from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.algo.routing import Need, ReplicaLoad
@@ -58,11 +58,14 @@ def routed(engine: ReplicatedEngine, handle: FakeHandle, **loads: ReplicaLoad) -
 
 
 async def fill(generator: SLOSpecGenerator) -> None:
-    """Submit long requests until the queue is full."""
-    with contextlib.suppress(QueueFull):
-        while True:
+    """Submit long requests until one runs and the queue is full."""
+    is_full = False
+    while not (is_full and generator.stats().running):
+        try:
             generator.submit(PROMPT, max_new_tokens=4000)
-            await asyncio.sleep(0.05)
+        except QueueFull:
+            is_full = True
+        await asyncio.sleep(0.05)
 
 
 IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
