@@ -135,7 +135,7 @@ class ReplicatedDecoding:
         declined, full = set[str](), set[str]()
         while True:
             running = await self._others()
-            if full and full >= running:
+            if running and full >= running:
                 raise QueueFull("all replicas have as many waiting requests as they may have; retry later")
             must_guarantee = self._has_choice and len(running) > 1 and not declined >= running
             answer = await self._answer_to(frozenset(declined if must_guarantee else full), must_guarantee)
@@ -153,6 +153,7 @@ class ReplicatedDecoding:
 
     async def _answer_to(self, declined: frozenset[str], must_guarantee: bool) -> Any:
         """Return the answer to an offer; None if the replica died instead."""
+        self._check_wanted()
         offer = Offer(
             self._order, self._need, self._progress, self._engine.name, self._engine.next_number(), declined,
             frozenset(self._failed), must_guarantee,
@@ -225,14 +226,17 @@ class ReplicatedDecoding:
             RequestCancelledError: none did; the request was cancelled.
             NotRunningError: these are too many.
         """
+        self._check_wanted()
         name = self._order.request_id
-        if self._is_cancelled:
-            raise RequestCancelledError(f"request {name} was cancelled")
         logger.warning("replica %s failed after %d tokens of %s: %s", replica, len(self.tokens), name, reason)
         self._failed |= set() if replica is None else {replica}
         self.num_faults += 1
         if self.num_faults >= MAX_FAULTS:
             raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request")
+
+    def _check_wanted(self) -> None:
+        if self._is_cancelled:
+            raise RequestCancelledError(f"request {self._order.request_id} was cancelled")
 
     def cancel(self) -> None:
         """Cancel the request, unless it is done."""

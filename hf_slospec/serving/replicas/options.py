@@ -64,6 +64,13 @@ class ReplicaOptions(InputModel):
             raise ValueError(f"must be one of {', '.join(SIZES)}")
         return size
 
+    @field_validator("cpus", "gpus")
+    @classmethod
+    def _is_allocatable(cls, number: float) -> float:
+        if number > 1 and number != int(number):
+            raise ValueError("Ray reserves whole numbers above 1")
+        return number
+
     @field_validator("device")
     @classmethod
     def _is_device(cls, device: str) -> str:

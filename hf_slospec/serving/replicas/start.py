@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from contextlib import contextmanager
 
 import ray
 from ray import serve
+from transformers import AutoConfig
 
+from hf_slospec.errors import InvalidInputError, NotRunningError
 from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.server.serve import ServeOptions
 from hf_slospec.serving.replicas.application import app
@@ -48,7 +51,7 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
         allowed_origins=options.allowed_origins,
         metrics_prefix=options.metrics_prefix,
         replicas=replicas,
-        cpus=cores / replicas if is_local else 1.0,
+        cpus=(cores / replicas if replicas > cores else cores // replicas) if is_local else 1.0,
         threads=max(cores // replicas, 1) if is_local else None,
     )
 
@@ -59,12 +62,22 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
 
     A Ray that was started for it ends with it; a cluster keeps running without the application. Where the cluster's
     Serve runs already, it listens where it was told to, not at ``host`` and ``port``.
+
+    Raises:
+        InvalidInputError: a model cannot be found.
+        OSError: another process listens at the port.
+        NotRunningError: the replicas could not be started.
     """
     is_joined, is_ours = "RAY_ADDRESS" in os.environ, not ray.is_initialized()
+    if is_ours and not is_joined:
+        _check_here(options, host, port)
     folder = _join_or_start(options) if is_ours else None
     try:
         serve.start(http_options={"host": host, "port": port, "root_path": root_path})
-        serve.run(app(options), name=APP)
+        try:
+            serve.run(app(options), name=APP)
+        except RuntimeError as error:
+            raise NotRunningError(f"the replicas could not be started: {error}") from error
         try:
             yield f"http://{host}:{port}"
         finally:
@@ -76,6 +89,23 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
             ray.shutdown()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)  # after an error its logs may say why
+
+
+def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
+    """Check what would fail in each process of a local Ray, after a minute."""
+    for name in (options.target, options.assistant):
+        if name is not None:
+            try:
+                AutoConfig.from_pretrained(name)
+            except (OSError, ValueError) as error:
+                raise InvalidInputError(f"{name}: {error}") from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
 
 
 def _join_or_start(options: ReplicaOptions) -> str | None:

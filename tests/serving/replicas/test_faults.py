@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 import time
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
 from hf_slospec.algo.latency import LatencyCurve
 from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.request import PhaseTimes, Progress, Request, Stage
+from hf_slospec.serving.replicas import start
 from hf_slospec.serving.replicas.front import ReplicatedEngine
 from hf_slospec.serving.replicas.messages import Offer
 from hf_slospec.serving.replicas.options import ReplicaOptions
@@ -316,6 +320,7 @@ def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
         dict(drain_s=math.inf),
         dict(cpus=math.inf),
         dict(min_replicas=3),
+        dict(cpus=2.5),
         dict(response_template={"x": 1}),
         dict(api_keys={"": {}}),
     ],
@@ -327,3 +332,28 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(InvalidInputError, match=name):
         ReplicaOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "0"], "--replicas"),
+        (["--replicas", "2", "--host", "0.0.0.0"], "--api-key"),
+        (["--replicas", "2", "--dtype", "bogus"], "dtype"),
+        (["--replicas", "2", "--target", "no/such", "--assistant", "no/such"], "no/such"),
+        (["--replicas", "2", "--port", "{busy}"], "cannot listen"),
+    ],
+)
+def test_command_is_refused_before_ray_starts(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(start.ray, "init", lambda **_: pytest.fail("Ray was started"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        busy = str(listener.getsockname()[1])
+        command = ["serve", *(option.format(busy=busy) for option in options)]
+        result = CliRunner(env={"COLUMNS": "300"}).invoke(cli, command)
+    assert result.exit_code != 0 and message in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
