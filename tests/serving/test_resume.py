@@ -29,7 +29,7 @@ def other(pair: tuple[Any, Any, Any]) -> Iterator[SLOSpecGenerator]:
         yield generator
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize("options", CASES, ids=["-".join(case) or "greedy" for case in CASES])
 @pytest.mark.parametrize("num_before", [0, 1, 7])
 def test_output_goes_on_as_one_generator_would_have_written_it(
     served: SLOSpecGenerator, other: SLOSpecGenerator, options: dict[str, Any], num_before: int

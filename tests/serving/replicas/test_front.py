@@ -61,16 +61,15 @@ async def decoded(engine: ReplicatedEngine, order: Any) -> tuple[list[int], Repl
     return tokens, decoding
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(),
-        dict(do_sample=True, temperature=1.2, seed=3),
-        dict(slo_tpot=0.5, logprobs=1),
-        dict(logits_processor=[OccurrencePenalties(8, 0.5, 0.5)]),
-    ],
-    ids=str,
-)
+CASES: list[dict[str, Any]] = [
+    dict(),
+    dict(do_sample=True, temperature=1.2, seed=3),
+    dict(slo_tpot=0.5, logprobs=1),
+    dict(logits_processor=[OccurrencePenalties(8, 0.5, 0.5)]),
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=["-".join(case) or "greedy" for case in CASES])
 def test_output_goes_on_where_a_replica_died(
     pair: Any, engine: ReplicatedEngine, handle: FakeHandle, options: dict[str, Any]
 ) -> None:
