@@ -18,8 +18,9 @@ run: $(VENV)/installed
 check: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 $(FAST_TESTS)
 
-test: lint docs
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+test: $(VENV)/installed-dev
+	$(MAKE) --output-sync --jobs 2 lint docs
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
@@ -51,7 +52,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install -c constraints.txt --group dev --group docs
-	touch $@
+	touch $@ $(VENV)/installed-docs
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(PIP) install -c constraints.txt --group docs

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from hf_slospec.engine.request import Progress
@@ -21,7 +22,8 @@ from hf_slospec.errors import (
 from hf_slospec.generate.slo import LEAST_S
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
-WRONG_VALUE = ("greater_than", "less_than", "finite", "value_error")  # pydantic's error types that are no type errors
+IMPOSSIBLE = "impossible"  # of type and range, and still no value to work with
+WRONG_VALUE = ("greater_than", "less_than", "finite", IMPOSSIBLE)  # pydantic's error types that are no type errors
 NOT_FOR_ONE = (  # arguments of generate that say nothing about a single request's tokens
     "assistant_model",
     "attention_mask",
@@ -60,7 +62,7 @@ class SubmitOptions(BaseModel):
     @model_validator(mode="after")
     def _fit_together(self) -> SubmitOptions:
         if self.must_guarantee and self.best_effort:
-            raise ValueError("must_guarantee and best_effort exclude each other")
+            raise PydanticCustomError(IMPOSSIBLE, "must_guarantee and best_effort exclude each other")
         return self
 
     @field_validator("resume")
@@ -68,9 +70,9 @@ class SubmitOptions(BaseModel):
     def _is_sound(cls, progress: Progress | None) -> Progress | None:
         if progress is not None:
             if not all(type(token) is int and token >= 0 for token in progress.tokens):
-                raise ValueError("its tokens must be token ids")
+                raise PydanticCustomError(IMPOSSIBLE, "its tokens must be token ids")
             if not 0 <= progress.decoding_s <= progress.elapsed_s < math.inf:
-                raise ValueError("its seconds must be finite, 0 <= decoding_s <= elapsed_s")
+                raise PydanticCustomError(IMPOSSIBLE, "its seconds must be finite, 0 <= decoding_s <= elapsed_s")
         return progress
 
     @classmethod

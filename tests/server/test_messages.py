@@ -101,6 +101,7 @@ class Scripted(LocalEngine):
 class ScriptedDecoding:
     logprobs = ()
     finish_reason = "stop"
+    replica = None
 
     def __init__(self, prompt: list[int], tokens: list[int]):
         self.metrics, self.tokens = Request(0, prompt, 1).metrics(), tokens
