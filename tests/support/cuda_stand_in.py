@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.models.attention.packing import Entries
 from hf_slospec.models.cuda import graphs, sync_guard
-from tests.support.graph_stand_in import PLAIN, OpaqueStandIn, Tape, each, tensors_in
+from tests.support.graph_stand_in import OpaqueStandIn, Tape, each, tensors_in
 
 aten = torch.ops.aten
 PIN, COPY, COPY_TO = aten._pin_memory, aten._to_copy, aten.copy_
@@ -104,19 +104,12 @@ def like(tensor: OnDevice, held: torch.Tensor) -> Any:
 
 def of_host(tree: Any, given: list[torch.Tensor]) -> Any:
     """The same with values in host memory; the tensors that were in it are added to ``given``."""
-    kind = type(tree)
-    if kind is OnDevice:
-        given.append(tree)
-        return tree.held
-    if kind in PLAIN:
-        return tree
-    if kind is list or kind is tuple:
-        return kind([of_host(part, given) for part in tree])
-    if kind is dict:
-        return {name: of_host(part, given) for name, part in tree.items()}
-    if isinstance(tree, torch.Tensor):
-        given.append(tree)
-    return tree
+
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        given.append(tensor)
+        return tensor.held if type(tensor) is OnDevice else tensor
+
+    return each(tree, held)
 
 
 @functools.cache
