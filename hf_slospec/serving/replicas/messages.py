@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_slospec.algo.routing import Need
+from pydantic import TypeAdapter
+
+from hf_slospec.algo.routing import Need, ReplicaLoad
 from hf_slospec.engine.request import FinishReason, Progress, RequestMetrics
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import Order
+
+LOAD = TypeAdapter(ReplicaLoad)  # reports are plain data, so that Serve's controller needs nothing of this package
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from ray import serve
 
-from hf_slospec.algo.routing import ReplicaLoad, utilisation
+from hf_slospec.algo.routing import utilisation
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import LocalEngine
@@ -23,6 +22,7 @@ from hf_slospec.server.serve import SWITCH_S
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.replicas.messages import (
+    LOAD,
     Answer,
     Broken,
     Declined,
@@ -37,7 +37,6 @@ from hf_slospec.serving.replicas.options import ReplicaOptions
 from hf_slospec.tiny.load import load_pair
 
 logger = logging.getLogger("ray.serve")  # whose lines carry replica and request
-LOAD = TypeAdapter(ReplicaLoad)
 RECENT_S = 60.0  # over which missed SLOs are counted
 
 

@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.algo.routing import Need, ReplicaLoad, ranked
-from hf_slospec.serving.replicas.messages import Offer, ToReplica
+from hf_slospec.serving.replicas.messages import LOAD, Offer, ToReplica
 from hf_slospec.serving.replicas.running import set_running
 
-LOAD = TypeAdapter(ReplicaLoad)
 UNSEEN_S = 10.0  # after which an offer counts no longer; reports come twice a second
 
 
@@ -40,9 +38,6 @@ class SentOffers:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._sent: dict[str, SentOffer] = {}  # by call, oldest first
-
-    def __len__(self) -> int:
-        return len(self._sent)
 
     def add(self, call: str, replica: str, offer: Offer) -> None:
         """Count an offer, which may have been counted for another replica before."""
@@ -83,6 +78,7 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().__init__(*arguments, **options)
         self._running: list[str] = []
         self._sent, self._prefixes = SentOffers(), PrefixIndex()
+        self._reports: dict[str, tuple[dict[str, Any], ReplicaLoad]] = {}  # of each replica, and as read
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take over which replicas run, and what they report."""
@@ -90,6 +86,7 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         names = [_name(replica.replica_id) for replica in replicas]
         for gone in set(self._running) - set(names):
             self._prefixes.forget(gone)
+            self._reports.pop(gone, None)
         self._sent.keep(names)
         self._running = names
         set_running(self, names)
@@ -125,8 +122,9 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def _load(self, name: str, report: dict[str, Any]) -> ReplicaLoad:
         """Return the load of a replica, with what was sent to it since it reported."""
-        reported = LOAD.validate_python(report["load"]) if report else ReplicaLoad()
-        return self._sent.on(name, reported, report.get("seen", {}))
+        if name not in self._reports or self._reports[name][0] is not report:  # each is read once, for many offers
+            self._reports[name] = report, LOAD.validate_python(report["load"]) if report else ReplicaLoad()
+        return self._sent.on(name, self._reports[name][1], report.get("seen", {}))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Count a call for the replica that took it, which may not be the first of the ranking."""

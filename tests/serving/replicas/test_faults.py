@@ -35,7 +35,7 @@ def ids(engine: ReplicatedEngine) -> list[int]:
 
 class Router(GuaranteeRouter):
     def __init__(self) -> None:
-        self._sent, self._prefixes, self._running = SentOffers(), PrefixIndex(), []
+        self._sent, self._prefixes, self._running, self._reports = SentOffers(), PrefixIndex(), [], {}
 
 
 class RoutedHandle(FakeHandle):

@@ -31,7 +31,7 @@ class Router(GuaranteeRouter):
     """The router without Serve around it."""
 
     def __init__(self) -> None:
-        self._sent, self._prefixes, self._running = SentOffers(), PrefixIndex(), []
+        self._sent, self._prefixes, self._running, self._reports = SentOffers(), PrefixIndex(), [], {}
 
 
 def replica(name: str, load: ReplicaLoad = IDLE, seen: int = -1) -> Any:
