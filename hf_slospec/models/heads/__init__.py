@@ -1,0 +1,1 @@
+"""Networks of trained drafters, which read hidden states of the target."""

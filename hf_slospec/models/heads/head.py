@@ -1,0 +1,96 @@
+"""What the networks of trained drafters have in common."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class DraftHead(PreTrainedModel):
+    """Network that drafts from hidden states of the target (features), one token after another.
+
+    Entry i of a text takes the feature of token i and the embedding of token i + 1, and predicts token i + 2. Below
+    the text, the hidden state that an entry returns takes the place of the feature. Entries attend to each other
+    through transformers' attention interface, so that the packed runner can forward many texts and trees at a time.
+    """
+
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    kind: ClassVar[str]  # as errors and descriptions name it
+
+    feature_layers: tuple[int, ...]  # hidden states of the target, numbered as in its output_hidden_states
+    embed_tokens: nn.Module  # of the target, or the head's own
+    target_ids: torch.Tensor | None  # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embeddings of the target's tokens."""
+        return self.embed_tokens
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of the hidden state that entries take and return."""
+        return int(self.config.hidden_size)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that stand for features of the target.
+
+        Args:
+            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states side by side.
+
+        Returns:
+            [num_tokens, hidden].
+        """
+        raise NotImplementedError
+
+    def run(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what logits are computed from and the next hidden states, both [1, num_tokens, hidden].
+
+        Args:
+            embeds: [1, num_tokens, embedding].
+            hidden: [1, num_tokens, hidden], combined features or hidden states that were returned before.
+            position_ids: [1, num_tokens] int64.
+            past_key_values: cache that the layers update.
+        """
+        raise NotImplementedError
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the head's vocabulary.  [num_rows, hidden] -> [num_rows, draft_vocab]"""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """Forward entries.
+
+        Args:
+            input_ids: [1, num_tokens]; their embeddings then stand in for hidden states, for trials and measurements.
+            inputs_embeds: [1, num_tokens, embedding + hidden], the embeddings and hidden states side by side.
+            logits_to_keep: [num_rows] int64, the entries whose output is wanted; 0: all.
+
+        Returns:
+            ``logits`` [1, num_rows, draft_vocab + hidden]: the logits, and behind them the hidden state that an entry
+            below takes.
+        """
+        if inputs_embeds is None:
+            assert input_ids is not None
+            embeds = self.embed_tokens(input_ids)
+            hidden = embeds[..., torch.arange(self.hidden_size, device=embeds.device) % embeds.shape[-1]]
+        else:
+            embeds, hidden = inputs_embeds[..., : -self.hidden_size], inputs_embeds[..., -self.hidden_size :]
+        assert position_ids is not None
+        states, following = self.run(embeds, hidden, position_ids, past_key_values)
+        rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=torch.cat((self.logits(states[:, rows]), following[:, rows]), dim=-1))
