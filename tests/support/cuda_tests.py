@@ -21,6 +21,7 @@ from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, K
 from hf_slospec.models.cuda import graphs
 from hf_slospec.models.cuda.deferred import DeferredFlags
 from hf_slospec.models.cuda.graphs import CudaGraphs, Run
+from hf_slospec.models.drafters import beam
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.packed import PackedModel
 from tests.support.attention_rows import TREES, case
@@ -170,7 +171,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     drafter = AssistantDrafter(bench.packed, 20, 101)
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
     drafter.draft(bench.requests, plan)  # feeds the prompts
-    monkeypatch.setattr(drafter, "_trees", lambda requests, layers: [])  # the copy to the host
+    monkeypatch.setattr(beam, "_trees", lambda requests, layers: [])  # the copy to the host
     for is_watched in (False, False, True):
         bench.graphs.patience = patience
         for request in bench.requests:

@@ -12,6 +12,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.cuda.deferred import DeferredFlags
 from hf_slospec.models.cuda.sync_guard import HostSyncError, SyncGuard
+from hf_slospec.models.drafters import beam
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.packed import PackedModel
 from tests.support.graph_bench import CPU, Bench
@@ -43,7 +44,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     expected = drafter.draft(bench.requests, plan)
     bench.verify()
     layers = list[Any]()
-    monkeypatch.setattr(drafter, "_trees", lambda requests, made: layers.extend(made) or [])  # the copy to the host
+    monkeypatch.setattr(beam, "_trees", lambda requests, made: layers.extend(made) or [])  # the copy to the host
     monkeypatch.setattr(DeferredFlags, "next", lambda self, answer: False)  # what waits is a level behind
     bench.graphs.patience = patience  # of both, as they share the model's K/V cache
     for request in bench.requests:
@@ -87,7 +88,7 @@ def test_an_answer_one_question_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return drafter.draft(requests, Plan(8, 1, min_path_prob=0.0, min_gain=0.3))
 
     at_once = drafted()
-    monkeypatch.setattr("hf_slospec.models.drafters.assistant.DeferredFlags", Late)
+    monkeypatch.setattr("hf_slospec.models.drafters.beam.DeferredFlags", Late)
     for early, late in zip(at_once, drafted(), strict=True):
         assert late.max_depth == early.max_depth + 1 < 8
         assert late.up_to(early.max_depth).tokens.tolist() == early.tokens.tolist()

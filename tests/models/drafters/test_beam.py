@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.drafters.assistant import AssistantDrafter, extend_beam
+from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.drafters.beam import extend_beam
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.policies.papers.goodput import confident_length
 from tests.support.optimal_nodes import optimal_nodes
