@@ -158,7 +158,12 @@ class Drafter(Protocol):
 
     The output is always what the target would have written; good proposals make it faster. Several threads may call
     one drafter at the same time. It may also have ``reuse(request)``, which gives a request what is kept of a text that
-    begins alike and returns the number of its tokens that are known then, and ``close()``.
+    begins alike and returns the number of its tokens that are known then, ``relieve()``, which frees memory when it is
+    short and returns whether there was any to free, and ``close()``. One that reads hidden states
+    of the target (features) has ``feature_layers``, their numbers as in the model's ``output_hidden_states``, and
+    ``take_features(request, begin, features)``, which is called once for all committed tokens, in order, after the
+    step that processed them: ``features`` [num_tokens, len(feature_layers) * hidden] are those of
+    ``request.tokens[begin:]``, as many as there are.
     """
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:

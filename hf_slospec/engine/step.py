@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from hf_slospec.algo.accept import accept
@@ -13,6 +14,8 @@ from hf_slospec.engine.protocols import Chooser, Clock, Drafter, Plan, Policy, S
 from hf_slospec.engine.request import Request
 
 S = TypeVar("S", bound=Scheduler)
+
+PAUSE = 64  # steps without drafting after the drafter's memory was needed for requests
 
 
 class Engine(Generic[S]):
@@ -30,6 +33,7 @@ class Engine(Generic[S]):
     ):
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
+        self._num_paused = 0  # steps to come without drafting
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
@@ -85,6 +89,9 @@ class Engine(Generic[S]):
         plan = Plan(0, 1)
         if schedule.decoding:
             plan = self.policy.plan(schedule.decoding, watch.begun_s, schedule.num_prefill_tokens)
+            if self._num_paused:
+                self._num_paused -= 1
+                plan = replace(plan, drafting=())
         watch.lap("select_s")
         return plan
 
@@ -173,6 +180,20 @@ class Engine(Generic[S]):
             self.target.release(request)
             self.drafter.release(request)
             request.num_cached = request.num_draft_seen = 0
+
+    def relieve(self) -> bool:
+        """Free the drafter's memory after a MemoryError, and pause drafting; its K/V only saves time.
+
+        Returns:
+            Whether there was any, so that the step is worth another try.
+        """
+        relieve = getattr(self.drafter, "relieve", None)
+        if relieve is None or not relieve():
+            return False
+        self._num_paused = PAUSE
+        for request in self.scheduler.running:
+            request.num_draft_seen = 0
+        return True
 
     def close(self) -> None:
         """Release what the models keep for this engine."""

@@ -28,7 +28,8 @@ from hf_slospec.generate.validation import (
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
+from hf_slospec.models.drafters.methods import AssistantMethod, DraftMethod, LookupMethod, method_of
+from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Decoder:
         model: PreTrainedModel,
         assistant_model: PreTrainedModel | None = None,
         *,
-        drafter: Drafter | None = None,
+        drafter: Drafter | DraftMethod | None = None,
         config: SLOSpecConfig | None = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
@@ -63,7 +64,8 @@ class Decoder:
         self._refusal = ""
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
-            self._speculator = Speculator(self._target, self.assistant_model, self.config, drafter, make_policy)
+            method = method_of(self.assistant_model, drafter)
+            self._speculator = Speculator(self._target, method, self.config, make_policy)
         except UnsupportedModelError as error:
             if not fallback:
                 raise
@@ -99,7 +101,7 @@ class Decoder:
         own = check_drafting(assistant_model, None)
         if self._target is not None and own is not None and own is not self.assistant_model:
             if self._override is None or self._override[0] is not own:
-                self._override = own, Speculator(self._target, own, self.config, make_policy=self.make_policy)
+                self._override = own, Speculator(self._target, AssistantMethod(own), self.config, self.make_policy)
             return self._override[1]
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)
@@ -112,11 +114,8 @@ class Decoder:
             return None
         max_ngram = configured("max_matching_ngram_size", self.model, arguments) or MAX_NGRAM
         if self._lookup is None or self._lookup[0] != (max_ngram, num_tokens):
-            drafter = PromptLookupDrafter(max_ngram, num_tokens)
-            self._lookup = (
-                (max_ngram, num_tokens),
-                Speculator(self._target, None, self.config, drafter, self.make_policy),
-            )
+            method = LookupMethod(max_ngram, num_tokens)
+            self._lookup = (max_ngram, num_tokens), Speculator(self._target, method, self.config, self.make_policy)
         return self._lookup[1]
 
 

@@ -41,7 +41,7 @@ def prompt_logprobs(speculator: Speculator, tokens: Sequence[int], num_top: int)
             piece = tokens[begin : min(begin + CHUNK, len(tokens) - 1)]
             with speculator.lock, evaluating(packed.model):
                 sequences.reserve_for(request, len(tokens))
-                logits = sequences.forward([sequences.chain(request, piece)], torch.arange(len(piece)))
+                logits = sequences.forward([sequences.chain(request, piece)], torch.arange(len(piece))).logits
                 sequences.of(request).length += len(piece)
             logprobs = logits.float().log_softmax(-1)
             following = tokens[begin + 1 : begin + 1 + len(piece)]

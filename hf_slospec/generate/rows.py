@@ -182,7 +182,7 @@ class Rows:
             while sequence.length < len(text) - 1:
                 piece = text[sequence.length : len(text) - 1][:CHUNK]
                 wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0)
-                logits = sequences.forward([sequences.chain(request, piece)], wanted)
+                logits = sequences.forward([sequences.chain(request, piece)], wanted).logits
                 for place, row in enumerate(logits, sequence.length + 1):
                     if place >= request.prompt_len + request.num_emitted:
                         sampler.record_padding(request, text[:place], row, text[place])

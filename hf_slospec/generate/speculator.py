@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
+from weakref import WeakSet
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
@@ -14,20 +15,17 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
-from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.compatibility.probe import input_device, vocab_size
-from hf_slospec.models.drafters.assistant import AssistantDrafter
-from hf_slospec.models.drafters.checked import CheckedDrafter
-from hf_slospec.models.drafters.prompt_lookup import PromptLookupDrafter
+from hf_slospec.models.compatibility.features import check_features
+from hf_slospec.models.compatibility.probe import vocab_size
+from hf_slospec.models.drafters.methods import DraftMethod, Room
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.target import PackedTarget, Sampler
+from hf_slospec.models.target import FeatureReader, PackedTarget, Sampler
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
 FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
-PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
 MEASURE_S = {"target": 5.0, "draft": 1.0}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
@@ -38,17 +36,19 @@ class Speculator:
     def __init__(
         self,
         target: CheckedModel,
-        assistant_model: Any | None,
+        method: DraftMethod,
         config: SLOSpecConfig,
-        drafter: Drafter | None = None,
         make_policy: NewPolicy | None = None,
     ):
-        """Draft by the assistant model, by the drafter, or without either by prompt lookup."""
-        self.target, self.config, self.drafter, self.make_policy = target, config, drafter, make_policy
+        self.target, self.config, self.method, self.make_policy = target, config, method, make_policy
+        method.check(target.model)
+        if method.feature_layers:
+            with self.lock:
+                check_features(target.packed, method.feature_layers)
         self.draft: CheckedModel | None = None
-        if assistant_model is not None:
-            _check_pair(target.model, assistant_model)
-            self.draft = CheckedModel(assistant_model, config, MEASURE_S["draft"])
+        if method.model is not None:
+            self.draft = CheckedModel(method.model, config, MEASURE_S["draft"])
+        self._drafters = WeakSet[Drafter]()
         self._costs: StepCosts | None = None
         self.history = SpeculationHistory(config)
 
@@ -63,8 +63,8 @@ class Speculator:
         Raises:
             IncompatibleDraftError: they were moved apart.
         """
+        self.method.check(self.target.model)
         if self.draft is not None:
-            _check_pair(self.target.model, self.draft.model)
             self.draft.packed.renew()
         self.target.packed.renew()
 
@@ -105,18 +105,18 @@ class Speculator:
     def new_drafter(self, max_slots: int | None = None, max_kept: float = 0, keeps_rng: bool = True) -> Drafter:
         """Return the drafter for one engine.
 
-        ``max_slots`` and ``max_kept`` are those of :class:`AssistantDrafter`. ``keeps_rng`` restores the global
-        generator after a user's drafter: the target samples from it.
+        The arguments are those of :class:`Room`.
         """
-        if self.draft is not None:
-            proposed = vocab_size(self.target.model)
-            return AssistantDrafter(self.draft.packed, self.max_nodes, proposed, max_slots, max_kept)
-        if self.drafter is None:
-            return PromptLookupDrafter()
-        return CheckedDrafter(self.drafter, vocab_size(self.target.model), keeps_rng)
+        draft = None if self.draft is None else self.draft.packed
+        room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
+        drafter = self.method.new_drafter(draft, room)
+        self._drafters.add(drafter)
+        return drafter
 
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
         """Return an engine's parts, its policy that of another config if one is given."""
+        if self.max_nodes and self.method.feature_layers:
+            target.give_features(cast(FeatureReader, drafter))
         return Parts(target, drafter, self.policy(costs, config), costs, clock)
 
     def run(
@@ -131,7 +131,12 @@ class Speculator:
         try:
             while engine.scheduler.running:
                 with self.lock:
-                    event = engine.step()
+                    try:
+                        event = engine.step()
+                    except MemoryError:
+                        if not engine.relieve():
+                            raise
+                        continue
                 for request in requests:
                     if request.error is not None:
                         raise request.error
@@ -140,8 +145,8 @@ class Speculator:
             with self.lock:
                 for request in engine.scheduler.running:  # left by an error or an interrupt
                     drafter.release(request)
-                if isinstance(drafter, AssistantDrafter):
-                    drafter.close()
+                if (close := getattr(drafter, "close", None)) is not None:
+                    close()
             self.lock.rest()
 
     @property
@@ -157,23 +162,9 @@ class Speculator:
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
+            features=sum(queue.num_bytes for own in self._drafters if (queue := getattr(own, "features", None))),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(own.num_bytes for own in prepacked),
             released=sum(own.num_released_bytes for own in prepacked),
             rounded_weights=sum(own.num_rounded for own in prepacked),
-        )
-
-
-def _check_pair(target: Any, draft: Any) -> None:
-    smaller, larger = sorted((vocab_size(target), vocab_size(draft)))
-    if larger - smaller > min(PADDING, smaller / 2):
-        raise IncompatibleDraftError(
-            f"assistant_model has a vocabulary of {vocab_size(draft)} tokens and the target one of "
-            f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the target's "
-            "tokenizer"
-        )
-    if input_device(target) != input_device(draft):
-        raise IncompatibleDraftError(
-            f"assistant_model is on {input_device(draft)} and the target on {input_device(target)}; "
-            f"move it there with assistant_model.to('{input_device(target)}')"
         )

@@ -22,6 +22,7 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.rows import Rows
+from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.packed import PackedModel
 
 # Keyword arguments from stock that are handled here, or that do not affect the text.
@@ -85,6 +86,8 @@ def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None
     if drafter is not None:
         if assistant_model is not None:
             raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
+        if isinstance(drafter, DraftMethod):
+            return None
         for name in ("draft", "release"):
             if not callable(getattr(drafter, name, None)):
                 raise InvalidTypeError(

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -26,6 +26,7 @@ from hf_slospec.models.attention import (
 )
 from hf_slospec.models.compatibility.fingerprint import Fingerprint
 from hf_slospec.models.compatibility.probe import (
+    hidden_states,
     input_device,
     probe_layers,
     refuse_by_declaration,
@@ -41,6 +42,13 @@ from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.memory import holders_of_idle_memory
 
 
+class Outputs(NamedTuple):
+    """Tensors that a packed forward returns."""
+
+    logits: torch.Tensor  # [num_logits, vocab], in the model's dtype
+    features: torch.Tensor | None = None  # [num_tokens, num_layers * hidden], the layers asked for side by side
+
+
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """Tensors that a forward reads, apart from weights, pool and, for some backends, the packed batch itself."""
@@ -50,6 +58,7 @@ class Inputs:
     logit_rows: torch.Tensor  # [num_logits] int64
     own_slots: torch.Tensor  # [num_tokens] int64
     plans: dict[Hashable, Any]  # of the packed batch, by what its layers ask for
+    feature_layers: tuple[int, ...] = ()  # hidden states to return, numbered as in the model's output_hidden_states
 
 
 class PackedModel:
@@ -164,32 +173,46 @@ class PackedModel:
             self._graphs[pool] = Graphs(capturer, self.device)
         return self._graphs.get(pool)
 
-    @torch.no_grad()
     def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
-        """Stage the K/V of all parts' tokens and return the logits of some of them.
+        """Stage the K/V of all parts' tokens and return the logits of some of them; see :meth:`outputs`.
+
+        Returns:
+            [num_logits, vocab], in the model's dtype.
+        """
+        return self.outputs(pool, parts, logit_rows).logits
+
+    @torch.no_grad()
+    def outputs(
+        self,
+        pool: KVPool,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...] = (),
+    ) -> Outputs:
+        """Stage the K/V of all parts' tokens; return the logits of some of them, and hidden states of all.
 
         Args:
             pool: storage of the parts' sequences.
             parts: one per sequence; their tokens form the packed batch in this order.
             logit_rows: [num_logits] int64, tokens of the packed batch whose logits are wanted.
-
-        Returns:
-            [num_logits, vocab], in the model's dtype.
+            feature_layers: hidden states that are wanted, numbered as in the model's ``output_hidden_states``.
         """
-        num_logits, larger = len(logit_rows), self._padded(pool, parts, logit_rows)
+        num_tokens, num_logits = sum(len(part.input_ids) for part in parts), len(logit_rows)
+        larger = self._padded(pool, parts, logit_rows)
         parts, logit_rows = larger or (parts, logit_rows)
         batch = PackedBatch.of(parts, is_padded=larger is not None)
-        inputs = self._inputs(batch, parts, logit_rows)
+        inputs = self._inputs(batch, parts, logit_rows, feature_layers)
         with self.prepacked.in_use():
-            logits = None
+            outputs = None
             if larger is not None and inputs.plans:
-                logits = self._replayed(pool, inputs)
-            if logits is None:
+                outputs = self._replayed(pool, inputs)
+            if outputs is None:
                 inputs = to_device(inputs, self.device)
                 batch.plans = {key: plan.with_bias() for key, plan in inputs.plans.items()}
-                logits = self._compute(pool, batch, inputs)
+                outputs = self._compute(pool, batch, inputs)
                 self._requested_plans |= dict.fromkeys(batch.plans)
-        return logits[:num_logits]
+        logits, features = outputs
+        return Outputs(logits[:num_logits], None if features is None else features[:num_tokens])
 
     def _padded(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
@@ -201,36 +224,48 @@ class PackedModel:
             return None
         if self.model.training or torch.is_autocast_enabled(self.device.type):
             return None
-        if any(part.embeds is not None or (part.is_chain and len(part.mask) > MAX_DENSE) for part in parts):
+        if any(part.is_chain and len(part.mask) > MAX_DENSE for part in parts):
             return None
         return padded(parts, logit_rows, pool)
 
-    def _replayed(self, pool: KVPool, inputs: Inputs) -> torch.Tensor | None:
-        """Return the logits of a captured forward; None if there is none for such inputs."""
+    def _replayed(self, pool: KVPool, inputs: Inputs) -> Outputs | None:
+        """Return the outputs of a captured forward; None if there is none for such inputs."""
         graphs, preconditions = self.graphs_of(pool), self._preconditions
         assert graphs is not None and preconditions is not None, "only forwards that may be captured are padded"
-        logits = graphs.run(inputs, functools.partial(self._replayable, pool), preconditions.now())
+        outputs: Outputs | None = graphs.run(inputs, functools.partial(self._replayable, pool), preconditions.now())
         self.has_graphs &= not graphs.has_failed  # no other pool needs to try
-        return logits
+        return outputs
 
-    def _inputs(self, batch: PackedBatch, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> Inputs:
+    def _inputs(
+        self,
+        batch: PackedBatch,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...],
+    ) -> Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
         assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
         tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
         position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]
         plans = {key: key[0](batch, *key[2:]) for key in self._requested_plans} if self._has_plans else {}
         name = "inputs_embeds" if embeds else "input_ids"
-        return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans)
+        return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans, feature_layers)
 
-    def _replayable(self, pool: KVPool, inputs: Inputs) -> torch.Tensor:
+    def _replayable(self, pool: KVPool, inputs: Inputs) -> Outputs:
         """Compute a forward that reads its inputs and nothing else of the packed batch."""
         return self._compute(pool, PlannedBatch(inputs.plans), inputs)
 
-    def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> torch.Tensor:
+    def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Outputs:
         forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers)
-        keep = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
-        logits = run_model(self.model, forward, **inputs.tokens, position_ids=inputs.position_ids, **keep)
-        return logits if keep else logits[inputs.logit_rows.to(logits.device)]
+        options: dict[str, Any] = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
+        if inputs.feature_layers:
+            options["output_hidden_states"] = list(inputs.feature_layers)
+        found = run_model(self.model, forward, **inputs.tokens, position_ids=inputs.position_ids, **options)
+        logits = found.logits[0]
+        return Outputs(
+            logits if self._keeps_logits else logits[inputs.logit_rows.to(logits.device)],
+            hidden_states(found, inputs.feature_layers, self.device) if inputs.feature_layers else None,
+        )
 
 
 def _is_on_one_device(layers: Sequence[AttentionLayer], device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
+from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
@@ -24,6 +25,30 @@ class Sampler(Protocol):
         """Return the tokens that the device chooses, and a function that makes one chooser per request of them.
 
         ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in turn, root first.
+        """
+
+
+class _Committed(NamedTuple):
+    """Verified tokens of a request that are kept."""
+
+    request: Request
+    begin: int  # place of the first one in the request's text
+    places: Sequence[int]  # among the request's tokens in the packed batch
+
+
+class FeatureReader(Protocol):
+    """Drafter that reads hidden states of the target."""
+
+    feature_layers: tuple[int, ...]  # numbered as in the model's output_hidden_states
+
+    def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
+        """Take the hidden states of committed tokens, each token once, in order.
+
+        A request whose K/V was loaded or reused begins behind its first token.
+
+        Args:
+            begin: the first token's place in ``request.tokens``; the one behind the last token is known as well.
+            features: [num_tokens, len(feature_layers) * hidden], the layers' states side by side.
         """
 
 
@@ -46,6 +71,13 @@ class PackedTarget:
         """
         self.sampler, self.holds_finished = sampler, holds_finished
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
+        self._reader: FeatureReader | None = None
+        self._features: torch.Tensor | None = None  # of the verified tokens, [num_tokens, num_features]
+        self._begins: dict[Request, int] = {}  # index of a request's first token in the verified packed batch
+
+    def give_features(self, reader: FeatureReader) -> None:
+        """Give a drafter the hidden states that it names, of every token that is committed from now on."""
+        self._reader = reader
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -57,24 +89,29 @@ class PackedTarget:
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
     ) -> Sequence[Chooser]:
         self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)])
+        self._begins, self._features = {}, None
         parts, logit_rows, begin = [], [], 0
         for request, tree in zip(requests, trees, strict=True):
             chain = self.sequences.uncached(request)  # the last one is the root
             parts.append(self.sequences.chain_and_tree(request, chain, tree))
             logit_rows.append(begin + len(chain) - 1 + np.arange(tree.num_nodes))
+            self._begins[request] = begin
             begin += len(chain) + tree.num_nodes - 1
         for chunk in chunks:
             tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
             parts.append(self.sequences.chain(chunk.request, tokens))
+            self._begins[chunk.request] = begin
+            begin += len(tokens)
         wanted = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
-        logits = self.sequences.forward(parts, torch.from_numpy(wanted))
+        layers = self._reader.feature_layers if self._reader is not None else ()
+        logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
         choices, choosers = self.sampler.choose(requests, logits, trees)
         return choosers(choices.tolist())  # the host waits for the device here, and where processors read the text
 
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
     ) -> None:
-        source, destination = list[int](), list[int]()
+        source, destination, committed = list[int](), list[int](), list[_Committed]()
         for request, nodes in zip(requests, accepted, strict=True):
             sequence = self.sequences.of(request)
             chain_len = len(request.tokens) - len(nodes) - 1 - sequence.length
@@ -83,10 +120,26 @@ class PackedTarget:
                 if first_node + node - 1 != first_node + place:
                     source.append(first_node + node - 1)
                     destination.append(first_node + place)
+            committed.append(
+                _Committed(request, sequence.length, [*range(chain_len), *(chain_len - 1 + n for n in nodes)])
+            )
             sequence.length += chain_len + len(nodes)
         for chunk in chunks:
-            self.sequences.of(chunk.request).length += chunk.num_tokens
+            sequence = self.sequences.of(chunk.request)
+            committed.append(_Committed(chunk.request, sequence.length, range(chunk.num_tokens)))
+            sequence.length += chunk.num_tokens
         self.sequences.cache.pool.move(source, destination)
+        self._hand_over(committed)
+
+    def _hand_over(self, committed: Sequence[_Committed]) -> None:
+        """Give the drafter the features of committed tokens."""
+        if self._reader is None or self._features is None:
+            return
+        rows = [self._begins[own.request] + place for own in committed for place in own.places]
+        features = self._features.index_select(0, to_device(torch.tensor(rows), self._features.device))
+        for own, its in zip(committed, features.split([len(own.places) for own in committed]), strict=True):
+            self._reader.take_features(own.request, own.begin, its)
+        self._features = None
 
     def reuse(self, request: Request) -> int:
         return self.sequences.reuse(request)

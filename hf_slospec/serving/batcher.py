@@ -296,6 +296,9 @@ class Batcher:
     def _do_less(self, engine: Engine[ContinuousScheduler], error: MemoryError) -> None:
         """Reduce the work of steps after one ran out of memory; a single request that is too large fails."""
         scheduler = engine.scheduler
+        with self.lock:
+            if engine.relieve():
+                return
         if preempted := scheduler.relieve(engine.clock()):
             with self.lock:
                 engine.forget(preempted)

@@ -43,7 +43,7 @@ class Bench:
 
     def verify(self) -> torch.Tensor:
         parts = self.parts()
-        return self.sequences.forward(parts, torch.arange(sum(len(part.input_ids) for part in parts)))
+        return self.sequences.forward(parts, torch.arange(sum(len(part.input_ids) for part in parts))).logits
 
     def grow(self, num_tokens: int) -> None:
         for request in self.requests:

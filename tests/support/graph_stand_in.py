@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.models.attention.packing import Entries
+from hf_slospec.models.cuda.transfer import map_tensors
 from tests.support.flash_stand_in import StandIn
 
 # Of arguments that hold no tensors, those that are frequent.
@@ -47,7 +48,7 @@ class Tape(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, out))  # keeps all tensors, so that none gets another's id
         return out
 
-    def play(self, result: torch.Tensor) -> torch.Tensor:
+    def play(self, result: Any) -> Any:
         """Call all of it again: on tensors made by calls as they are made now, on all others where they are."""
         made: dict[int, torch.Tensor] = {}
 
@@ -58,7 +59,7 @@ class Tape(TorchDispatchMode):
             again = func(*each(args, now), **each(kwargs, now))
             for before, after in zip(tensors_in(out), tensors_in(again), strict=True):
                 made[id(before)] = after
-        return now(result)
+        return map_tensors(result, now)
 
 
 class Tapes:
@@ -69,12 +70,12 @@ class Tapes:
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         with Tape() as tape:
             result = run()
         self.num_captured += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> Any:
             self.num_replayed += 1
             return tape.play(result)
 

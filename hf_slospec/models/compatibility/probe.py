@@ -39,19 +39,23 @@ def input_device(model: Any) -> torch.device:
     return torch.device("meta" if device is None else device)
 
 
-def run_model(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a packed forward, with ``forward`` as its cache and attention.  -> [num_logits, vocab]"""
+def run_model(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: Any) -> Any:
+    """Return what the model returns for a packed batch, with ``forward`` as its cache and attention."""
     unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
     with active_forward(model, forward):
-        logits: torch.Tensor = model(
+        return model(
             **inputs,
             attention_mask=unread_mask,
             position_ids=position_ids,
             past_key_values=forward,
             use_cache=True,
             return_dict=True,
-        ).logits
-    return logits[0]
+        )
+
+
+def hidden_states(found: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return hidden states that a model was asked for, side by side.  -> [num_tokens, num_layers * hidden]"""
+    return torch.cat([found.hidden_states[layer][0].to(device) for layer in layers], dim=-1)
 
 
 @contextlib.contextmanager

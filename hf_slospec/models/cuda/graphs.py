@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -19,7 +19,7 @@ import torch
 from hf_slospec.models.compatibility.fingerprint import PLAIN, settings, weight_homes
 from hf_slospec.models.compatibility.hooks import changing_hooks
 from hf_slospec.models.cuda.sync_guard import SyncGuard
-from hf_slospec.models.cuda.transfer import DeviceCopy, signature
+from hf_slospec.models.cuda.transfer import DeviceCopy, map_tensors, signature, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ PATIENCE = 8  # a signature's forwards before it is captured, which takes as lon
 MEMORY_SHARE = 16  # graphs may take 1/16 of a device's memory, and so may an idle pool that is kept for them
 TOLERANCE = 0.05  # relative, of a first replay; beyond rounding in any dtype
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], Any]  # returns a tree of tensors
 
 
 class GraphCapturer(Protocol):
@@ -37,7 +37,7 @@ class GraphCapturer(Protocol):
     max_bytes: int
 
     def capture(self, run: Run) -> Run:
-        """Return a function that repeats all device work of ``run`` and returns the same tensor each time."""
+        """Return a function that repeats all device work of ``run`` and returns the same tensors each time."""
 
     def num_bytes(self) -> int:
         """Return the memory in use, from which the memory that a capture took is computed."""
@@ -77,7 +77,7 @@ class CudaGraphs:
                     raise
         self._graphs.add(graph)
 
-        def replay() -> torch.Tensor:
+        def replay() -> Any:
             graph.replay()
             return out
 
@@ -109,7 +109,7 @@ class Graphs:
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()  # least recently used first
         self._seen = Counter[Hashable]()  # forwards by signature
         self._preconditions: Hashable = None  # of all graphs
-        self._out: torch.Tensor | None = None  # output of all graphs: logits are large
+        self._out: list[torch.Tensor] = []  # outputs of all graphs, as logits are large: one for each kind of output
         self._num_bytes = 0
         self._lock = threading.Lock()
         self.patience = PATIENCE
@@ -131,12 +131,12 @@ class Graphs:
         finally:
             self.patience = patience
 
-    def run(self, inputs: Any, compute: Callable[[Any], torch.Tensor], preconditions: Hashable) -> torch.Tensor | None:
+    def run(self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable) -> Any | None:
         """Return the result of ``compute`` for these inputs by a graph; None if there is none.
 
         Args:
             inputs: tree of tensors, each on the device or made on the host.
-            compute: gets the tree with all tensors on the device.
+            compute: gets the tree with all tensors on the device, and returns a tree of tensors.
             preconditions: all else that ``compute`` reads; when it changes, all graphs are dropped.
         """
         with self._lock:
@@ -153,9 +153,9 @@ class Graphs:
             self._captured.move_to_end(key)
             captured = self._captured[key]
             captured.inputs.fill(inputs)
-            return captured.replay().clone()
+            return map_tensors(captured.replay(), torch.clone)
 
-    def _capture(self, key: Hashable, inputs: Any, compute: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
+    def _capture(self, key: Hashable, inputs: Any, compute: Callable[[Any], Any]) -> Any | None:
         """Capture this forward and return its result; None if it could not be captured."""
         before = self._capturer.num_bytes()
         try:
@@ -164,13 +164,11 @@ class Graphs:
             static.fill(inputs)
             with SyncGuard():  # finds errors before the capture: one that fails leaves CUDA in a poor state
                 right = compute(static.content)
-            if self._out is None or len(self._out) < len(right):
-                with torch.inference_mode(False):
-                    self._out = torch.empty_like(right)
-            out = self._out[: len(right)]
-            replay = self._capturer.capture(lambda: out.copy_(compute(static.content)))
-            if not _is_close(replay(), right):
-                raise RuntimeError("the first replay gave other logits")
+            buffers = iter(self._buffers(tensors_in(right)))
+            outputs = map_tensors(right, lambda tensor: next(buffers))
+            replay = self._capturer.capture(lambda: _copy(compute(static.content), outputs))
+            if not all(map(_is_close, tensors_in(replay()), tensors_in(right))):
+                raise RuntimeError("the first replay gave other outputs")
         except Exception as error:  # noqa: BLE001  whatever it is, forwards go on without graphs
             self.has_failed = True
             self._stop("a forward cannot be captured: %r", error)
@@ -184,10 +182,27 @@ class Graphs:
             self._stop("they took %.1f GiB", self._num_bytes / 2**30)
         return right
 
+    def _buffers(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return memory for outputs; all graphs write to the same, as one runs at a time."""
+        for place, tensor in enumerate(outputs):
+            shape = tensor.shape[1:]
+            if place < len(self._out) and self._out[place].shape[1:] == shape and len(self._out[place]) >= len(tensor):
+                continue
+            with torch.inference_mode(False):
+                self._out[place : place + 1] = [torch.empty_like(tensor)]
+        return [own[: len(tensor)] for own, tensor in zip(self._out, outputs, strict=False)]
+
     def _stop(self, why: str, what: object) -> None:
         logger.info(f"CUDA graphs are off from here on: {why}", what)
         self._captured.clear()
         self.is_off = True
+
+
+def _copy(computed: Any, outputs: Any) -> Any:
+    """Copy a tree of tensors to the memory of another, and return that."""
+    for tensor, own in zip(tensors_in(computed), tensors_in(outputs), strict=True):
+        own.copy_(tensor)
+    return outputs
 
 
 def _is_close(found: torch.Tensor, right: torch.Tensor) -> bool:

@@ -34,15 +34,18 @@ def padded(
     missing, num_padding = total - num_tokens, num_parts - len(parts)
     if total > BUCKETS[-1] or missing > pool.num_padding_slots:
         return None
-    padding, start = [], pool.num_slots
+    padding, start, like = [], pool.num_slots, parts[0]
     for index in range(num_padding):
         length = missing * (index + 1) // num_padding - missing * index // num_padding
-        padding.append(_padding_sequence(CachedSequence(start, length), parts[0].mask.device))
+        padding.append(_padding_sequence(CachedSequence(start, length), like))
         start += length
     num_rows = total if 2 * len(logit_rows) > total else bucket_for(len(logit_rows))
     return [*parts, *padding], F.pad(logit_rows, (0, num_rows - len(logit_rows)))
 
 
-def _padding_sequence(sequence: CachedSequence, device: torch.device) -> NewTokens:
+def _padding_sequence(sequence: CachedSequence, like: NewTokens) -> NewTokens:
+    """Return a padding sequence that is on the host, or on the device, and has embeddings, where ``like`` has."""
+    device = like.mask.device
     zeros = torch.zeros(sequence.capacity, dtype=torch.int64, device=device)
-    return NewTokens(sequence, zeros, zeros, torch.eye(sequence.capacity, dtype=torch.bool, device=device))
+    embeds = None if like.embeds is None else like.embeds.new_zeros(sequence.capacity, like.embeds.shape[-1])
+    return NewTokens(sequence, zeros, zeros, torch.eye(sequence.capacity, dtype=torch.bool, device=device), embeds)

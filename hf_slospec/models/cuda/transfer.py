@@ -21,6 +21,8 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         return function(tree)
     if isinstance(tree, dict):
         return {key: map_tensors(value, function) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(value, function) for value in tree))
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(value, function) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

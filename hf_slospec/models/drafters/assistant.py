@@ -87,6 +87,12 @@ class AssistantDrafter:
     def release(self, request: Request) -> None:
         self.sequences.release(request)
 
+    def relieve(self) -> bool:
+        """Free the K/V of all requests, which only saves time; return whether there was any."""
+        had_some = not self.sequences.is_empty
+        self.close()
+        return had_some
+
     def close(self) -> None:
         """Release all requests and the model's K/V cache."""
         self.sequences.close()
@@ -109,4 +115,4 @@ class AssistantDrafter:
 
     def _logits(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Return logits of the ids that both models have, as either vocabulary may be padded further than the other."""
-        return self.sequences.forward(parts, logit_rows)[:, : self.vocab_size]
+        return self.sequences.forward(parts, logit_rows).logits[:, : self.vocab_size]

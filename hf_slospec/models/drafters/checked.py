@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -36,6 +37,15 @@ class CheckedDrafter:
                 f"drafter returned a tree of {tree.num_nodes - 1} nodes, {tree.max_depth} deep, for a plan of depth "
                 f"{plan.depth} and width {plan.width}"
             )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that the drafter reads."""
+        return tuple(getattr(self.drafter, "feature_layers", ()))
+
+    def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
+        reader: Any = self.drafter
+        reader.take_features(request, begin, features)
 
     def release(self, request: Request) -> None:
         self.drafter.release(request)

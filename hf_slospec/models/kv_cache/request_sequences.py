@@ -14,7 +14,7 @@ from hf_slospec.models.kv_cache.kept_texts import KeptText, KeptTexts, num_commo
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.new_tokens import chain, chain_and_tree
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.packed import Outputs, PackedModel
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
 MIN_SHARED = 16  # tokens whose K/V is computed faster than it is worth keeping or copying
@@ -119,26 +119,30 @@ class RequestSequences:
         with as_memory_error():
             self.cache.reserve(slots, limit)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request, may_keep: bool = True) -> None:
         """Drop the K/V of a request, if it has any, or keep it for requests that begin alike."""
         has_embeds = self._embeds.pop(request, None) is not None
         state, sequence = self._states.pop(request, None), self._by_request.pop(request, None)
         if sequence is None:
             return
-        if self._is_shareable(sequence, state) and not has_embeds and request.error is None:
+        if may_keep and self._is_shareable(sequence, state) and not has_embeds and request.error is None:
             self._keep(KeptText(request.cache_salt, request.tokens[: sequence.length], sequence))
         else:
             self.cache.release(sequence)
 
     def close(self) -> None:
         """Release all requests and the cache: after its last user, its memory is freed or kept for its CUDA graphs."""
-        self.max_kept = 0
         for request in list(self._by_request):
-            self.release(request)
+            self.release(request, may_keep=False)
         self._keep_at_most(0)
         if self._cache is not None:
             self.packed.keep_if_captured(self._cache)
             self._cache = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no request and no kept text has K/V."""
+        return not self._by_request and not len(self._kept)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless only some of these requests hold slots, none of which another sequence has."""
@@ -237,11 +241,13 @@ class RequestSequences:
 
     # ---- forwards
 
-    def forward(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
-        """Forward new tokens of requests; see :meth:`PackedModel.forward`."""
+    def forward(
+        self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, feature_layers: tuple[int, ...] = ()
+    ) -> Outputs:
+        """Forward new tokens of requests; see :meth:`PackedModel.outputs`."""
         if self.max_kept:
             self.packed.fingerprint.notice()
-        return self.packed.forward(self.cache.pool, parts, logit_rows)
+        return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
 
     def uncached(self, request: Request) -> list[int]:
         """Return the request's committed tokens without K/V."""

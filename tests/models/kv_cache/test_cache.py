@@ -110,7 +110,7 @@ def continued(sequences: RequestSequences, request: Request, num_tokens: int) ->
     for _ in range(num_tokens):
         sequences.reserve([request])
         chain = sequences.chain(request, sequences.uncached(request))
-        logits = sequences.forward([chain], torch.tensor([len(chain.input_ids) - 1]))
+        logits = sequences.forward([chain], torch.tensor([len(chain.input_ids) - 1])).logits
         sequences.of(request).length = len(request.tokens)
         request.tokens.append(int(logits[0].argmax()))
 

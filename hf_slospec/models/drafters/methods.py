@@ -1,0 +1,154 @@
+"""Ways to draft, of which every engine gets a drafter of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from hf_slospec.engine.protocols import Drafter
+from hf_slospec.errors import IncompatibleDraftError
+from hf_slospec.models.compatibility.probe import input_device, vocab_size
+from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.drafters.checked import CheckedDrafter
+from hf_slospec.models.drafters.head import HeadDrafter
+from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
+from hf_slospec.models.heads.head import DraftHead
+from hf_slospec.models.packed import PackedModel
+
+PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
+
+
+class Room(NamedTuple):
+    """What a drafter of one engine has to fit."""
+
+    max_nodes: int  # tree nodes of one request at a time
+    vocab_size: int  # of the target
+    max_slots: int | None = None  # K/V slots of all requests and kept texts; None: no limit
+    max_kept: float = 0  # tokens of kept texts
+    keeps_rng: bool = True  # the target samples from the global generator, which drafting must not move
+
+
+class DraftMethod:
+    """A way to draft for one target, such as :func:`load_drafter` returns.
+
+    It is given as ``drafter=`` and may serve several engines at a time.
+    """
+
+    kind: ClassVar[str]  # as people call it
+
+    @property
+    def model(self) -> Any | None:
+        """The network that drafts, on the packed runner; None if drafting costs next to nothing."""
+        return None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that are read, numbered as in its ``output_hidden_states``."""
+        return ()
+
+    def check(self, target: Any) -> None:
+        """Raise IncompatibleDraftError unless it can draft for this target, where that is now."""
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        """Return the drafter of one engine; ``draft`` has the packed forwards of the model."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<hf_slospec drafter: {self.kind}>"
+
+
+@dataclass(frozen=True, repr=False)
+class AssistantMethod(DraftMethod):
+    """A smaller causal LM with the target's tokenizer."""
+
+    assistant: Any
+    kind = "assistant model"
+
+    @property
+    def model(self) -> Any:
+        return self.assistant
+
+    def check(self, target: Any) -> None:
+        smaller, larger = sorted((vocab_size(target), vocab_size(self.assistant)))
+        if larger - smaller > min(PADDING, smaller / 2):
+            raise IncompatibleDraftError(
+                f"assistant_model has a vocabulary of {vocab_size(self.assistant)} tokens and the target one of "
+                f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the "
+                "target's tokenizer"
+            )
+        if input_device(target) != input_device(self.assistant):
+            raise IncompatibleDraftError(
+                f"assistant_model is on {input_device(self.assistant)} and the target on {input_device(target)}; "
+                f"move it there with assistant_model.to('{input_device(target)}')"
+            )
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        assert draft is not None
+        return AssistantDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)
+
+
+@dataclass(frozen=True, repr=False)
+class HeadMethod(DraftMethod):
+    """A trained head that reads hidden states of the target: EAGLE-3 or MTP."""
+
+    head: DraftHead
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self.head.kind
+
+    @property
+    def model(self) -> Any:
+        return self.head
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.head.feature_layers
+
+    def check(self, target: Any) -> None:
+        own, targets = (next(model.parameters()) for model in (self.head, target))
+        if (own.device, own.dtype) != (targets.device, targets.dtype):
+            raise IncompatibleDraftError(
+                f"the {self.kind} is in {own.dtype} on {own.device} and the target in {targets.dtype} on "
+                f"{targets.device}; load it again after the target was moved or cast"
+            )
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        assert draft is not None
+        return HeadDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)
+
+
+@dataclass(frozen=True, repr=False)
+class LookupMethod(DraftMethod):
+    """Prompt lookup."""
+
+    max_ngram: int = MAX_NGRAM
+    max_depth: int | None = None
+    kind = "prompt lookup"
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return PromptLookupDrafter(self.max_ngram, self.max_depth)
+
+
+@dataclass(frozen=True, repr=False)
+class OwnMethod(DraftMethod):
+    """An object of the user."""
+
+    drafter: Drafter
+    kind = "drafter of your own"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(getattr(self.drafter, "feature_layers", ()))
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return CheckedDrafter(self.drafter, room.vocab_size, room.keeps_rng)
+
+
+def method_of(assistant_model: Any | None, drafter: Drafter | DraftMethod | None) -> DraftMethod:
+    """Return the way to draft that was asked for; without any, prompt lookup."""
+    if assistant_model is not None:
+        return AssistantMethod(assistant_model)
+    if drafter is None:
+        return LookupMethod()
+    return drafter if isinstance(drafter, DraftMethod) else OwnMethod(drafter)
