@@ -32,6 +32,7 @@ class NewTokens:
     mask: torch.Tensor  # [num_tokens, num_staged] bool, True = may attend
     embeds: torch.Tensor | None = None  # [num_tokens, hidden], replaces the embeddings of input_ids
     is_chain: bool = False  # nothing else is staged, and the mask is causal
+    windowed_mask: torch.Tensor | None = None  # of layers with a sliding window, if it is not ``mask``; same shape
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class Span:
     staged_mask: torch.Tensor  # [num_tokens, num_staged] bool; columns: staged earlier in this step, then its own
     staged_positions: torch.Tensor  # [num_staged] int64
     is_chain: bool = False  # its own tokens are all that is staged, at consecutive positions, and the mask is causal
+    windowed_mask: torch.Tensor | None = None  # of layers with a sliding window, if it is not staged_mask; same shape
     _masks: dict[tuple[int | None, int, torch.dtype, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
     @property
@@ -66,6 +68,10 @@ class Span:
         """Slots visible to this forward: committed tokens, then all staged tokens, its own last."""
         return slice(self.sequence.start, self.sequence.start + self.num_visible)
 
+    def staged_mask_for(self, window: int | None) -> torch.Tensor:
+        """Return the mask among staged tokens for layers with this window.  -> [num_tokens, num_staged] bool"""
+        return self.staged_mask if window is None or self.windowed_mask is None else self.windowed_mask
+
     def mask(self, window: int | None, like: torch.Tensor, repeats: int = 1) -> torch.Tensor | None:
         """Return the additive mask over the visible slots, or None if all of them may be attended to.
 
@@ -83,7 +89,7 @@ class Span:
 
     def _additive_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         num_tokens, length = self.num_tokens, self.sequence.length
-        staged_mask, staged_positions = to_device((self.staged_mask, self.staged_positions), device)
+        staged_mask, staged_positions = to_device((self.staged_mask_for(window), self.staged_positions), device)
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
         allowed = torch.cat((prefix, staged_mask), dim=1)
         if window is not None:
@@ -112,7 +118,8 @@ class PackedBatch:
         for part in parts:
             assert part.sequence.length + len(part.positions) <= part.sequence.capacity
             end = begin + len(part.input_ids)
-            spans.append(Span(part.sequence, begin, end, part.mask, part.positions, part.is_chain))
+            span = Span(part.sequence, begin, end, part.mask, part.positions, part.is_chain, part.windowed_mask)
+            spans.append(span)
             begin = end
         return cls(spans, [span.visible for span in spans], is_padded)
 

@@ -190,7 +190,7 @@ class _Part:
         edge = torch.arange(first, first_common, device=span.staged_mask.device)
         key_positions = torch.cat((edge, span.staged_positions))
         is_near = span.staged_positions[-span.num_tokens :, None] - key_positions[None, :] < window
-        is_seen = F.pad(span.staged_mask, (len(edge), 0), value=True)
+        is_seen = F.pad(span.staged_mask_for(window), (len(edge), 0), value=True)
         own = np.concatenate((np.arange(slots.start + first, common.start), staged))
         return cls(span, own, slots.stop - 1, is_near & is_seen, first_query, is_empty)
 

@@ -1,0 +1,216 @@
+"""DFlash, a drafter that predicts all tokens of a block in one forward."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Qwen3Config
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from hf_slospec.errors import UnsupportedModelError
+
+# Entries of a config's dflash_config that are read here, or that say nothing about the forward.
+KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal"}
+KNOWN |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+
+
+class DFlashHead(PreTrainedModel):
+    """Network that predicts the tokens after a text from hidden states of the target (features), a block at a time.
+
+    The text is its context: every layer has K and V of each token before the last one, computed from the token's
+    combined features alone. A block is the last token, whose features are not known yet, followed by mask tokens. Its
+    tokens attend to the context and to each other, and each mask token predicts the token at its own position.
+
+    A forward of ``inputs_embeds`` caches the K and V of context tokens and computes nothing else, so that context costs
+    neither queries nor MLPs. A forward of ``input_ids`` computes logits of block tokens. Both run through the packed
+    runner: context tokens as a prompt in embeddings, a block like a draft tree, staged and never committed.
+    """
+
+    config_class = Qwen3Config
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    kind: ClassVar[str] = "DFlash"  # as errors and descriptions name it
+
+    def __init__(self, config: Qwen3Config, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
+        """Make a head with random weights of its own.
+
+        Args:
+            config: a Qwen3 config with ``block_size``, ``mask_token_id`` and ``target_layer_ids``, at its top level or
+                in ``dflash_config``.
+            embed_tokens: the target's embeddings; None: the head has its own.
+            lm_head: the target's, [hidden] -> [vocab]; None: the head has its own.
+
+        Raises:
+            UnsupportedModelError: the config asks for something that this class does not compute.
+        """
+        super().__init__(config)
+        self.block_size = int(self._setting("block_size", 16))
+        self.mask_token_id = self._setting("mask_token_id")
+        layer_ids = self._setting("target_layer_ids")
+        self._refuse_unsupported(layer_ids)
+        # Hidden states of the target, numbered as in its output_hidden_states; the config numbers layers.
+        self.feature_layers = tuple(layer + 1 for layer in layer_ids)
+        # Whether a block's tokens attend to later ones, in layers with and without a sliding window.
+        self.is_windowed = "sliding_attention" in (config.layer_types or ())
+        is_causal = self._setting("causal", self._setting("is_causal"))
+        self.sees_later = not is_causal
+        self.sees_later_in_window = is_causal is not None and not is_causal
+        self.embedding_scale = float(self._setting("input_embedding_scale", 1.0))
+        self.logit_scale = float(self._setting("output_multiplier", 1.0))
+        self.softcap = float(self._setting("final_logit_softcapping", 0.0))
+
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        target_hidden = int(getattr(config, "target_hidden_size", hidden))
+        self.fc = nn.Linear(len(self.feature_layers) * target_hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, eps=eps)
+        self.layers = nn.ModuleList([Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(hidden, eps=eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.embed_tokens: Any = nn.Embedding(config.vocab_size, hidden) if embed_tokens is None else None
+        self.lm_head: Any = nn.Linear(hidden, config.vocab_size, bias=False) if lm_head is None else None
+        self.post_init()  # type: ignore[no-untyped-call]
+        # After the initialisation, which would otherwise draw the target's weights anew.
+        self.embed_tokens = self.embed_tokens if embed_tokens is None else embed_tokens
+        self.lm_head = self.lm_head if lm_head is None else lm_head
+
+    def _setting(self, name: str, default: Any = None) -> Any:
+        """Return an entry of ``dflash_config``, or of the config itself; ``default`` where it is missing or None."""
+        own = (getattr(self.config, "dflash_config", None) or {}).get(name)
+        own = getattr(self.config, name, None) if own is None else own
+        return default if own is None else own
+
+    def _refuse_unsupported(self, layer_ids: Any) -> None:
+        unknown = {name for name, value in (getattr(self.config, "dflash_config", None) or {}).items() if value} - KNOWN
+        if unknown:
+            raise UnsupportedModelError(f"the {self.kind} head has settings that are not supported: {sorted(unknown)}")
+        if self.mask_token_id is None or not layer_ids:
+            raise UnsupportedModelError(f"the {self.kind} head's config lacks mask_token_id or target_layer_ids")
+        window = self.config.sliding_window
+        if window is not None and window < self.block_size:
+            blocks = f"its blocks of {self.block_size}"
+            raise UnsupportedModelError(
+                f"the {self.kind} head has a sliding window of {window} tokens, fewer than {blocks}"
+            )
+
+    @property
+    def _attentions(self) -> list[Any]:
+        return [layer.self_attn for layer in self.layers]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embeddings of block tokens."""
+        embeddings: nn.Module = self.embed_tokens
+        return embeddings
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Return what K and V of context tokens are computed from.
+
+        Args:
+            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states side by side.
+
+        Returns:
+            [num_tokens, hidden].
+        """
+        combined: torch.Tensor = self.hidden_norm(self.fc(features))
+        return combined
+
+    def cache_context(self, combined: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any) -> None:
+        """Cache every layer's K and V of context tokens.
+
+        Args:
+            combined: [1, num_tokens, hidden], what :meth:`combine` returned.
+            position_ids: [1, num_tokens] int64.
+            past_key_values: cache to update.
+        """
+        # [1, 1, num_tokens, head_dim] each
+        cos, sin = (part[:, None] for part in self.rotary_emb(combined, position_ids))
+        for index, attention in enumerate(self._attentions):
+            per_head = (*combined.shape[:-1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(combined).view(per_head)).transpose(1, 2)
+            values = attention.v_proj(combined).view(per_head).transpose(1, 2)
+            past_key_values.update(keys * cos + rotate_half(keys) * sin, values, index)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of block tokens, scaled by the head's factor alone.
+
+        [1, num_tokens] int64 -> [1, num_tokens, hidden]
+        """
+        module = self.get_input_embeddings()
+        embeds: torch.Tensor = module(input_ids)
+        scale = self.embedding_scale / getattr(module, "embed_scale", 1.0)  # some targets' embeddings have a factor
+        return embeds if isinstance(scale, float) and scale == 1.0 else embeds * scale
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of normed states.  [1, num_rows, hidden] -> [1, num_rows, vocab]"""
+        logits: torch.Tensor = self.lm_head(states)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap > 0.0 else logits
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """Forward block tokens, or cache context tokens.
+
+        Without a mask, tokens attend to themselves and those before them, as trials of the packed runner expect of a
+        plain forward.
+
+        Args:
+            input_ids: [batch, num_tokens] int64, block tokens.
+            attention_mask: additive or boolean mask that all layers are given; packed attention does not read it.
+            position_ids: [1, num_tokens] int64; None: counted from 0.
+            past_key_values: cache that the layers update.
+            inputs_embeds: [1, num_tokens, hidden], combined features of context tokens. They have no logits.
+            logits_to_keep: [num_rows] int64, the block tokens whose logits are wanted; 0: all.
+
+        Returns:
+            ``logits`` [batch, num_rows, vocab]; of context tokens [1, 0, vocab].
+        """
+        if inputs_embeds is not None:
+            assert isinstance(logits_to_keep, torch.Tensor) and not len(logits_to_keep), "context has no logits"
+            assert position_ids is not None
+            self.cache_context(inputs_embeds, position_ids, past_key_values)
+            return CausalLMOutput(logits=inputs_embeds.new_empty(1, 0, self.config.vocab_size))
+        assert input_ids is not None
+        states = self.embed(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(states.shape[1], device=states.device)[None]
+        position_embeddings = self.rotary_emb(states, position_ids)
+        for layer, attention in zip(self.layers, self._attentions, strict=True):
+            mask = _causal_mask(states, attention.sliding_window) if attention_mask is None else attention_mask
+            states = layer(
+                states,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+            )
+        rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=self.logits(self.norm(states[:, rows])))
+
+
+def _causal_mask(states: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return the additive mask among tokens that follow each other.
+
+    [batch, num_tokens, hidden] -> [1, 1, num_tokens, num_tokens]
+    """
+    places = torch.arange(states.shape[1], device=states.device)
+    distances = places[:, None] - places  # of queries from keys
+    is_seen = distances >= 0
+    if window is not None:
+        is_seen &= distances < window
+    return torch.zeros_like(is_seen, dtype=states.dtype).masked_fill_(~is_seen, -torch.inf)[None, None]
