@@ -241,7 +241,7 @@ class PackedModel:
         batch: PackedBatch,
         parts: Sequence[NewTokens],
         logit_rows: torch.Tensor,
-        feature_layers: tuple[int, ...],
+        feature_layers: tuple[int, ...] = (),
     ) -> Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
         assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"

@@ -1,12 +1,21 @@
-"""Features of committed tokens, kept until a drafter has processed them."""
+"""Features of committed tokens, and what the drafters that read them have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences
+from hf_slospec.models.memory import as_memory_error
+from hf_slospec.models.packed import PackedModel
+
+MAX_WAITING = 256  # tokens of one request whose features are kept; more are processed at once
 
 
 @dataclass(eq=False)
@@ -72,7 +81,7 @@ class FeatureQueue:
         return last
 
     def take(self, request: Request) -> tuple[int, torch.Tensor]:
-        """Return the place of the first token that waits, and the features of all that do.
+        """Return the place of the first token that waits, and the features [num_tokens, num_features] of all that do.
 
         Without any, those of the last token are returned once more.
         """
@@ -90,3 +99,74 @@ class FeatureQueue:
     def clear(self) -> None:
         """Forget all requests."""
         self._waiting.clear()
+
+
+class FeatureDrafter:
+    """Base of drafters whose network has K/V of committed tokens that it computes from features of the target.
+
+    Features of prompts are processed as they come, later ones when they are needed. Where features are missing (of K/V
+    that was given to ``generate``, or after memory ran short) the network does not see those tokens: fewer of its
+    proposals are accepted, and no output changes.
+    """
+
+    def __init__(
+        self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
+    ):
+        """``max_nodes`` bounds the nodes staged at a time, ``vocab_size`` is the target's.
+
+        ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`.
+        """
+        self.packed, self.vocab_size = packed, vocab_size
+        self.feature_layers: tuple[int, ...] = packed.model.feature_layers
+        self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
+        self.features = FeatureQueue()
+
+    def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
+        self.features.add(request, begin, features)
+        if self.features.num_waiting(request) > MAX_WAITING:
+            try:
+                with as_memory_error(), evaluating(self.packed.model):
+                    self._process([request])
+            except MemoryError:  # of this request only; its K/V saves time, and the memory is needed
+                self.sequences.release(request, may_keep=False)
+                self.features.drop(request)
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        ready = [request for request in requests if self.features.is_complete(request)]
+        trees = dict[Request, TokenTree]()
+        if ready:
+            with as_memory_error(), evaluating(self.packed.model):
+                trees = dict(zip(ready, self._draft(ready, plan), strict=True))
+        return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
+
+    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        """Return the trees of requests whose features are complete."""
+        raise NotImplementedError
+
+    def _process(self, requests: Sequence[Request]) -> object:
+        """Cache the K/V of all features that wait."""
+        raise NotImplementedError
+
+    def reuse(self, request: Request) -> int:
+        """Give a request that has no K/V that of a text which begins alike; return its tokens with K/V."""
+        before = self.sequences.num_cached(request)
+        if (found := self.sequences.reuse(request)) > before:
+            found -= 1  # the last one may have been computed with the token behind it, which may be another here
+            self.sequences.of(request).length = found
+            self.features.begin_at(request, found)
+        return found
+
+    def release(self, request: Request) -> None:
+        self.sequences.release(request, may_keep=not self.features.has_gap(request))
+        self.features.drop(request)
+
+    def relieve(self) -> bool:
+        """Free the K/V of all requests, which only saves time; return whether there was any."""
+        had_some = not self.sequences.is_empty
+        self.close()
+        return had_some
+
+    def close(self) -> None:
+        """Release all requests and the network's K/V cache."""
+        self.features.clear()
+        self.sequences.close()

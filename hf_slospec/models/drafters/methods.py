@@ -9,9 +9,11 @@ from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.compatibility.probe import input_device, vocab_size
 from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.drafters.block import BlockDrafter
 from hf_slospec.models.drafters.checked import CheckedDrafter
 from hf_slospec.models.drafters.head import HeadDrafter
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
+from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.head import DraftHead
 from hf_slospec.models.packed import PackedModel
 
@@ -89,9 +91,9 @@ class AssistantMethod(DraftMethod):
 
 @dataclass(frozen=True, repr=False)
 class HeadMethod(DraftMethod):
-    """A trained head that reads hidden states of the target: EAGLE-3 or MTP."""
+    """A trained head that reads hidden states of the target: EAGLE-3, MTP or DFlash."""
 
-    head: DraftHead
+    head: DraftHead | DFlashHead
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -115,7 +117,8 @@ class HeadMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        return HeadDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)
+        make = BlockDrafter if isinstance(self.head, DFlashHead) else HeadDrafter
+        return make(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)
 
 
 @dataclass(frozen=True, repr=False)

@@ -116,7 +116,9 @@ class Texts:
         parts = []
         for own, features, count in zip(self.sequences, self.features, counts, strict=True):
             if count:
-                parts.append(context_tokens(own, self.head.combine(features[own.length : own.length + count])))
+                parts.append(
+                    context_tokens(own, own.length, self.head.combine(features[own.length : own.length + count]))
+                )
         pool = self.packed.kv_cache.pool
         assert self.packed.forward(pool, parts, NOTHING).shape == (0, VOCAB)
         for own, count in zip(self.sequences, counts, strict=True):
@@ -124,7 +126,8 @@ class Texts:
 
     def blocks(self, roots: list[int]) -> torch.Tensor:
         """Logits of all tokens of every text's block.  -> [num_texts, BLOCK, VOCAB]"""
-        parts = [block_tokens(self.head, *pair) for pair in zip(self.sequences, roots, strict=True)]
+        pairs = zip(self.sequences, roots, strict=True)
+        parts = [block_tokens(self.head, own, [0] * own.length + [root]) for own, root in pairs]
         rows = torch.arange(BLOCK * len(parts))
         return self.packed.forward(self.packed.kv_cache.pool, parts, rows).view(len(parts), BLOCK, VOCAB)
 
@@ -198,7 +201,9 @@ def test_context_costs_neither_queries_nor_mlps() -> None:
     with texts_of(packed, 1) as texts:
         combined = texts.head.combine(texts.features[0, :4])
         called.clear()
-        packed.forward(packed.kv_cache.pool, [context_tokens(texts.sequences[0], combined)], NOTHING)
+        packed.forward(
+            packed.kv_cache.pool, [context_tokens(texts.sequences[0], texts.sequences[0].length, combined)], NOTHING
+        )
         assert called - {""} == {"k_proj", "k_norm", "v_proj", "rotary_emb"}
 
 
@@ -209,7 +214,7 @@ def test_only_the_rows_that_are_asked_for_have_logits() -> None:
     packed = PackedModel(head)
     with texts_of(packed, 2) as texts:
         texts.cache([3, 5])
-        parts = [block_tokens(head, own, 7) for own in texts.sequences]
+        parts = [block_tokens(head, own, [7] * (own.length + 1)) for own in texts.sequences]
         some = packed.forward(packed.kv_cache.pool, parts, block_rows(head, 2, 3))
         torch.testing.assert_close(some.view(2, 3, VOCAB), texts.blocks([7, 7])[:, 1:4])
 
