@@ -1,1 +1,1 @@
-"""Drafters: assistant model, prompt lookup, and the check of a user's own."""
+"""Drafters: assistant model, prompt lookup, suffix trees, several together, and the check of a user's own."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import exp, inf
+from itertools import zip_longest
 
 import numpy as np
-import torch
 
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.drafters.foreseen import ForeseenNoise
 
 MAX_NGRAM = 3  # longest n-gram of last tokens that is looked up; shorter ones are tried if it does not occur
 TRUST = 0.7  # conditional probability of continuations that all matches agree on
@@ -40,7 +39,7 @@ class PromptLookupDrafter:
         # One level at a time; every node has the continuations that run through it.
         tokens, max_depth = request.tokens, plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
         found = continuations(np.array(tokens), max_depth, self.max_ngram)
-        noise = _noise_of(request, found)
+        noise = ForeseenNoise(request, [set(level) - {None} for level in zip_longest(*found)])
         layer = [(ROOT, 1.0, found)]
         nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
         for depth in range(1, max_depth + 1):
@@ -49,9 +48,7 @@ class PromptLookupDrafter:
                 going_on = [run for run in runs if len(run) >= depth]
                 for token, count in Counter(run[depth - 1] for run in going_on).items():
                     through = [run for run in going_on if run[depth - 1] == token]
-                    prob = TRUST * count / len(runs)
-                    if request.noise is not None:
-                        prob = exp(-noise.get((depth, token), inf) * (1.0 - prob) / prob)
+                    prob = noise.given(TRUST * count / len(runs), depth, token)
                     children.append((parent, path_prob * prob, token, through))
             children.sort(key=lambda child: -child[1])  # stable: among equals the latest match stays first
             layer = []
@@ -62,18 +59,6 @@ class PromptLookupDrafter:
                 depths.append(depth)
                 path_probs.append(path_prob)
         return TokenTree(np.array(nodes), np.array(parents), np.array(depths), np.array(path_probs))
-
-
-def _noise_of(request: Request, runs: Sequence[Sequence[int]]) -> dict[tuple[int, int], float]:
-    """Return the noise of proposed tokens by depth and token, in one copy from the device; none if it is not known."""
-    if request.noise is None or not runs:
-        return {}
-    proposed = [sorted({run[place] for run in runs if len(run) > place}) for place in range(max(map(len, runs)))]
-    noise = torch.stack([request.noise.after(depth) for depth in range(len(proposed))])  # [depth, vocab]
-    size = noise.shape[1]  # some models have embeddings of more tokens than they can write
-    known = [(depth, token) for depth, tokens in enumerate(proposed) for token in tokens if token < size]
-    index = to_device(torch.tensor([depth * size + token for depth, token in known], dtype=torch.int64), noise.device)
-    return {(depth + 1, token): q for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)}
 
 
 def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:

@@ -1,0 +1,84 @@
+"""Merging of the token trees that several sources propose for the same request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_slospec.algo.calibration import Conditionals
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, TokenTree
+
+
+@dataclass(frozen=True)
+class MergedTree:
+    """Union of trees with the same root token, its nodes in canonical order."""
+
+    tree: TokenTree
+    sources: BoolArray  # [num_sources, num_nodes] bool, whether the source proposes the node
+
+
+def merge_trees(trees: Sequence[TokenTree], max_nodes: int | None = None) -> MergedTree:
+    """Return the union of at least one tree, all with the same root token; see :func:`merge_forests`."""
+    forests = [Forest.of([tree]) for tree in trees]
+    [merged] = merge_forests(forests, [Conditionals.of(forest).probs for forest in forests], max_nodes)
+    return merged
+
+
+def merge_forests(
+    forests: Sequence[Forest], conditionals: Sequence[FloatArray], max_nodes: int | None = None
+) -> list[MergedTree]:
+    """Return the union of the trees of every request.
+
+    Nodes with the same path of tokens become one node. Its conditional is the largest that a source gives it, and
+    siblings' conditionals that sum to more than 1 are scaled to a sum of 1, as at most one sibling is committed. Path
+    probabilities are the products of these. (The larger of the sources' path probabilities would be too small where one
+    source finds the parent likely and another one the child.) They never rise along a path, so in the canonical order
+    (path probability descending, depth ascending, source, node) parents precede children and every prefix is a tree.
+
+    Args:
+        forests: one per source, each with one tree per request, the requests in the same order.
+        conditionals: [num_nodes] f64 in [0, 1] for every forest: probabilities given that the parent is committed, on
+            a scale that is the same for all sources. Entries of roots are not read.
+        max_nodes: nodes to keep per request, the first in canonical order, roots not counted; None: all.
+    """
+    sizes = [len(forest.depths) for forest in forests]
+    parents = np.concatenate([forest.parents for forest in forests]) + np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
+    depths = np.concatenate([forest.depths for forest in forests])
+    tokens = np.concatenate([tree.tokens for forest in forests for tree in forest.trees])
+    tree_of = np.concatenate([forest.tree_of for forest in forests])
+    probs = np.concatenate(conditionals)
+    roots, num_ids = np.flatnonzero(depths == 0), int(tokens.max()) + 1
+    assert (tokens[roots] == tokens[roots[tree_of[roots]]]).all(), "trees of a request differ in their root tokens"
+
+    # A merged node is named by the first given node with its path, and found by its parent's name and its token.
+    name_of = np.arange(len(depths))
+    name_of[roots] = roots[tree_of[roots]]
+    path_probs = np.ones(len(depths))  # of merged nodes, at their names
+    for depth in range(1, int(depths.max()) + 1):
+        layer = np.flatnonzero(depths == depth)
+        above = name_of[parents[layer]]
+        _, firsts, places = np.unique(above * num_ids + tokens[layer], return_index=True, return_inverse=True)
+        name_of[layer] = layer[firsts][places]
+        best = np.zeros(len(firsts))
+        np.maximum.at(best, places, probs[layer])
+        above = above[firsts]
+        siblings = np.bincount(above, best)[above]  # sums
+        path_probs[layer[firsts]] = path_probs[above] * best / np.maximum(siblings, 1.0)
+
+    is_proposed = np.zeros((len(forests), len(depths)), dtype=np.bool_)
+    is_proposed[np.repeat(np.arange(len(forests)), sizes), name_of] = True
+    names = np.flatnonzero(name_of == np.arange(len(depths)))
+    names = names[np.lexsort((depths[names], -path_probs[names], tree_of[names]))]  # stable: ties stay in order
+    place_of = np.empty(len(depths), dtype=np.int64)  # of names, in their trees
+    ends = np.cumsum(np.bincount(tree_of[names], minlength=len(roots) // len(forests)))
+    merged = []
+    for own in np.split(names, ends[:-1]):
+        kept = own if max_nodes is None else own[: max_nodes + 1]
+        place_of[kept] = np.arange(len(kept))
+        own_parents = place_of[name_of[parents[kept]]]
+        own_parents[0] = -1
+        tree = TokenTree(tokens[kept], own_parents, depths[kept], path_probs[kept])
+        merged.append(MergedTree(tree, is_proposed[:, kept]))
+    return merged

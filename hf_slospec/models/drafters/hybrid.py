@@ -1,0 +1,133 @@
+"""Drafting by several drafters at a time, whose trees are merged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hf_slospec.algo.acceptance import Acceptance, Prediction
+from hf_slospec.algo.merge import merge_forests
+from hf_slospec.algo.tree import ROOT, FloatArray, Forest, TokenTree
+from hf_slospec.engine.protocols import Drafter, Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.errors import InvalidInputError
+
+CONFIDENT = 0.75  # share of the planned depth that a source has to expect of a request for others not to be asked
+
+
+class _Source:
+    """One drafter, and how often its proposals were right."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter, self.acceptance = drafter, Acceptance()
+        self.last: WeakKeyDictionary[Request, tuple[TokenTree, int]] = WeakKeyDictionary()  # tree, tokens before it
+
+    def expect(self, requests: Sequence[Request], trees: Mapping[Request, TokenTree]) -> Prediction:
+        """Return the predicted acceptance of the trees, and keep these to learn from.
+
+        ``trees`` may lack requests for which the drafter was not asked.
+        """
+        self.last.update((request, (tree, len(request.tokens))) for request, tree in trees.items())
+        forest = Forest.of([trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests])
+        return self.acceptance.predict(requests, forest)
+
+    def learn(self, requests: Sequence[Request]) -> None:
+        """Learn from the tokens that were committed since these requests' last trees, and forget the trees.
+
+        Every node counts whose parent's path was committed, and a token after it, whether it was verified or not.
+        """
+        last = {request: self.last.pop(request) for request in requests if request in self.last}
+        last = {request: (tree, begin) for request, (tree, begin) in last.items() if begin < len(request.tokens)}
+        if not last:
+            return
+        forest, committed = Forest.of([tree for tree, _ in last.values()]), list[int]()
+        is_decided = np.ones(len(forest.depths), dtype=np.bool_)
+        for start, (request, (tree, begin)) in zip(forest.starts.tolist(), last.items(), strict=True):
+            tokens = request.tokens[begin:]
+            path = _path(tree, tokens)
+            committed += [start + node for node in path]
+            if len(path) == len(tokens):  # the token after the path's end is not known
+                is_decided[start + np.flatnonzero(tree.parents == path[-1])] = False
+        prediction = self.acceptance.predict(list(last), forest)
+        self.acceptance.observe(list(last), prediction, is_decided, np.array(committed, dtype=np.int64))
+
+
+def _path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    """Return the nodes below the root along these tokens, as far as the tree has them."""
+    path, node = list[int](), tree.child(ROOT, tokens[0])
+    while node is not None:
+        path.append(node)
+        node = tree.child(node, tokens[len(path)]) if len(path) < len(tokens) else None
+    return path
+
+
+class HybridDrafter:
+    """Merges the trees of several drafters: cheap ones first (prompt lookup, suffix trees), then a model.
+
+    Acceptance is learned for each drafter by itself, from the text that requests went on with, so that the drafters'
+    probabilities can be compared: by way of drawing and request, as policies do. The merged tree holds the nodes of the
+    highest probability, however deep a drafter proposes them within the plan. Where the drafters asked before expect to
+    have ``confident`` of the planned depth committed, the next one is not asked for that request.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], confident: float = CONFIDENT, max_model_depth: int | None = None):
+        """Set the drafters in the order in which they are asked.
+
+        Args:
+            drafters: at least one; the last is the model.
+            confident: share of the planned depth, above 0; above 1: all drafters are asked for every request.
+            max_model_depth: depth of the last drafter's trees at most; None: as planned.
+        """
+        if not drafters:
+            raise InvalidInputError("drafters must name at least one drafter")
+        self._sources = [_Source(drafter) for drafter in drafters]
+        self.confident, self.max_model_depth = confident, max_model_depth
+        self._lock = threading.Lock()
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        with self._lock:
+            for source in self._sources:
+                source.learn(requests)
+        predictions, open_requests = list[Prediction](), list(requests)
+        for source in self._sources:
+            own_plan = self._model_plan(plan) if source is self._sources[-1] else plan
+            trees = source.drafter.draft(open_requests, own_plan) if open_requests else ()
+            with self._lock:
+                predictions.append(source.expect(requests, dict(zip(open_requests, trees, strict=True))))
+            expected = dict(zip(requests, _expected_depths(predictions[-1]).tolist(), strict=True))
+            open_requests = [own for own in open_requests if expected[own] < self.confident * plan.depth]
+        merged = merge_forests(
+            [prediction.forest for prediction in predictions],
+            [np.where(own.forest.path_probs > 0.0, own.calibrated, 0.0) for own in predictions],
+            plan.depth * plan.width,
+        )
+        return [own.tree for own in merged]
+
+    def reuse(self, request: Request) -> int:
+        """Let every drafter reuse a text that begins alike; return the tokens that the one with the most knows."""
+        reuses = [getattr(source.drafter, "reuse", None) for source in self._sources]
+        return max((reuse(request) for reuse in reuses if reuse is not None), default=0)
+
+    def release(self, request: Request) -> None:
+        for source in self._sources:
+            with self._lock:
+                source.last.pop(request, None)
+            source.drafter.release(request)
+
+    def close(self) -> None:
+        """Release what the drafters keep."""
+        for source in self._sources:
+            if (close := getattr(source.drafter, "close", None)) is not None:
+                close()
+
+    def _model_plan(self, plan: Plan) -> Plan:
+        return plan if self.max_model_depth is None else replace(plan, depth=min(plan.depth, self.max_model_depth))
+
+
+def _expected_depths(prediction: Prediction) -> FloatArray:
+    """Return how many tokens of each tree should be committed, roots not counted.  -> [num_requests] f64"""
+    return prediction.expected_tokens(np.ones(len(prediction.path_probs), dtype=np.bool_)) - 1.0
