@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -112,11 +113,34 @@ class HybridDrafter:
         reuses = [getattr(source.drafter, "reuse", None) for source in self._sources]
         return max((reuse(request) for reuse in reuses if reuse is not None), default=0)
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that one of the drafters reads."""
+        return next((own.feature_layers for own in self._readers), ())
+
+    def take_features(self, request: Request, begin: int, features: Any) -> None:
+        for reader in self._readers:
+            reader.take_features(request, begin, features)
+
+    @property
+    def _readers(self) -> list[Any]:
+        return [source.drafter for source in self._sources if getattr(source.drafter, "feature_layers", ())]
+
     def release(self, request: Request) -> None:
         for source in self._sources:
             with self._lock:
                 source.last.pop(request, None)
             source.drafter.release(request)
+
+    def relieve(self) -> bool:
+        """Free memory that only saves time; return whether there was any."""
+        relieves = [getattr(source.drafter, "relieve", None) for source in self._sources]
+        return sum(relieve() for relieve in relieves if relieve is not None) > 0  # each is asked
+
+    @property
+    def features(self) -> Any:
+        """Features that wait to be processed; None if no drafter reads any."""
+        return next((own.features for own in self._readers), None)
 
     def close(self) -> None:
         """Release what the drafters keep."""

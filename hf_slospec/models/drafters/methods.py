@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from hf_slospec.engine.protocols import Drafter
-from hf_slospec.errors import IncompatibleDraftError
+from hf_slospec.errors import IncompatibleDraftError, InvalidInputError
 from hf_slospec.models.compatibility.probe import input_device, vocab_size
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.drafters.block import BlockDrafter
 from hf_slospec.models.drafters.checked import CheckedDrafter
 from hf_slospec.models.drafters.head import HeadDrafter
+from hf_slospec.models.drafters.hybrid import HybridDrafter
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
+from hf_slospec.models.drafters.suffix import SuffixDrafter
 from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.head import DraftHead
 from hf_slospec.models.packed import PackedModel
@@ -131,6 +134,52 @@ class LookupMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return PromptLookupDrafter(self.max_ngram, self.max_depth)
+
+
+class SuffixMethod(DraftMethod):
+    """Suffix trees of the request's own text and, where that is allowed, of other requests' outputs."""
+
+    kind = "suffix trees"
+
+    def __init__(self, shares_texts: bool = False):
+        """Make the trees; see :class:`SuffixDrafter`. All engines share them."""
+        self._drafter = SuffixDrafter(shares_texts=shares_texts)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return self._drafter
+
+
+@dataclass(frozen=True, repr=False)
+class HybridMethod(DraftMethod):
+    """Several ways, whose candidate trees are merged: the cheap ones first, one with a model at most, as the last."""
+
+    methods: Sequence[DraftMethod]
+
+    def __post_init__(self) -> None:
+        if any(method.model is not None for method in self.methods[:-1]):
+            raise InvalidInputError(
+                f"the drafter {self.kind} has a model before its last part; at most one part may have a model, and it "
+                "is written last, as in 'lookup+org/draft'"
+            )
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return " + ".join(method.kind for method in self.methods)
+
+    @property
+    def model(self) -> Any | None:
+        return self.methods[-1].model
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.methods[-1].feature_layers
+
+    def check(self, target: Any) -> None:
+        for method in self.methods:
+            method.check(target)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return HybridDrafter([method.new_drafter(draft, room) for method in self.methods])
 
 
 @dataclass(frozen=True, repr=False)

@@ -203,7 +203,7 @@ class SuffixDrafter:
             else:
                 self._shared.drop(self._outputs[request].key)
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Drop all texts."""
         with self._lock:
             self._own.clear()

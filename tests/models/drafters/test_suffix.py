@@ -162,7 +162,7 @@ def test_requests_are_not_kept_alive() -> None:
 def test_close_drops_all_texts() -> None:
     drafter, request = SuffixDrafter(shares_texts=True), Request(0, [1, 2, 1], 100)
     draft(drafter, extended(request, [2]))
-    drafter.close()
+    drafter.clear()
     assert drafter.num_tokens == drafter.num_texts == 0
     assert draft(drafter, request).num_nodes > 1
 
