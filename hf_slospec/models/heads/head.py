@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutput
 
 
@@ -35,6 +36,11 @@ class DraftHead(PreTrainedModel):
         """Size of the hidden state that entries take and return."""
         return int(self.config.hidden_size)
 
+    def own_modules(self, target: nn.Module) -> nn.ModuleDict:
+        """Return the direct submodules that are not the target's, by name."""
+        shared = {id(module) for module in target.modules()}
+        return nn.ModuleDict({name: module for name, module in self.named_children() if id(module) not in shared})
+
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that stand for features of the target.
 
@@ -47,7 +53,12 @@ class DraftHead(PreTrainedModel):
         raise NotImplementedError
 
     def run(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: Any,
+        attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what logits are computed from and the next hidden states, both [1, num_tokens, hidden].
 
@@ -55,7 +66,8 @@ class DraftHead(PreTrainedModel):
             embeds: [1, num_tokens, embedding].
             hidden: [1, num_tokens, hidden], combined features or hidden states that were returned before.
             position_ids: [1, num_tokens] int64.
-            past_key_values: cache that the layers update.
+            past_key_values: cache that the layers update; None: entries attend to each other only.
+            attention_mask: as the attention implementation takes it; None: causal, where the implementation knows that.
         """
         raise NotImplementedError
 
@@ -77,6 +89,7 @@ class DraftHead(PreTrainedModel):
 
         Args:
             input_ids: [1, num_tokens]; their embeddings then stand in for hidden states, for trials and measurements.
+            attention_mask: of padding, or the whole mask [1, 1, num_tokens, num_keys]; None: causal.
             inputs_embeds: [1, num_tokens, embedding + hidden], the embeddings and hidden states side by side.
             logits_to_keep: [num_rows] int64, the entries whose output is wanted; 0: all.
 
@@ -91,6 +104,13 @@ class DraftHead(PreTrainedModel):
         else:
             embeds, hidden = inputs_embeds[..., : -self.hidden_size], inputs_embeds[..., -self.hidden_size :]
         assert position_ids is not None
-        states, following = self.run(embeds, hidden, position_ids, past_key_values)
+        mask: Any = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        states, following = self.run(embeds, hidden, position_ids, past_key_values, mask)
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(logits=torch.cat((self.logits(states[:, rows]), following[:, rows]), dim=-1))
