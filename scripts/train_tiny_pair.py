@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -142,12 +143,13 @@ def windows(data: torch.Tensor, plan: Plan, step: int, is_long: bool) -> torch.T
 
 
 class Trainer:
-    """Trains with AdamW for embeddings and norms, Muon for matrices; linear warm-up, constant, linear decay to zero."""
+    """Trains with AdamW for tables and norms, Muon for matrices; linear warm-up, constant, linear decay to zero."""
 
-    def __init__(self, model: LlamaForCausalLM, steps: int, checkpoint: Path):
+    def __init__(self, model: nn.Module, steps: int, checkpoint: Path):
         self.model, self.steps, self.checkpoint = model, steps, checkpoint
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-        others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+        is_matrix = {n: p.ndim == 2 and "embed" not in n and "lm_head" not in n for n, p in model.named_parameters()}
+        matrices = [p for n, p in model.named_parameters() if is_matrix[n]]
+        others = [p for n, p in model.named_parameters() if not is_matrix[n]]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
             torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
