@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from hf_slospec import load_tiny_pair
 from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
-from hf_slospec.models.heads.head import DraftHead
+from hf_slospec.models.heads.head import DraftHead, own_modules
 from hf_slospec.models.heads.mtp import MtpHead
 
 PROMPT_LEN, ROWS_PER_CALL = 48, 512
@@ -213,7 +213,7 @@ def train(plan: Plan, models: Models, head: DraftHead, samples: torch.Tensor) ->
     models.target.requires_grad_(False)
     head.config._attn_implementation = "eager"  # the backward pass of fused attention with a mask is slow on CPUs
     begin = time.monotonic()
-    Trainer(head.own_modules(models.target), plan.steps, plan.work / f"{plan.kind}.pt").run(loss_at, plan.kind)
+    Trainer(own_modules(head, models.target), plan.steps, plan.work / f"{plan.kind}.pt").run(loss_at, plan.kind)
     return time.monotonic() - begin
 
 
@@ -247,7 +247,7 @@ def agreement(head: DraftHead, models: Models, seed: int) -> dict[str, list[floa
 
 def write(plan: Plan, models: Models, head: DraftHead) -> None:
     """Write the head in the published layout, in bf16."""
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in head.own_modules(models.target).state_dict().items()}
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in own_modules(head, models.target).state_dict().items()}
     config: dict[str, Any] = head.config.to_dict() | {"dtype": "bfloat16"}
     if isinstance(head, Eagle3Head):
         assert head.target_ids is not None, "a reduced vocabulary"
@@ -294,8 +294,8 @@ def main() -> None:
     head = new_head(plan, models, samples)
     seconds = train(plan, models, head, samples)
     write(plan, models, head)
-    head.own_modules(models.target).to(torch.bfloat16).float()  # measured as it is written
-    parameters = sum(parameter.numel() for parameter in head.own_modules(models.target).parameters())
+    own_modules(head, models.target).to(torch.bfloat16).float()  # measured as it is written
+    parameters = sum(parameter.numel() for parameter in own_modules(head, models.target).parameters())
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(plan).items()}
     facts |= {"parameters": parameters, "seconds": round(seconds), "held_out": agreement(head, models, plan.seed)}
     (plan.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")

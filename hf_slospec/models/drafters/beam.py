@@ -20,7 +20,7 @@ Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, parents and p
 
 
 class Scores(NamedTuple):
-    """What a draft model returns for the roots or for a layer of the beam."""
+    """Outputs of a draft model for the roots or for a layer of the beam."""
 
     logits: torch.Tensor  # [num_requests, beam, draft_vocab]
     states: torch.Tensor | None = None  # [num_requests, beam, hidden], of which a child takes its parent's

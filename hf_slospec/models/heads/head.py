@@ -1,4 +1,4 @@
-"""What the networks of trained drafters have in common."""
+"""Base of the networks that draft one token after another from hidden states of the target."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ class DraftHead(PreTrainedModel):
     def hidden_size(self) -> int:
         """Size of the hidden state that entries take and return."""
         return int(self.config.hidden_size)
-
-    def own_modules(self, target: nn.Module) -> nn.ModuleDict:
-        """Return the direct submodules that are not the target's, by name."""
-        shared = {id(module) for module in target.modules()}
-        return nn.ModuleDict({name: module for name, module in self.named_children() if id(module) not in shared})
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that stand for features of the target.
@@ -114,3 +109,9 @@ class DraftHead(PreTrainedModel):
         states, following = self.run(embeds, hidden, position_ids, past_key_values, mask)
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(logits=torch.cat((self.logits(states[:, rows]), following[:, rows]), dim=-1))
+
+
+def own_modules(head: nn.Module, target: PreTrainedModel) -> nn.ModuleDict:
+    """Return the direct submodules of a head that are not the target's, by name."""
+    shared = {id(module) for module in target.modules()}
+    return nn.ModuleDict({name: module for name, module in head.named_children() if id(module) not in shared})

@@ -14,14 +14,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, SLOSpecError, UnsupportedModelError
 from hf_slospec.models.compatibility.probe import input_device, vocab_size
+from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
-from hf_slospec.models.heads.head import DraftHead
+from hf_slospec.models.heads.head import DraftHead, own_modules
 from hf_slospec.models.heads.mtp import MtpHead, ShippedMtpHead
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -34,7 +35,7 @@ IGNORED = (
     "midlayer.self_attn.rotary_emb.inv_freq",
 )
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-Head = TypeVar("Head", bound=DraftHead)
+Head = TypeVar("Head", bound=DraftHead | DFlashHead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +61,10 @@ class Layout(NamedTuple):
 
     name: str
     recognises: Callable[[Checkpoint], bool]
-    load: Callable[[Checkpoint, PreTrainedModel], DraftHead]
+    load: Callable[[Checkpoint, PreTrainedModel], DraftHead | DFlashHead]
 
 
-def load_head(path: str, target: PreTrainedModel) -> DraftHead:
+def load_head(path: str, target: PreTrainedModel) -> DraftHead | DFlashHead:
     """Return the drafting head in a folder or Hub repository, in the target's dtype and on its device.
 
     Raises:
@@ -72,13 +73,17 @@ def load_head(path: str, target: PreTrainedModel) -> DraftHead:
         IncompatibleDraftError: the head was made for another target.
     """
     checkpoint = open_checkpoint(path)
-    for layout in LAYOUTS:
-        if layout.recognises(checkpoint):
-            return layout.load(checkpoint, target)
+    if (layout := layout_of(checkpoint)) is not None:
+        return layout.load(checkpoint, target)
     kind = checkpoint.config.get("speculators_model_type") or checkpoint.config.get("architectures")
     raise UnsupportedModelError(
         f"{path} ({kind}) is no drafting head that can be loaded; these are: {', '.join(one.name for one in LAYOUTS)}"
     )
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout | None:
+    """Return the layout of a head's checkpoint; None if it is not one of a known head."""
+    return next((layout for layout in LAYOUTS if layout.recognises(checkpoint)), None)
 
 
 def load_mtp(target: PreTrainedModel) -> DraftHead:
@@ -170,9 +175,47 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
     return _filled(checkpoint, target, lambda: MtpHead(target), tensors, IncompatibleDraftError)
 
 
+def _is_dflash(checkpoint: Checkpoint) -> bool:
+    is_named = any("dflash" in str(name).lower() for name in checkpoint.config.get("architectures") or ())
+    return is_named or "dflash_config" in checkpoint.config
+
+
+def _load_dflash(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
+    source, fields = checkpoint.source, checkpoint.config
+    if (own := fields.get("vocab_size")) != vocab_size(target):
+        raise IncompatibleDraftError(
+            f"{source} is for a vocabulary of {own} tokens; the target's has {vocab_size(target)}"
+        )
+    unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
+    try:
+        config = Qwen3Config.from_dict(unread | {"target_hidden_size": _hidden_size(target)})
+    except (ValueError, TypeError, KeyError) as error:
+        raise UnsupportedModelError(f"{source} has an invalid config: {error}") from error
+    tensors = {name: tensor for name, tensor in checkpoint.read().items() if name not in IGNORED}
+    own_embeddings, own_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    if not own_embeddings and config.hidden_size != _hidden_size(target):
+        raise IncompatibleDraftError(
+            f"{source} has a hidden size of {config.hidden_size} and no embeddings of its own; the target's have "
+            f"{_hidden_size(target)}"
+        )
+
+    def build() -> DFlashHead:
+        embeddings = None if own_embeddings else target.get_input_embeddings()
+        return DFlashHead(config, embeddings, None if own_head else target.get_output_embeddings())
+
+    head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    if not all(0 <= layer <= num_layers for layer in head.feature_layers):
+        raise IncompatibleDraftError(
+            f"{source} reads the hidden states {head.feature_layers} of a target that has 0 to {num_layers}"
+        )
+    return head
+
+
 LAYOUTS = (
     Layout("EAGLE-3 in the layout of speculators", _is_speculators_eagle3, _load_speculators_eagle3),
     Layout("EAGLE-3 (LlamaForCausalLMEagle3)", _is_eagle3, _load_published_eagle3),
+    Layout("DFlash", _is_dflash, _load_dflash),
     Layout("an MTP layer (mtp.*)", _is_mtp, _load_mtp),
 )
 
@@ -292,7 +335,7 @@ def _filled(
 ) -> Head:
     """Return a head with these tensors; raise ``error`` if they are not those that it needs, before it is built."""
     with torch.device("meta"):
-        expected = build().own_modules(target).state_dict()
+        expected = own_modules(build(), target).state_dict()
     faults = [
         f"{what} {', '.join(sorted(names))}"
         for what, names in (
@@ -312,7 +355,7 @@ def _filled(
     with torch.device(device):
         head = build()
     own = {name: tensor.to(device, target.dtype) for name, tensor in tensors.items()}
-    head.own_modules(target).load_state_dict(own, assign=True)
+    own_modules(head, target).load_state_dict(own, assign=True)
     head.train(False)
     return head
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings
-from hf_slospec.models.heads.head import DraftHead
+from hf_slospec.models.heads.head import DraftHead, own_modules
 from hf_slospec.models.heads.mtp import MtpHead
 from tests.support.tiny_models import GROUPED, POSITIONS, VOCAB
 
@@ -74,7 +74,7 @@ def eagle3_fields(**changes: Any) -> dict[str, Any]:
 def spread(head: DraftHead, target: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
     """Random tensors of a head's own modules, large enough that each of them matters."""
     generator = torch.Generator().manual_seed(seed)
-    state = head.own_modules(target).state_dict()
+    state = own_modules(head, target).state_dict()
     return {
         name: torch.rand(tensor.shape, generator=generator) + 0.5
         if "norm" in name
