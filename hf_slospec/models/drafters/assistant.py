@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -14,8 +15,9 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.compatibility.probe import evaluating
-from hf_slospec.models.drafters.beam import BeamLayer, Scores, beam_search
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
+from hf_slospec.models.drafters.beam import BeamLayer, Scores, Vocabulary, beam_search
+from hf_slospec.models.drafters.translation import DraftText, TokenTranslation
+from hf_slospec.models.kv_cache.request_sequences import RequestSequences, RequestText
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 
@@ -27,6 +29,9 @@ class AssistantDrafter:
     every token that lacks K/V, be it the whole prompt, a stretch decoded without drafting, or the last step's tokens.
     Long stretches are processed over several steps, so that a long prompt does not stall other requests; until a
     request has caught up, its trees are roots.
+
+    A draft with another tokenizer has texts of its own (:class:`DraftText`), and the K/V of their tokens. It proposes
+    the tokens that both vocabularies have.
     """
 
     CATCH_UP = 1024  # tokens processed per step at most, over all requests that lack more than FEW
@@ -39,53 +44,93 @@ class AssistantDrafter:
         vocab_size: int,
         max_slots: int | None = None,
         max_kept: float = 0,
+        translation: TokenTranslation | None = None,
     ):
         """``max_nodes`` bounds depth times width of plans, ``vocab_size`` the proposed ids.
 
-        ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`.
+        ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`. ``translation``: the draft has another
+        tokenizer. A text may then be longer for it than for the target; where ``max_slots`` are too few, trees are
+        roots.
         """
         self.packed, self.vocab_size = packed, vocab_size
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
+        self.translation, self._texts = translation, dict[Request, DraftText]()
+        self._vocabulary: Vocabulary | None = None
+        if translation is not None:
+            self._vocabulary, self._draft_ids, self._draft_id_of = translation.to(packed.device)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with as_memory_error(), evaluating(self.packed.model):
             return self._trees_of(requests, plan)
 
     def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        self.sequences.reserve(requests)
-        for request in requests:  # after a step that was undone the root may be cached; its logits are wanted again
-            own = self.sequences.of(request)
-            own.length = min(own.length, len(request.tokens) - 1)
-        ready = self._catch_up(requests)
+        texts = self._with_room({request: self._text_of(request) for request in requests})
+        for text in texts.values():  # after a step that was undone the root may be cached; its logits are wanted again
+            own = self.sequences.of(text)
+            own.length = min(own.length, len(text.tokens) - 1)
+        ready = self._catch_up(texts)
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
-    def _catch_up(self, requests: Sequence[Request]) -> list[Request]:
+    def _text_of(self, request: Request) -> RequestText:
+        """Return a request's text in the draft's tokens, of which those that have changed lose their K/V."""
+        if self.translation is None:
+            return request
+        text = self._texts.setdefault(request, DraftText(self.translation, request))
+        num_same = text.update()
+        if self.sequences.num_cached(text) > num_same:
+            self.sequences.of(text).length = num_same
+        return text
+
+    def _with_room(self, texts: Mapping[Request, RequestText]) -> dict[Request, RequestText]:
+        """Make room for one more step, and return the texts that have it: all but translated ones that are too long."""
+        try:
+            self.sequences.reserve(list(texts.values()))
+        except MemoryError:
+            if self.translation is None:
+                raise
+        else:
+            return dict(texts)
+        have_room = dict[Request, RequestText]()
+        for request, text in texts.items():
+            with suppress(MemoryError):
+                self.sequences.reserve([text])
+                have_room[request] = text
+        return have_room
+
+    def _catch_up(self, texts: Mapping[Request, RequestText]) -> dict[Request, RequestText]:
         """Return the requests that can draft now, after processing as many tokens of others as a step may."""
-        ready, left = [], self.CATCH_UP
-        for request in requests:
-            behind = len(self.sequences.uncached(request))
+        ready, left = dict[Request, RequestText](), self.CATCH_UP
+        for request, text in texts.items():
+            behind = len(self.sequences.uncached(text))
             if behind <= self.FEW:
-                ready.append(request)
+                ready[request] = text
             elif behind <= left:
-                ready.append(request)
+                ready[request] = text
                 left -= behind
             elif left:
-                self.sequences.prefill(request, left)
+                self.sequences.prefill(text, left)
                 left = 0
         return ready
 
-    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        roots = Scores(self._root_logits(requests)[:, None])
-        root_positions = [len(request.tokens) - 1 for request in requests]
-        return beam_search(requests, plan, roots, partial(self._forward_layer, requests), root_positions)
+    def _draft(self, texts: Mapping[Request, RequestText], plan: Plan) -> list[TokenTree]:
+        requests, own = list(texts), list(texts.values())
+        roots = Scores(self._root_logits(own)[:, None])
+        root_positions = [len(text.tokens) - 1 for text in own]
+        return beam_search(requests, plan, roots, partial(self._forward_layer, own), root_positions, self._vocabulary)
 
     def reuse(self, request: Request) -> int:
-        """Give a request that has no K/V that of a text which begins alike; return its tokens with K/V."""
-        return self.sequences.reuse(request)
+        """Give a request that has no K/V that of a text which begins alike; return its tokens with K/V.
+
+        A translated text has other tokens, so that their number is estimated.
+        """
+        if not self.sequences.max_kept:
+            return 0
+        text = self._text_of(request)
+        return self.sequences.reuse(text) * len(request.tokens) // len(text.tokens)
 
     def release(self, request: Request) -> None:
-        self.sequences.release(request)
+        self.sequences.release(self._texts.pop(request, request))
 
     def relieve(self) -> bool:
         """Free the K/V of all requests, which only saves time; return whether there was any."""
@@ -96,23 +141,30 @@ class AssistantDrafter:
     def close(self) -> None:
         """Release all requests and the model's K/V cache."""
         self.sequences.close()
+        self._texts.clear()
 
-    def _root_logits(self, requests: Sequence[Request]) -> torch.Tensor:
+    def _root_logits(self, texts: Sequence[RequestText]) -> torch.Tensor:
         """Cache all committed tokens that lack K/V.  -> logits after each root, [num_requests, vocab]"""
-        tails = [self.sequences.uncached(request) for request in requests]
-        parts = [self.sequences.chain(request, tail) for request, tail in zip(requests, tails, strict=True)]
+        tails = [self.sequences.uncached(text) for text in texts]
+        parts = [self.sequences.chain(text, tail) for text, tail in zip(texts, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1
         logits = self._logits(parts, torch.from_numpy(last_rows))
-        for request in requests:
-            self.sequences.of(request).length = len(request.tokens)
+        for text in texts:
+            self.sequences.of(text).length = len(text.tokens)
         return logits
 
-    def _forward_layer(self, requests: Sequence[Request], layer: BeamLayer) -> Scores:
-        sequences = [self.sequences.of(request) for request in requests]
+    def _forward_layer(self, texts: Sequence[RequestText], layer: BeamLayer) -> Scores:
+        sequences = [self.sequences.of(text) for text in texts]
         positions = self.packed.clamp_positions(layer.positions)
-        parts = [NewTokens(*part) for part in zip(sequences, layer.tokens, positions, layer.ancestors, strict=True)]
-        return Scores(self._logits(parts, torch.arange(layer.tokens.numel())).view(*layer.tokens.shape, -1))
+        tokens = layer.tokens if self._vocabulary is None else self._draft_id_of[layer.tokens]
+        parts = [NewTokens(*part) for part in zip(sequences, tokens, positions, layer.ancestors, strict=True)]
+        return Scores(self._logits(parts, torch.arange(tokens.numel())).view(*tokens.shape, -1))
 
     def _logits(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Return logits of the ids that both models have, as either vocabulary may be padded further than the other."""
+<<<<<<< HEAD
         return self.sequences.forward(parts, logit_rows).logits[:, : self.vocab_size]
+=======
+        logits = self.sequences.forward(parts, logit_rows)
+        return logits[:, : self.vocab_size] if self._vocabulary is None else logits[:, self._draft_ids]
+>>>>>>> 0d322d1 (Drafts with another tokenizer propose the tokens both have)

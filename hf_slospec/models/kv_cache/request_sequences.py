@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.kept_texts import KeptText, KeptTexts, num_common
@@ -18,6 +18,26 @@ from hf_slospec.models.packed import Outputs, PackedModel
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
 MIN_SHARED = 16  # tokens whose K/V is computed faster than it is worth keeping or copying
+
+
+class RequestText(Hashable, Protocol):
+    """A request, or its text in the tokens of a draft with another tokenizer."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and committed tokens."""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be added, as far as that is known."""
+
+    @property
+    def cache_salt(self) -> str:
+        """Name of the requests that it may share K/V with."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Error that ended the request."""
 
 
 class RequestSequences:
@@ -39,9 +59,9 @@ class RequestSequences:
         """
         self.packed, self.max_nodes, self.max_slots, self.max_kept = packed, max_nodes, max_slots, max_kept
         self._cache: KVCache | None = None
-        self._by_request: dict[Request, CachedSequence] = {}
-        self._embeds: dict[Request, torch.Tensor] = {}
-        self._states: dict[Request, int] = {}  # of the model's fingerprint, when their first tokens were cached
+        self._by_request: dict[RequestText, CachedSequence] = {}
+        self._embeds: dict[RequestText, torch.Tensor] = {}
+        self._states: dict[RequestText, int] = {}  # of the model's fingerprint, when their first tokens were cached
         self._kept, self._kept_state = KeptTexts(), 0
 
     @property
@@ -51,15 +71,15 @@ class RequestSequences:
             self._cache = self.packed.kv_cache
         return self._cache
 
-    def of(self, request: Request) -> CachedSequence:
+    def of(self, request: RequestText) -> CachedSequence:
         """Return the sequence of a request, for which room was reserved."""
         return self._by_request[request]
 
-    def num_cached(self, request: Request) -> int:
+    def num_cached(self, request: RequestText) -> int:
         """Return the number of the request's tokens whose K/V is cached."""
         return self._by_request[request].length if request in self._by_request else 0
 
-    def reserve(self, requests: Sequence[Request]) -> None:
+    def reserve(self, requests: Sequence[RequestText]) -> None:
         """Make room for one more step of these requests, known or new, while nothing is staged.
 
         ``max_new_tokens`` is often far more than a text comes to, so a request starts with little room. Once it is
@@ -76,22 +96,22 @@ class RequestSequences:
             }
         )
 
-    def reserve_for(self, request: Request, length: int) -> None:
+    def reserve_for(self, request: RequestText, length: int) -> None:
         """Make room for a text of this length of one request."""
         if self._room_of(request) < length:
             self._provide({request: length})
 
-    def _room_of(self, request: Request) -> int:
+    def _room_of(self, request: RequestText) -> int:
         return self._by_request[request].capacity if request in self._by_request else 0
 
-    def _roomy_capacity(self, request: Request) -> int:
+    def _roomy_capacity(self, request: RequestText) -> int:
         return self._capacity(request, max(len(request.tokens), FIRST_ROOM))
 
-    def _capacity(self, request: Request, room: int) -> int:
+    def _capacity(self, request: RequestText, room: int) -> int:
         """Return the slots for the text, ``room`` more tokens of it if it may get so long, and one step's nodes."""
         return len(request.tokens) + min(request.num_left, room) + self.max_nodes
 
-    def _provide(self, capacities: dict[Request, int]) -> None:
+    def _provide(self, capacities: dict[RequestText, int]) -> None:
         """Give requests ranges of these capacities, and move there what they have cached."""
         if not capacities:
             return
@@ -119,7 +139,11 @@ class RequestSequences:
         with as_memory_error():
             self.cache.reserve(slots, limit)
 
+<<<<<<< HEAD
     def release(self, request: Request, may_keep: bool = True) -> None:
+=======
+    def release(self, request: RequestText) -> None:
+>>>>>>> 0d322d1 (Drafts with another tokenizer propose the tokens both have)
         """Drop the K/V of a request, if it has any, or keep it for requests that begin alike."""
         has_embeds = self._embeds.pop(request, None) is not None
         state, sequence = self._states.pop(request, None), self._by_request.pop(request, None)
@@ -139,12 +163,16 @@ class RequestSequences:
             self.packed.keep_if_captured(self._cache)
             self._cache = None
 
+<<<<<<< HEAD
     @property
     def is_empty(self) -> bool:
         """Return whether no request and no kept text has K/V."""
         return not self._by_request and not len(self._kept)
 
     def check(self, requests: Sequence[Request]) -> None:
+=======
+    def check(self, requests: Sequence[RequestText]) -> None:
+>>>>>>> 0d322d1 (Drafts with another tokenizer propose the tokens both have)
         """Raise AssertionError unless only some of these requests hold slots, none of which another sequence has."""
         assert self._by_request.keys() <= set(requests), "a request that is not running holds K/V"
         own = {*self._by_request.values(), *(text.sequence for text in self._kept.texts())}
@@ -158,12 +186,12 @@ class RequestSequences:
         """Tokens of requests that are over whose K/V is kept."""
         return self._kept.num_tokens
 
-    def num_reusable(self, request: Request) -> int:
+    def num_reusable(self, request: RequestText) -> int:
         """Return how many tokens :meth:`reuse` would find now for a request without K/V; 0 for one that has some."""
         length = 0 if request in self._by_request else self._beginning_alike(request)[1]
         return length if length >= MIN_SHARED else 0
 
-    def reuse(self, request: Request) -> int:
+    def reuse(self, request: RequestText) -> int:
         """Give a request the K/V of the text which begins alike for longest, if it has less itself.
 
         Returns:
@@ -183,7 +211,7 @@ class RequestSequences:
             self._copy(source, request, length)
         return self.num_cached(request)
 
-    def _beginning_alike(self, request: Request) -> tuple[KeptText | CachedSequence | None, int]:
+    def _beginning_alike(self, request: RequestText) -> tuple[KeptText | CachedSequence | None, int]:
         """Return the text, kept or of another request, that begins like this one for longest, and for how long."""
         if not self.max_kept:
             return None, 0
@@ -201,19 +229,19 @@ class RequestSequences:
     def _is_shareable(self, sequence: CachedSequence, state: int | None) -> bool:
         return bool(self.max_kept) and sequence.length >= MIN_SHARED and state == self.packed.fingerprint.state
 
-    def _is_room_beside(self, text: KeptText, request: Request) -> bool:
+    def _is_room_beside(self, text: KeptText, request: RequestText) -> bool:
         if self.max_slots is None:
             return True
         held = sum(sequence.capacity for sequence in self._by_request.values())
         return held + len(text.tokens) + self._roomy_capacity(request) <= self.max_slots
 
-    def _take_over(self, text: KeptText, request: Request, length: int) -> None:
+    def _take_over(self, text: KeptText, request: RequestText, length: int) -> None:
         self._kept.remove(text)
         text.sequence.length = length
         text.sequence.capacity = min(text.sequence.capacity, max(length, self._capacity(request, 0)))
         self._by_request[request], self._states[request] = text.sequence, self._kept_state
 
-    def _copy(self, source: CachedSequence, request: Request, length: int) -> None:
+    def _copy(self, source: CachedSequence, request: RequestText, length: int) -> None:
         """Copy the first tokens' K/V, unless there is no room for both."""
         try:
             self.reserve([request])
@@ -249,32 +277,32 @@ class RequestSequences:
             self.packed.fingerprint.notice()
         return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
 
-    def uncached(self, request: Request) -> list[int]:
+    def uncached(self, request: RequestText) -> list[int]:
         """Return the request's committed tokens without K/V."""
         return request.tokens[self.of(request).length :]
 
-    def prefill(self, request: Request, num_tokens: int) -> None:
+    def prefill(self, request: RequestText, num_tokens: int) -> None:
         """Cache this many more of the request's tokens."""
         part = self.chain(request, self.uncached(request)[:num_tokens])
         self.forward([part], torch.empty(0, dtype=torch.int64))
         self.of(request).length += num_tokens
 
-    def chain(self, request: Request, tokens: Sequence[int]) -> NewTokens:
+    def chain(self, request: RequestText, tokens: Sequence[int]) -> NewTokens:
         """Return tokens that follow the request's cached ones, each seeing those before it."""
         return chain(self.packed, self.of(request), tokens, self._embeds.get(request))
 
-    def chain_and_tree(self, request: Request, tokens: Sequence[int], tree: TokenTree) -> NewTokens:
+    def chain_and_tree(self, request: RequestText, tokens: Sequence[int], tree: TokenTree) -> NewTokens:
         """Return tokens that follow the cached ones and end with the root, then the tree's other nodes."""
         return chain_and_tree(self.packed, self.of(request), tokens, tree, self._embeds.get(request))
 
-    def give_embeds(self, request: Request, embeds: torch.Tensor) -> None:
+    def give_embeds(self, request: RequestText, embeds: torch.Tensor) -> None:
         """Use these in place of the embeddings of the prompt's tokens.  [prompt_len, hidden]"""
         self._embeds[request] = embeds
 
-    def load(self, request: Request, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
+    def load(self, request: RequestText, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
         """Copy in the K/V of the request's first ``length`` tokens, see :meth:`KVCache.load`."""
         self.cache.load(self.of(request), layers, length)
 
-    def read(self, request: Request) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def read(self, request: RequestText) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return views of the K/V of the request's cached tokens, each layer's [num_heads, length, dim]."""
         return self.cache.read(self.of(request))
