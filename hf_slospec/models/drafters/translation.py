@@ -51,7 +51,7 @@ def _bytes_of(token: str, is_byte_level: bool) -> bytes:
 
 
 class TokenTexts:
-    """What the tokens of one tokenizer stand for, and a copy of the tokenizer that splits text only."""
+    """Texts of the tokens of one tokenizer, and a copy of the tokenizer that splits text only."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer, self._backend = tokenizer, self._copy_of_backend(tokenizer)
