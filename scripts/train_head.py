@@ -247,7 +247,9 @@ def agreement(head: DraftHead, models: Models, seed: int) -> dict[str, list[floa
 
 def write(plan: Plan, models: Models, head: DraftHead) -> None:
     """Write the head in the published layout, in bf16."""
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in own_modules(head, models.target).state_dict().items()}
+    tensors = {
+        name: tensor.to(torch.bfloat16) for name, tensor in own_modules(head, models.target).state_dict().items()
+    }
     config: dict[str, Any] = head.config.to_dict() | {"dtype": "bfloat16"}
     if isinstance(head, Eagle3Head):
         assert head.target_ids is not None, "a reduced vocabulary"

@@ -162,9 +162,5 @@ class AssistantDrafter:
 
     def _logits(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Return logits of the ids that both models have, as either vocabulary may be padded further than the other."""
-<<<<<<< HEAD
-        return self.sequences.forward(parts, logit_rows).logits[:, : self.vocab_size]
-=======
-        logits = self.sequences.forward(parts, logit_rows)
+        logits = self.sequences.forward(parts, logit_rows).logits
         return logits[:, : self.vocab_size] if self._vocabulary is None else logits[:, self._draft_ids]
->>>>>>> 0d322d1 (Drafts with another tokenizer propose the tokens both have)

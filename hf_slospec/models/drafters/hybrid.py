@@ -135,7 +135,8 @@ class HybridDrafter:
     def relieve(self) -> bool:
         """Free memory that only saves time; return whether there was any."""
         relieves = [getattr(source.drafter, "relieve", None) for source in self._sources]
-        return sum(relieve() for relieve in relieves if relieve is not None) > 0  # each is asked
+        asked = [relieve() for relieve in relieves if relieve is not None]
+        return any(asked)
 
     @property
     def features(self) -> Any:

@@ -16,6 +16,7 @@ from hf_slospec.models.drafters.head import HeadDrafter
 from hf_slospec.models.drafters.hybrid import HybridDrafter
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
 from hf_slospec.models.drafters.suffix import SuffixDrafter
+from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.head import DraftHead
 from hf_slospec.models.packed import PackedModel
@@ -64,10 +65,14 @@ class DraftMethod:
 
 @dataclass(frozen=True, repr=False)
 class AssistantMethod(DraftMethod):
-    """A smaller causal LM with the target's tokenizer."""
+    """A smaller causal LM, with the target's tokenizer or with a translation to it."""
 
     assistant: Any
-    kind = "assistant model"
+    translation: TokenTranslation | None = None
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return "assistant model" if self.translation is None else "assistant model with another tokenizer"
 
     @property
     def model(self) -> Any:
@@ -75,11 +80,12 @@ class AssistantMethod(DraftMethod):
 
     def check(self, target: Any) -> None:
         smaller, larger = sorted((vocab_size(target), vocab_size(self.assistant)))
-        if larger - smaller > min(PADDING, smaller / 2):
+        if self.translation is None and larger - smaller > min(PADDING, smaller / 2):
             raise IncompatibleDraftError(
                 f"assistant_model has a vocabulary of {vocab_size(self.assistant)} tokens and the target one of "
                 f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the "
-                "target's tokenizer"
+                "target's tokenizer, or give both tokenizers: drafter=hf_slospec.load_drafter(assistant_model, target, "
+                "tokenizer=..., assistant_tokenizer=...)"
             )
         if input_device(target) != input_device(self.assistant):
             raise IncompatibleDraftError(
@@ -89,7 +95,7 @@ class AssistantMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        return AssistantDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)
+        return AssistantDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept, self.translation)
 
 
 @dataclass(frozen=True, repr=False)

@@ -139,11 +139,7 @@ class RequestSequences:
         with as_memory_error():
             self.cache.reserve(slots, limit)
 
-<<<<<<< HEAD
-    def release(self, request: Request, may_keep: bool = True) -> None:
-=======
-    def release(self, request: RequestText) -> None:
->>>>>>> 0d322d1 (Drafts with another tokenizer propose the tokens both have)
+    def release(self, request: RequestText, may_keep: bool = True) -> None:
         """Drop the K/V of a request, if it has any, or keep it for requests that begin alike."""
         has_embeds = self._embeds.pop(request, None) is not None
         state, sequence = self._states.pop(request, None), self._by_request.pop(request, None)
@@ -163,16 +159,12 @@ class RequestSequences:
             self.packed.keep_if_captured(self._cache)
             self._cache = None
 
-<<<<<<< HEAD
     @property
     def is_empty(self) -> bool:
         """Return whether no request and no kept text has K/V."""
         return not self._by_request and not len(self._kept)
 
-    def check(self, requests: Sequence[Request]) -> None:
-=======
     def check(self, requests: Sequence[RequestText]) -> None:
->>>>>>> 0d322d1 (Drafts with another tokenizer propose the tokens both have)
         """Raise AssertionError unless only some of these requests hold slots, none of which another sequence has."""
         assert self._by_request.keys() <= set(requests), "a request that is not running holds K/V"
         own = {*self._by_request.values(), *(text.sequence for text in self._kept.texts())}

@@ -1,0 +1,133 @@
+"""Loading of drafters: of every kind, recognised by name or by their files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_slospec.errors import InvalidTypeError, UnsupportedModelError
+from hf_slospec.models.compatibility.probe import input_device, vocab_size
+from hf_slospec.models.drafters.methods import (
+    AssistantMethod,
+    DraftMethod,
+    HeadMethod,
+    HybridMethod,
+    LookupMethod,
+    SuffixMethod,
+)
+from hf_slospec.models.drafters.translation import TokenTranslation
+from hf_slospec.models.heads.loading import layout_of, load_mtp, open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("lookup", "suffix", "mtp")
+Source = str | PreTrainedModel | DraftMethod
+
+
+def load_drafter(
+    source: Source | Sequence[Source],
+    target: PreTrainedModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    share_texts: bool = False,
+) -> DraftMethod:
+    """Load a drafter for a target, to be given as ``drafter=``; what was found is logged, and is its ``repr``.
+
+    Args:
+        source: one of
+
+            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees of the text (extra ``suffix``);
+            - ``"mtp"``: the multi-token prediction layer that the target was published with;
+            - a folder or Hub repository of a trained head (EAGLE-3 in three layouts, DFlash, MTP) or of a smaller
+              causal LM, known by its config and tensors; safetensors only;
+            - a loaded causal LM;
+            - several of these, as a sequence or joined by ``+``, whose trees are merged: ``"lookup+mtp"``. The one with
+              a model is the last.
+        target: the loaded model that verifies.
+        tokenizer: the target's. With ``assistant_tokenizer`` it lets a causal LM with another tokenizer draft; both are
+            loaded from the folders or repositories of the models if they are needed and not given.
+        assistant_tokenizer: that of the causal LM.
+        share_texts: suffix trees hold the outputs of other requests with the same ``cache_salt``, too.
+
+    Returns:
+        The drafter, in the target's dtype and on its device.
+
+    Raises:
+        InvalidTypeError, InvalidInputError: there is no such source.
+        UnsupportedModelError: it cannot draft, or its files are pickled or incomplete.
+        IncompatibleDraftError: it was made for another target.
+    """
+    from hf_slospec.generate.validation import check_causal_lm
+
+    target = check_causal_lm("target", target)
+    parts = source.split("+") if isinstance(source, str) and not Path(source).is_dir() else source
+    if isinstance(parts, (str, PreTrainedModel, DraftMethod)):
+        parts = [parts]
+    if not isinstance(parts, Sequence) or not parts:
+        raise InvalidTypeError(f"source must be a name, a folder, a model or several of these, got {source!r}")
+    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts) for part in parts]
+    method = methods[0] if len(methods) == 1 else HybridMethod(methods)
+    method.check(target)
+    logger.info("drafter: %s", method.kind)
+    return method
+
+
+def _method(
+    source: Any,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+    share_texts: bool,
+) -> DraftMethod:
+    if isinstance(source, DraftMethod):
+        return source
+    if isinstance(source, PreTrainedModel):
+        return _assistant(source, target, tokenizer, assistant_tokenizer)
+    if not isinstance(source, str) or not source:
+        raise InvalidTypeError(f"source must be a name, a folder, a model or several of these, got {source!r}")
+    if source == "lookup":
+        return LookupMethod()
+    if source == "suffix":
+        return SuffixMethod(share_texts)
+    if source == "mtp":
+        return HeadMethod(load_mtp(target))
+    checkpoint = open_checkpoint(source)
+    if (layout := layout_of(checkpoint)) is not None:
+        return HeadMethod(layout.load(checkpoint, target))
+    if (kind := checkpoint.config.get("speculators_model_type")) is not None:
+        raise UnsupportedModelError(f"{source} is a head of type {kind!r}, which cannot be loaded")
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, use_safetensors=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{source} is neither a known head nor a causal LM: {error}") from error
+    return _assistant(model.to(input_device(target)).eval(), target, tokenizer, assistant_tokenizer or source)
+
+
+def _assistant(
+    model: Any,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | str | None,
+) -> AssistantMethod:
+    """Return a causal LM as a drafter, with a translation where the tokenizers are known to differ."""
+    own = _tokenizer(assistant_tokenizer)
+    targets = tokenizer if own is None or tokenizer is not None else _tokenizer(target.config.name_or_path)
+    if own is None or targets is None or own.get_vocab() == targets.get_vocab():
+        return AssistantMethod(model)
+    return AssistantMethod(model, TokenTranslation(targets, own, vocab_size(target), vocab_size(model)))
+
+
+def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokenizerBase | None:
+    """Return a tokenizer, that of a folder or repository if it has one."""
+    if not isinstance(source, str):
+        return source
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError):  # there is none
+        return None
+    return loaded
