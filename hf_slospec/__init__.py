@@ -24,16 +24,19 @@ from hf_slospec.errors import (
 from hf_slospec.generate.decode import SLOSpecOutput
 from hf_slospec.generate.divergence import Divergence, DivergenceReport, divergence_report
 from hf_slospec.generate.enable import disable, enable
+from hf_slospec.generate.load_drafter import load_drafter
 from hf_slospec.generate.slo import SLOStage
+from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle, RequestResult
 from hf_slospec.serving.telemetry import Percentiles, Stats
-from hf_slospec.tiny.embedded import load_tiny_pair, tiny_prompts
+from hf_slospec.tiny.embedded import load_tiny_drafter, load_tiny_pair, tiny_prompts
 
 __all__ = [
     "Divergence",
     "DivergenceReport",
+    "DraftMethod",
     "Drafter",
     "FallbackWarning",
     "IncompatibleDraftError",
@@ -70,6 +73,8 @@ __all__ = [
     "disable",
     "divergence_report",
     "enable",
+    "load_drafter",
+    "load_tiny_drafter",
     "load_tiny_pair",
     "tiny_prompts",
     "write_chrome_trace",

@@ -298,7 +298,7 @@ def main() -> None:
     write(plan, models, head)
     own_modules(head, models.target).to(torch.bfloat16).float()  # measured as it is written
     parameters = sum(parameter.numel() for parameter in own_modules(head, models.target).parameters())
-    facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(plan).items()}
+    facts = {name: value for name, value in asdict(plan).items() if not isinstance(value, Path)}
     facts |= {"parameters": parameters, "seconds": round(seconds), "held_out": agreement(head, models, plan.seed)}
     (plan.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(json.dumps(facts, indent=2))

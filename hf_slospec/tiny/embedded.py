@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.drafters.methods import DraftMethod, HeadMethod
+from hf_slospec.models.heads.loading import load_head
+from hf_slospec.tiny.inflate import inflate_head
+
 FOLDER = Path(__file__).parent / "pair"
+HIDDEN = 256  # hidden size of the embedded target
+HEADS = ("eagle3", "mtp")
 
 
 def load_tiny_pair(
@@ -24,6 +32,26 @@ def load_tiny_pair(
     target = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=dtype)
     draft = LlamaForCausalLM.from_pretrained(FOLDER / "draft", dtype=dtype)
     return target, draft, PreTrainedTokenizerFast.from_pretrained(FOLDER / "tokenizer")
+
+
+def load_tiny_drafter(kind: str, target: LlamaForCausalLM) -> DraftMethod:
+    """Return a trained head of the embedded target, to be given as ``drafter=``, without a download.
+
+    Args:
+        kind: ``"eagle3"`` or ``"mtp"``.
+        target: the embedded target, or an inflated one (the commands' ``--size``).
+
+    Raises:
+        InvalidInputError: there is no such head.
+    """
+    if kind not in HEADS:
+        raise InvalidInputError(f"kind must be one of {', '.join(HEADS)}, got {kind!r}")
+    plain: Any = target
+    if target.config.hidden_size != HIDDEN:
+        plain = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=target.dtype)
+        plain.to(target.device)
+    head: Any = load_head(str(FOLDER / kind), plain)
+    return HeadMethod(head if plain is target else inflate_head(head, plain, target))
 
 
 def tiny_prompts() -> list[str]:

@@ -6,10 +6,17 @@ computed like all others, so that texts and acceptance are real while time and m
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_slospec.models.heads.eagle3 import Eagle3Head
+from hf_slospec.models.heads.head import own_modules
+from hf_slospec.models.heads.mtp import MtpHead
+
+Head = TypeVar("Head", Eagle3Head, MtpHead)
 
 
 class Shape(NamedTuple):
@@ -68,25 +75,70 @@ def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCau
     })  # fmt: skip
     with torch.device(model.device):
         larger: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=model.dtype).eval()
-    generator = torch.Generator(model.device).manual_seed(seed)
-    sources = dict(model.named_parameters())
-    for name, parameter in larger.named_parameters():
-        _fill(name, parameter, sources.get(name), factor, generator)
+    _fill(larger, model, old.hidden_size, factor, seed)
     larger.generation_config = model.generation_config
     return larger
 
 
-def _fill(
-    name: str, parameter: torch.Tensor, source: torch.Tensor | None, factor: int, generator: torch.Generator
+@torch.no_grad()
+def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, seed: int = 0) -> Head:
+    """Return a larger head that drafts for an inflated target what ``head`` drafts for the plain one.
+
+    Args:
+        head: an EAGLE-3 head or MTP layer of ``plain``.
+        plain: the model before :func:`inflate`.
+        target: the inflated model.
+        seed: of the random weights that do not affect the output.
+    """
+    size, factor = plain.config.hidden_size, target.config.hidden_size // plain.config.hidden_size
+    larger: Any
+    with torch.device(target.device):
+        if isinstance(head, Eagle3Head):
+            names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+            config = LlamaConfig(**head.config.to_dict() | {name: getattr(target.config, name) for name in names})
+            settings = replace(head.settings, target_hidden_size=target.config.hidden_size)
+            larger = Eagle3Head(config, settings, target.get_input_embeddings())
+            if head.target_ids is not None:
+                larger.set_vocabulary(head.target_ids)
+        else:
+            larger = MtpHead(target)
+    larger.to(target.dtype).eval()
+    _fill(own_modules(larger, target), own_modules(head, plain), size, factor, seed)
+    inflated: Head = larger
+    return inflated
+
+
+def _fill(larger: torch.nn.Module, source: torch.nn.Module, hidden_size: int, factor: int, seed: int) -> None:
+    """Set the weights of a larger model from those of one with this hidden size."""
+    sources = dict(source.named_parameters())
+    generators = dict[torch.device, torch.Generator]()
+    for name, parameter in larger.named_parameters():
+        generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
+        _fill_weight(name, parameter, sources.get(name), hidden_size, factor, generator)
+
+
+def _fill_weight(
+    name: str,
+    parameter: torch.Tensor,
+    source: torch.Tensor | None,
+    hidden_size: int,
+    factor: int,
+    generator: torch.Generator,
 ) -> None:
     """Copy the old weights; set weights that write to hidden channels to zero, and unused weights to random values."""
-    writes_hidden = name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight"))
-    if name.endswith("norm.weight"):
+    writes_hidden = name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "fc.weight"))
+    if "norm" in name:
         parameter.fill_(factor**-0.5)
     elif writes_hidden:
         parameter.zero_()
     else:
         parameter.normal_(0.0, 0.02, generator=generator)
-    if source is not None:
-        scale = factor**-0.5 if name.endswith("norm.weight") else 1.0
+    if source is None:
+        return
+    scale = factor**-0.5 if "norm" in name else 1.0
+    if source.ndim == 2 and parameter.shape[1] == factor * source.shape[1]:  # it reads one or more hidden states
+        for begin in range(0, source.shape[1], hidden_size):
+            columns = slice(begin * factor, begin * factor + hidden_size)
+            parameter[: len(source), columns] = source[:, begin : begin + hidden_size]
+    else:
         parameter[tuple(slice(size) for size in source.shape)] = source * scale

@@ -93,11 +93,11 @@ class FeatureQueue:
         return own.end - len(features), features
 
     def drop(self, request: Request) -> None:
-        """Forget a request, if it is known."""
+        """Drop a request, if it is known."""
         self._waiting.pop(request, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self._waiting.clear()
 
 

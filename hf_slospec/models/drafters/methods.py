@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError
@@ -40,7 +40,10 @@ class DraftMethod:
     It is given as ``drafter=`` and may serve several engines at a time.
     """
 
-    kind: ClassVar[str]  # as people call it
+    @property
+    def kind(self) -> str:
+        """Name of this way to draft."""
+        raise NotImplementedError
 
     @property
     def model(self) -> Any | None:
@@ -71,7 +74,7 @@ class AssistantMethod(DraftMethod):
     translation: TokenTranslation | None = None
 
     @property
-    def kind(self) -> str:  # type: ignore[override]
+    def kind(self) -> str:
         return "assistant model" if self.translation is None else "assistant model with another tokenizer"
 
     @property
@@ -105,7 +108,7 @@ class HeadMethod(DraftMethod):
     head: DraftHead | DFlashHead
 
     @property
-    def kind(self) -> str:  # type: ignore[override]
+    def kind(self) -> str:
         return self.head.kind
 
     @property
@@ -136,7 +139,10 @@ class LookupMethod(DraftMethod):
 
     max_ngram: int = MAX_NGRAM
     max_depth: int | None = None
-    kind = "prompt lookup"
+
+    @property
+    def kind(self) -> str:
+        return "prompt lookup"
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return PromptLookupDrafter(self.max_ngram, self.max_depth)
@@ -145,7 +151,9 @@ class LookupMethod(DraftMethod):
 class SuffixMethod(DraftMethod):
     """Suffix trees of the request's own text and, where that is allowed, of other requests' outputs."""
 
-    kind = "suffix trees"
+    @property
+    def kind(self) -> str:
+        return "suffix trees"
 
     def __init__(self, shares_texts: bool = False):
         """Make the trees; see :class:`SuffixDrafter`. All engines share them."""
@@ -169,7 +177,7 @@ class HybridMethod(DraftMethod):
             )
 
     @property
-    def kind(self) -> str:  # type: ignore[override]
+    def kind(self) -> str:
         return " + ".join(method.kind for method in self.methods)
 
     @property
@@ -193,7 +201,10 @@ class OwnMethod(DraftMethod):
     """An object of the user."""
 
     drafter: Drafter
-    kind = "drafter of your own"
+
+    @property
+    def kind(self) -> str:
+        return "drafter of your own"
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

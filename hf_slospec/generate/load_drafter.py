@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.errors import InvalidTypeError, UnsupportedModelError
+from hf_slospec.generate.validation import check_causal_lm
 from hf_slospec.models.compatibility.probe import input_device, vocab_size
 from hf_slospec.models.drafters.methods import (
     AssistantMethod,
@@ -62,8 +63,6 @@ def load_drafter(
         UnsupportedModelError: it cannot draft, or its files are pickled or incomplete.
         IncompatibleDraftError: it was made for another target.
     """
-    from hf_slospec.generate.validation import check_causal_lm
-
     target = check_causal_lm("target", target)
     parts = source.split("+") if isinstance(source, str) and not Path(source).is_dir() else source
     if isinstance(parts, (str, PreTrainedModel, DraftMethod)):
