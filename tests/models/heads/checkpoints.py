@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
-    MellumConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
@@ -25,21 +25,26 @@ from tests.support.tiny_models import GROUPED, POSITIONS, VOCAB
 
 HIDDEN, DRAFT_VOCAB = 32, 40
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
-SPARSE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 CONFIGS = {
     "llama": LlamaConfig(**GROUPED | dict(num_hidden_layers=8)),
     "qwen3-next": Qwen3NextConfig(
-        **GROUPED | SPARSE | dict(num_hidden_layers=4, head_dim=16, shared_expert_intermediate_size=24),
+        **GROUPED | dict(num_hidden_layers=4, head_dim=16),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
     ),
-    "mellum": MellumConfig(
-        **GROUPED | SPARSE | dict(head_dim=8, num_mtp_layers=1),
-        mlp_layer_types=["dense", "dense"],
-        mtp_layer_types=["full_attention"],
-        mtp_mlp_layer_types=["dense"],
+    "glm4-moe": Glm4MoeConfig(  # transformers knows the MTP layers of released checkpoints by their numbers, such as 46
+        **GROUPED | dict(num_hidden_layers=46, head_dim=8, first_k_dense_replace=46, num_nextn_predict_layers=1),
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
     ),
 }
 
@@ -96,16 +101,23 @@ def eagle3_tensors(flags: set[str], draft_vocab: int = DRAFT_VOCAB, **changes: A
 
 
 def mtp_tensors(family: str) -> dict[str, torch.Tensor]:
-    """Tensors of a random MTP layer under their published names, less the prefix; experts are single."""
+    """Tensors of a random MTP layer under their published names, less the prefix."""
     target = target_of(family)
-    tensors = spread(MtpHead(target), target, seed=3)
-    for name in [name for name in tensors if ".experts." in name]:
+    return with_single_experts(spread(MtpHead(target), target, seed=3))
+
+
+def with_single_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with one weight per expert, as checkpoints have them."""
+    single = {}
+    for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        for expert, tensor in enumerate(tensors.pop(name)):
-            parts = tensor.chunk(2) if part == "gate_up_proj" else (tensor,)
-            for own, weight in zip(part.removesuffix("_proj").split("_"), parts, strict=True):
-                tensors[f"{layer}.{expert}.{own}_proj.weight"] = weight.clone()
-    return tensors
+        for index, own in enumerate(tensor if layer.endswith(".experts") else ()):
+            weights = own.chunk(2) if part == "gate_up_proj" else (own,)
+            for short, weight in zip(part.removesuffix("_proj").split("_"), weights, strict=True):
+                single[f"{layer}.{index}.{short}_proj.weight"] = weight.clone()
+        if not layer.endswith(".experts"):
+            single[name] = tensor
+    return single
 
 
 def write(folder: Path, config: dict[str, Any] | PreTrainedConfig, tensors: dict[str, torch.Tensor]) -> str:

@@ -48,7 +48,7 @@ def mtp_head(folder: Path, family: str) -> DraftHead:
 
 @torch.no_grad()
 def shipped_head() -> ShippedMtpHead:
-    target = target_of("mellum")
+    target = target_of("glm4-moe")
     head = ShippedMtpHead(target, MtpModel(target, 1))
     head.eval()
     for name, weight in head.mtp.layers.named_parameters():

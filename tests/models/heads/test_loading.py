@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
@@ -26,6 +26,7 @@ from tests.models.heads.checkpoints import (
     published_config,
     speculators_config,
     target_of,
+    with_single_experts,
     write,
 )
 from tests.support.tiny_models import VOCAB
@@ -203,15 +204,21 @@ def test_mtp_of_another_target_is_refused(tmp_path: Path) -> None:
         load_head(write(tmp_path, CONFIGS["qwen3-next"], tensors), target_of("llama"))
 
 
-def test_mtp_that_transformers_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    target: Any = target_of("mellum")
-    monkeypatch.setattr(MtpModel, "from_pretrained", lambda model: MtpModel(model, 1))
-    load: Callable[[], Any] = lambda: load_mtp(target)  # noqa: E731
-    assert isinstance(load(), ShippedMtpHead)
-
-    def missing(_: Any) -> Any:
-        raise RuntimeError("weights are missing")
-
-    monkeypatch.setattr(MtpModel, "from_pretrained", missing)
-    with pytest.raises(UnsupportedModelError, match="weights are missing"):
-        load()
+def test_mtp_that_transformers_loads(tmp_path: Path) -> None:
+    target_of("glm4-moe").save_pretrained(tmp_path)
+    target: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="transformers cannot load the MTP layers"):
+        load_mtp(target)
+    weights: Any = MtpModel(target, 1).layers[0].state_dict()
+    weights = {name: torch.randn_like(weight) for name, weight in weights.items()}
+    names = {name: f"model.layers.46.{name.removeprefix('mtp_block.')}" for name in weights}
+    names["post_norm.weight"] = "model.layers.46.shared_head.norm.weight"
+    own = with_single_experts({names[name]: weight for name, weight in weights.items()})
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | own, path, metadata={"format": "pt"})
+    head: Any = load_mtp(target)
+    assert isinstance(head, ShippedMtpHead)
+    assert head.embed_tokens is target.get_input_embeddings()
+    assert not head.training
+    for name, weight in head.mtp.layers[0].state_dict().items():
+        assert torch.equal(weight, weights[name]), name
