@@ -90,13 +90,12 @@ class Eagle3Head(DraftHead):
         self.norm = LlamaRMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, settings.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.target_ids = None
+        self.register_buffer("target_ids", None, persistent=False)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
         assert target_ids.shape == (self.settings.draft_vocab_size,), "one target id per draft id"
-        del self.target_ids
-        self.register_buffer("target_ids", target_ids, persistent=False)
+        self.target_ids = target_ids
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         if self.settings.norm_before_fc:

@@ -206,16 +206,16 @@ def test_mtp_of_another_target_is_refused(tmp_path: Path) -> None:
 
 def test_mtp_that_transformers_loads(tmp_path: Path) -> None:
     target_of("glm4-moe").save_pretrained(tmp_path)
-    target: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="transformers cannot load the MTP layers"):
-        load_mtp(target)
-    weights: Any = MtpModel(target, 1).layers[0].state_dict()
+        load_mtp(AutoModelForCausalLM.from_pretrained(tmp_path))
+    weights: Any = MtpModel(target_of("glm4-moe"), 1).layers[0].state_dict()
     weights = {name: torch.randn_like(weight) for name, weight in weights.items()}
     names = {name: f"model.layers.46.{name.removeprefix('mtp_block.')}" for name in weights}
     names["post_norm.weight"] = "model.layers.46.shared_head.norm.weight"
     own = with_single_experts({names[name]: weight for name, weight in weights.items()})
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | own, path, metadata={"format": "pt"})
+    target = AutoModelForCausalLM.from_pretrained(tmp_path)
     head: Any = load_mtp(target)
     assert isinstance(head, ShippedMtpHead)
     assert head.embed_tokens is target.get_input_embeddings()
