@@ -32,6 +32,7 @@ from hf_slospec.models.heads.mtp import MtpHead
 
 PROMPT_LEN, ROWS_PER_CALL = 48, 512
 EVAL_ROWS, EVAL_LEVELS = 64, 6
+FLAGS = ["norm_before_residual", "norm_output", "norm_before_fc", "fc_norm"]
 LEVEL_WEIGHT = 0.8  # of a level's loss, relative to the level above
 
 
@@ -50,6 +51,7 @@ class Plan:
     stride: int
     sampled_rows: int
     draft_vocab: int
+    flags: list[str]
     work: Path
     out: Path
 
@@ -135,7 +137,8 @@ def new_head(plan: Plan, models: Models, samples: torch.Tensor) -> DraftHead:
             **shape,
         )
         layers = default_feature_layers(len(decoder.layers))
-        settings = Eagle3Settings(layers, config.hidden_size, plan.draft_vocab)
+        flags = dict.fromkeys(plan.flags, True)
+        settings = Eagle3Settings(layers, config.hidden_size, plan.draft_vocab, **flags)
         head = Eagle3Head(layer, settings, models.target.get_input_embeddings())
         counts = torch.bincount(torch.cat((models.train, samples.flatten())), minlength=config.vocab_size)
         most = counts.topk(plan.draft_vocab).indices.sort().values
@@ -259,6 +262,7 @@ def write(plan: Plan, models: Models, head: DraftHead) -> None:
         config |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": len(head.target_ids),
+            **{flag: getattr(head.settings, flag) for flag in FLAGS},
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.feature_layers],
                 "use_aux_hidden_state": True,
@@ -277,13 +281,14 @@ def main() -> None:
     parser.add_argument("--target", help="folder or id; the embedded target by default")
     parser.add_argument("--text", type=Path, help="file of training text, for --target")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--levels", type=int, default=6, help="unrolled in training")
     parser.add_argument("--stride", type=int, default=5, help="of the entries below the first level")
     parser.add_argument("--sampled-rows", type=int, default=2048, help="windows of the target's own text")
     parser.add_argument("--draft-vocab", type=int, default=1024, help="tokens that an EAGLE-3 head can draft")
+    parser.add_argument("--flags", nargs="*", choices=FLAGS, default=FLAGS[:1], help="of an EAGLE-3 head")
     parser.add_argument("--work", type=Path, default=Path("build/heads"), help="checkpoints; safe to delete")
     parser.add_argument("--out", type=Path, help="default: hf_slospec/tiny/pair/KIND")
     given = vars(parser.parse_args())

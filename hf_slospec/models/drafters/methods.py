@@ -25,7 +25,7 @@ PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embeddi
 
 
 class Room(NamedTuple):
-    """What a drafter of one engine has to fit."""
+    """Limits that a drafter of one engine has to fit."""
 
     max_nodes: int  # tree nodes of one request at a time
     vocab_size: int  # of the target

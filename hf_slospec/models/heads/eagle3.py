@@ -15,7 +15,7 @@ from hf_slospec.models.heads.head import DraftHead
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """What distinguishes EAGLE-3 heads, apart from the shape of their layer."""
+    """Settings of an EAGLE-3 head, apart from the shape of its layer."""
 
     feature_layers: tuple[int, ...]  # hidden states of the target, numbered as in its output_hidden_states
     target_hidden_size: int
