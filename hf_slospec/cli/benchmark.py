@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 import hf_slospec
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.machine import cpu_info, native_dtypes
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.sim.texts import RecordedText
@@ -184,9 +185,10 @@ class Bench:
 
         return run_constant
 
-    def ours(self, config: SLOSpecConfig | None) -> GenerateCall:
-        """Return ``generate`` of an SLOSpecGenerator with this config."""
-        generator = SLOSpecGenerator(self.target, self.draft, self.tokenizer, config)
+    def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
+        """Return ``generate`` of an SLOSpecGenerator with this config, which drafts by the pair's draft or a method."""
+        draft = None if method is not None else self.draft
+        generator = SLOSpecGenerator(self.target, draft, self.tokenizer, config, drafter=method)
 
         def run(encoded: dict[str, Any]) -> Any:
             return generator.generate(
