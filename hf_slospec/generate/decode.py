@@ -28,7 +28,7 @@ from hf_slospec.generate.validation import (
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.drafters.methods import AssistantMethod, DraftMethod, LookupMethod, method_of
+from hf_slospec.models.drafters.methods import DraftMethod, LookupMethod, assistant_method, method_of
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM
 
 
@@ -101,7 +101,7 @@ class Decoder:
         own = check_drafting(assistant_model, None)
         if self._target is not None and own is not None and own is not self.assistant_model:
             if self._override is None or self._override[0] is not own:
-                self._override = own, Speculator(self._target, AssistantMethod(own), self.config, self.make_policy)
+                self._override = own, Speculator(self._target, assistant_method(own), self.config, self.make_policy)
             return self._override[1]
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)

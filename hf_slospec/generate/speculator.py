@@ -48,6 +48,7 @@ class Speculator:
         self.draft: CheckedModel | None = None
         if method.model is not None:
             self.draft = CheckedModel(method.model, config, MEASURE_S["draft"])
+        self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost of a level without a draft
         self._drafters = WeakSet[Drafter]()
         self._costs: StepCosts | None = None
         self.history = SpeculationHistory(config)
@@ -73,15 +74,27 @@ class Speculator:
         """The cost model, kept as long as the models stay what they are."""
         with self.lock:  # measuring uses the K/V cache of both models
             verify = self.target.cost
-            draft_level = FREE if self.draft is None else self.draft.cost
+            draft_level = self._draft_level
             if self._costs is None or self._costs.verify is not verify or self._costs.draft_level is not draft_level:
                 self._costs = StepCosts(verify, draft_level, self._replace_cost)
             return self._costs
+
+    @property
+    def _draft_level(self) -> ForwardCost:
+        """Seconds of a draft level, measured once for a target as long as it stays where it is."""
+        if self.draft is not None:
+            return self.draft.cost
+        target = self.target.packed
+        if self._level is None or self._level[0] is not target:
+            self._level = target, self.method.measure_level(target, MEASURE_S["draft"]) or FREE
+        return self._level[1]
 
     def _replace_cost(self, old: ForwardCost, cost: ForwardCost) -> None:
         for model in (self.target, self.draft):
             if model is not None:
                 model.replace_cost(old, cost)
+        if self._level is not None and self._level[1] is old:
+            self._level = self._level[0], cost
 
     @property
     def max_nodes(self) -> int:
@@ -117,6 +130,8 @@ class Speculator:
         """Return an engine's parts, its policy that of another config if one is given."""
         if self.max_nodes and self.method.feature_layers:
             target.give_features(cast(FeatureReader, drafter))
+        if (read_kv_of := getattr(drafter, "read_kv_of", None)) is not None:
+            read_kv_of(target.sequences)
         return Parts(target, drafter, self.policy(costs, config), costs, clock)
 
     def run(

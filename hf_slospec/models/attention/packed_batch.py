@@ -88,6 +88,8 @@ class Span:
         return self._masks[key]
 
     def _additive_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        if not self.num_staged:  # committed tokens only, which the caller has narrowed to the window
+            return None
         num_tokens, length = self.num_tokens, self.sequence.length
         staged_mask, staged_positions = to_device((self.staged_mask_for(window), self.staged_positions), device)
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)

@@ -86,9 +86,19 @@ def measure(
     Forwards that are expected to end after the limit are left out, so that one large forward of a slow model does not
     take several times the limit. The caller must hold the model's lock.
     """
+    return measure_by(Forwards(packed), limit_s, held_out, on_forward, repeats)
+
+
+def measure_by(
+    forward_s: Callable[[Size], float],
+    limit_s: float,
+    held_out: bool = False,
+    on_forward: Callable[[Size], None] = lambda _: None,
+    repeats: int = REPEATS,
+) -> Measured:
+    """Measure as :func:`measure` does, by a function that runs a forward of a size and returns its seconds."""
     measured = Measured()
     sizes = [*CURVE[:4], *SLOPES, *CURVE[4:], *(HELD_OUT if held_out else ())]
-    forward_s = Forwards(packed)
     forward_s(Size(1))  # includes one-off costs
     started_s = time.perf_counter()
     for repeat in range(repeats):

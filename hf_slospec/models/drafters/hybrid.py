@@ -122,6 +122,12 @@ class HybridDrafter:
         for reader in self._readers:
             reader.take_features(request, begin, features)
 
+    def read_kv_of(self, sequences: Any) -> None:
+        """Let drafters that read the target's K/V do so."""
+        for source in self._sources:
+            if (read_kv_of := getattr(source.drafter, "read_kv_of", None)) is not None:
+                read_kv_of(sequences)
+
     @property
     def _readers(self) -> list[Any]:
         return [source.drafter for source in self._sources if getattr(source.drafter, "feature_layers", ())]

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError
-from hf_slospec.models.compatibility.probe import input_device, vocab_size
+from hf_slospec.models.compatibility.probe import evaluating, input_device, vocab_size
+from hf_slospec.models.costs.measure import measure_by
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.drafters.block import BlockDrafter
 from hf_slospec.models.drafters.checked import CheckedDrafter
 from hf_slospec.models.drafters.head import HeadDrafter
 from hf_slospec.models.drafters.hybrid import HybridDrafter
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM, PromptLookupDrafter
+from hf_slospec.models.drafters.shared_kv import LAST_HIDDEN, LevelTimer, SharedKVDrafter, cached_layers
 from hf_slospec.models.drafters.suffix import SuffixDrafter
 from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.heads.dflash import DFlashHead
@@ -22,6 +25,8 @@ from hf_slospec.models.heads.head import DraftHead
 from hf_slospec.models.packed import PackedModel
 
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
+
+GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
 
 
 class Room(NamedTuple):
@@ -47,7 +52,7 @@ class DraftMethod:
 
     @property
     def model(self) -> Any | None:
-        """The network that drafts, on the packed runner; None if drafting costs next to nothing."""
+        """The network that drafts, on the packed runner; None without one."""
         return None
 
     @property
@@ -57,6 +62,13 @@ class DraftMethod:
 
     def check(self, target: Any) -> None:
         """Raise IncompatibleDraftError unless it can draft for this target, where that is now."""
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        """Measure one level of drafting without ``model``; None if it costs next to nothing.
+
+        The caller must hold the target's lock.
+        """
+        return None
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         """Return the drafter of one engine; ``draft`` has the packed forwards of the model."""
@@ -82,23 +94,98 @@ class AssistantMethod(DraftMethod):
         return self.assistant
 
     def check(self, target: Any) -> None:
-        smaller, larger = sorted((vocab_size(target), vocab_size(self.assistant)))
-        if self.translation is None and larger - smaller > min(PADDING, smaller / 2):
-            raise IncompatibleDraftError(
-                f"assistant_model has a vocabulary of {vocab_size(self.assistant)} tokens and the target one of "
-                f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the "
-                "target's tokenizer, or give both tokenizers: drafter=hf_slospec.load_drafter(assistant_model, target, "
-                "tokenizer=..., assistant_tokenizer=...)"
-            )
-        if input_device(target) != input_device(self.assistant):
-            raise IncompatibleDraftError(
-                f"assistant_model is on {input_device(self.assistant)} and the target on {input_device(target)}; "
-                f"move it there with assistant_model.to('{input_device(target)}')"
-            )
+        if self.translation is None:
+            _check_vocabulary(self.assistant, target)
+        _check_device(self.assistant, target)
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
         return AssistantDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept, self.translation)
+
+
+@dataclass(frozen=True, repr=False)
+class Gemma4Method(DraftMethod):
+    """A Gemma 4 assistant, which reads the target's K/V and its last hidden state and caches nothing."""
+
+    assistant: Any
+
+    @property
+    def kind(self) -> str:
+        return "Gemma 4 assistant"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (LAST_HIDDEN,)
+
+    def check(self, target: Any) -> None:
+        _check_vocabulary(self.assistant, target)
+        _check_device(self.assistant, target)
+        hidden, expected = target.config.get_text_config().hidden_size, self.assistant.backbone_hidden_size
+        if hidden != expected:
+            raise IncompatibleDraftError(
+                f"assistant_model reads hidden states of size {expected} and the target has {hidden}; use the "
+                "assistant that was trained with this target"
+            )
+        if (own := self.assistant.lm_head.weight.dtype) != (dtype := target.get_input_embeddings().weight.dtype):
+            raise IncompatibleDraftError(
+                f"assistant_model is in {own} and the target in {dtype}; cast it with assistant_model.to({dtype})"
+            )
+        self._check_layers(target)
+
+    def _check_layers(self, target: Any) -> None:
+        """Raise IncompatibleDraftError unless the target caches K/V for every layer of the assistant."""
+        cached = cached_layers(target)
+        kinds = self.assistant.config.get_text_config().layer_types
+        for kind, layer in zip(kinds, self.assistant.model.layers, strict=True):
+            if kind not in cached:
+                raise IncompatibleDraftError(
+                    f"assistant_model has layers of type {kind!r} and the target caches K/V of "
+                    f"{sorted(cached) or 'none'}; use the assistant that was trained with this target"
+                )
+            source = target.get_decoder().layers[cached[kind]]
+            if (ours := _kv_shape(layer.self_attn)) != (theirs := _kv_shape(source.self_attn)):
+                raise IncompatibleDraftError(
+                    f"layers of type {kind!r} have {ours} K/V heads and their size in assistant_model and {theirs} in "
+                    "the target; use the assistant that was trained with this target"
+                )
+            if (device := next(source.parameters()).device) != input_device(self.assistant):
+                raise IncompatibleDraftError(
+                    f"assistant_model is on {input_device(self.assistant)} and the K/V that it reads on {device}; load "
+                    "the target on one device"
+                )
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        with evaluating(self.assistant):
+            return measure_by(LevelTimer(self.assistant, target), limit_s).fit()
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return SharedKVDrafter(self.assistant, room.vocab_size)
+
+
+def _check_vocabulary(assistant: Any, target: Any) -> None:
+    """Raise IncompatibleDraftError if the vocabularies differ by more than padding."""
+    smaller, larger = sorted((vocab_size(target), vocab_size(assistant)))
+    if larger - smaller > min(PADDING, smaller / 2):
+        raise IncompatibleDraftError(
+            f"assistant_model has a vocabulary of {vocab_size(assistant)} tokens and the target one of "
+            f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the target's "
+            "tokenizer, or give both tokenizers: drafter=hf_slospec.load_drafter(assistant_model, target, "
+            "tokenizer=..., assistant_tokenizer=...)"
+        )
+
+
+def _check_device(assistant: Any, target: Any) -> None:
+    """Raise IncompatibleDraftError if the models are on different devices."""
+    if input_device(target) != input_device(assistant):
+        raise IncompatibleDraftError(
+            f"assistant_model is on {input_device(assistant)} and the target on {input_device(target)}; "
+            f"move it there with assistant_model.to('{input_device(target)}')"
+        )
+
+
+def _kv_shape(attention: Any) -> tuple[int, int]:
+    """Return the number of K/V heads of a layer, and their size."""
+    return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,7 +257,7 @@ class HybridMethod(DraftMethod):
     methods: Sequence[DraftMethod]
 
     def __post_init__(self) -> None:
-        if any(method.model is not None for method in self.methods[:-1]):
+        if any(method.model is not None or method.feature_layers for method in self.methods[:-1]):
             raise InvalidInputError(
                 f"the drafter {self.kind} has a model before its last part; at most one part may have a model, and it "
                 "is written last, as in 'lookup+org/draft'"
@@ -191,6 +278,9 @@ class HybridMethod(DraftMethod):
     def check(self, target: Any) -> None:
         for method in self.methods:
             method.check(target)
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        return self.methods[-1].measure_level(target, limit_s)
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return HybridDrafter([method.new_drafter(draft, room) for method in self.methods])
@@ -214,10 +304,15 @@ class OwnMethod(DraftMethod):
         return CheckedDrafter(self.drafter, room.vocab_size, room.keeps_rng)
 
 
+def assistant_method(model: Any) -> DraftMethod:
+    """Return the way to draft with an assistant model."""
+    return Gemma4Method(model) if model.config.model_type in GEMMA4_ASSISTANTS else AssistantMethod(model)
+
+
 def method_of(assistant_model: Any | None, drafter: Drafter | DraftMethod | None) -> DraftMethod:
     """Return the way to draft that was asked for; without any, prompt lookup."""
     if assistant_model is not None:
-        return AssistantMethod(assistant_model)
+        return assistant_method(assistant_model)
     if drafter is None:
         return LookupMethod()
     return drafter if isinstance(drafter, DraftMethod) else OwnMethod(drafter)
