@@ -175,7 +175,7 @@ class SharedKVDrafter:
         self._last.pop(request, None)
 
     def close(self) -> None:
-        """Forget all requests."""
+        """Release the hidden states of all requests."""
         self._last.clear()
 
 
