@@ -253,7 +253,8 @@ def write(plan: Plan, models: Models, head: DraftHead) -> None:
     tensors = {
         name: tensor.to(torch.bfloat16) for name, tensor in own_modules(head, models.target).state_dict().items()
     }
-    config: dict[str, Any] = head.config.to_dict() | {"dtype": "bfloat16"}
+    config: dict[str, Any] = head.config.to_diff_dict() | {"dtype": "bfloat16"}
+    config.pop("_name_or_path", None)
     if isinstance(head, Eagle3Head):
         assert head.target_ids is not None, "a reduced vocabulary"
         tensors["d2t"] = head.target_ids - torch.arange(len(head.target_ids))
