@@ -22,13 +22,14 @@ from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_causal_lm, configured
 from hf_slospec.models.cpu.packed_layers import restore_weights
+from hf_slospec.models.drafters.methods import DraftMethod
 
 
 def enable(
     model: PreTrainedModel,
     assistant_model: PreTrainedModel | None = None,
     *,
-    drafter: Drafter | None = None,
+    drafter: Drafter | DraftMethod | None = None,
     config: SLOSpecConfig | None = None,
     make_policy: NewPolicy | None = None,
     always: bool = False,
@@ -40,7 +41,7 @@ def enable(
         model: a loaded transformers causal LM, or a PEFT model around one.
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
-        drafter: an object of your own that proposes token trees, see :class:`Drafter`.
+        drafter: what :func:`load_drafter` returns, or an object of your own, see :class:`Drafter`.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         make_policy: makes a policy of your own, see :class:`Policy`, in place of the config's: called with the config
             and the :class:`StepCosts` of the models for every call.

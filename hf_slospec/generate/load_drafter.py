@@ -19,6 +19,7 @@ from hf_slospec.models.drafters.methods import (
     HybridMethod,
     LookupMethod,
     SuffixMethod,
+    assistant_method,
 )
 from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.heads.loading import layout_of, load_mtp, open_checkpoint
@@ -112,12 +113,14 @@ def _assistant(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | str | None,
-) -> AssistantMethod:
+) -> DraftMethod:
     """Return a causal LM as a drafter, with a translation where the tokenizers are known to differ."""
+    if not isinstance(method := assistant_method(model), AssistantMethod):
+        return method
     own = _tokenizer(assistant_tokenizer)
     targets = tokenizer if own is None or tokenizer is not None else _tokenizer(target.config.name_or_path)
     if own is None or targets is None or own.get_vocab() == targets.get_vocab():
-        return AssistantMethod(model)
+        return method
     return AssistantMethod(model, TokenTranslation(targets, own, vocab_size(target), vocab_size(model)))
 
 

@@ -23,6 +23,7 @@ from hf_slospec.engine.request import Progress
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
+from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import BatchingService
@@ -41,7 +42,7 @@ class SLOSpecGenerator:
             drafter, the request's own tokens draft (prompt lookup).
         tokenizer: of both models.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
-        drafter: an object of your own that proposes token trees, see :class:`Drafter`.
+        drafter: what :func:`load_drafter` returns, or an object of your own, see :class:`Drafter`.
         make_policy, fallback: as in :func:`enable`.
 
     Raises:
@@ -55,7 +56,7 @@ class SLOSpecGenerator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: SLOSpecConfig | None = None,
         *,
-        drafter: Drafter | None = None,
+        drafter: Drafter | DraftMethod | None = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
     ):
