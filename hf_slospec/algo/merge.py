@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from hf_slospec.algo.calibration import Conditionals
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, TokenTree
+from hf_slospec.algo.tree import FloatArray, Forest, TokenTree
 
 
-@dataclass(frozen=True)
-class MergedTree:
-    """Union of trees with the same root token, its nodes in canonical order."""
-
-    tree: TokenTree
-    sources: BoolArray  # [num_sources, num_nodes] bool, whether the source proposes the node
-
-
-def merge_trees(trees: Sequence[TokenTree], max_nodes: int | None = None) -> MergedTree:
+def merge_trees(trees: Sequence[TokenTree], max_nodes: int | None = None) -> TokenTree:
     """Return the union of at least one tree, all with the same root token; see :func:`merge_forests`."""
     forests = [Forest.of([tree]) for tree in trees]
     [merged] = merge_forests(forests, [Conditionals.of(forest).probs for forest in forests], max_nodes)
@@ -28,7 +19,7 @@ def merge_trees(trees: Sequence[TokenTree], max_nodes: int | None = None) -> Mer
 
 def merge_forests(
     forests: Sequence[Forest], conditionals: Sequence[FloatArray], max_nodes: int | None = None
-) -> list[MergedTree]:
+) -> list[TokenTree]:
     """Return the union of the trees of every request.
 
     Nodes with the same path of tokens become one node. Its conditional is the largest that a source gives it, and
@@ -67,8 +58,6 @@ def merge_forests(
         siblings = np.bincount(above, best)[above]  # sums
         path_probs[layer[firsts]] = path_probs[above] * best / np.maximum(siblings, 1.0)
 
-    is_proposed = np.zeros((len(forests), len(depths)), dtype=np.bool_)
-    is_proposed[np.repeat(np.arange(len(forests)), sizes), name_of] = True
     names = np.flatnonzero(name_of == np.arange(len(depths)))
     names = names[np.lexsort((depths[names], -path_probs[names], tree_of[names]))]  # stable: ties stay in order
     place_of = np.empty(len(depths), dtype=np.int64)  # of names, in their trees
@@ -79,6 +68,5 @@ def merge_forests(
         place_of[kept] = np.arange(len(kept))
         own_parents = place_of[name_of[parents[kept]]]
         own_parents[0] = -1
-        tree = TokenTree(tokens[kept], own_parents, depths[kept], path_probs[kept])
-        merged.append(MergedTree(tree, is_proposed[:, kept]))
+        merged.append(TokenTree(tokens[kept], own_parents, depths[kept], path_probs[kept]))
     return merged

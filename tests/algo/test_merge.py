@@ -19,21 +19,19 @@ PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0)])
 Path = tuple[int, ...]
 
 
-def brute_force(trees: Sequence[TokenTree]) -> dict[Path, tuple[float, list[bool]]]:
-    """Path probability and sources of every path."""
+def brute_force(trees: Sequence[TokenTree]) -> dict[Path, float]:
+    """Path probability of every path."""
     given: dict[Path, float] = {}
-    sources: dict[Path, list[bool]] = {}
-    for source, tree in enumerate(trees):
+    for tree in trees:
         for node in range(tree.num_nodes):
             path, parent = tuple(path_to(tree, node)), tree.path_probs[tree.parents[node]]
             own = float(tree.path_probs[node] / parent) if node and parent > 0.0 else 0.0
             given[path] = max(given.get(path, 0.0), own)
-            sources.setdefault(path, [False] * len(trees))[source] = True
     probs: dict[Path, float] = {(): 1.0}
     for path in sorted(given, key=len)[1:]:
         total = sum(prob for other, prob in given.items() if other and other[:-1] == path[:-1])
         probs[path] = probs[path[:-1]] * given[path] / max(total, 1.0)
-    return {path: (probs[path], sources[path]) for path in given}
+    return probs
 
 
 def random_trees(seed: int, sizes: Sequence[int], conditionals: Sequence[float]) -> list[TokenTree]:
@@ -46,12 +44,11 @@ def random_trees(seed: int, sizes: Sequence[int], conditionals: Sequence[float])
 def test_union_of_paths(seed: int, sizes: list[int], conditionals: Sequence[float]) -> None:
     trees = random_trees(seed, sizes, conditionals)
     merged = merge_trees(trees)
-    merged.tree.check()
+    merged.check()
     expected = brute_force(trees)
-    paths = [tuple(path_to(merged.tree, node)) for node in range(merged.tree.num_nodes)]
+    paths = [tuple(path_to(merged, node)) for node in range(merged.num_nodes)]
     assert len(set(paths)) == len(paths) and set(paths) == expected.keys()
-    assert merged.tree.path_probs.tolist() == pytest.approx([expected[path][0] for path in paths])
-    assert merged.sources.T.tolist() == [expected[path][1] for path in paths]
+    assert merged.path_probs.tolist() == pytest.approx([expected[path] for path in paths])
 
 
 @given(seed=SEEDS, sizes=SIZES, conditionals=PROBS, max_nodes=st.integers(0, 12))
@@ -60,7 +57,7 @@ def test_canonical_order_and_its_prefixes(
     seed: int, sizes: list[int], conditionals: Sequence[float], max_nodes: int
 ) -> None:
     trees = random_trees(seed, sizes, conditionals)
-    tree, first = merge_trees(trees).tree, merge_trees(trees, max_nodes).tree
+    tree, first = merge_trees(trees), merge_trees(trees, max_nodes)
     assert sorted(zip(-tree.path_probs, tree.depths, strict=True)) == list(
         zip(-tree.path_probs, tree.depths, strict=True)
     )
@@ -81,16 +78,15 @@ def test_requests_together_are_as_each_by_itself(seed: int, sizes: list[list[int
     together = merge_forests(forests, [Conditionals.of(forest).probs for forest in forests], 9)
     for own, trees in zip(together, by_request, strict=True):
         alone = merge_trees(trees, 9)
-        assert (own.sources == alone.sources).all()
         for name in ("tokens", "parents", "depths", "path_probs"):
-            assert getattr(own.tree, name).tolist() == getattr(alone.tree, name).tolist()
+            assert getattr(own, name).tolist() == getattr(alone, name).tolist()
 
 
 @given(seed=SEEDS, size=st.integers(1, 20))
 @settings(deadline=None)
 def test_merging_again_changes_nothing(seed: int, size: int) -> None:
-    once = merge_trees(random_trees(seed, [size], UNEVEN)).tree
-    twice = merge_trees([once, once]).tree
+    once = merge_trees(random_trees(seed, [size], UNEVEN))
+    twice = merge_trees([once, once])
     paths = [[path_to(tree, node) for node in range(tree.num_nodes)] for tree in (once, twice)]
     assert sorted(paths[0]) == sorted(paths[1])
     assert np.sort(twice.path_probs).tolist() == pytest.approx(np.sort(once.path_probs).tolist())
@@ -98,13 +94,13 @@ def test_merging_again_changes_nothing(seed: int, size: int) -> None:
 
 def test_one_source_may_know_the_parent_and_another_the_child() -> None:
     merged = merge_trees([chain(0.9, 0.1), chain(0.2, 0.8)])
-    assert merged.tree.path_probs.tolist() == pytest.approx([1.0, 0.9, 0.72])
+    assert merged.path_probs.tolist() == pytest.approx([1.0, 0.9, 0.72])
 
 
 def test_siblings_share_a_probability_of_one() -> None:
     merged = merge_trees([grow([0], [0.9], [1]), grow([0], [0.6], [2])])
-    assert merged.tree.tokens.tolist() == [0, 1, 2]
-    assert merged.tree.path_probs.tolist() == pytest.approx([1.0, 0.6, 0.4])
+    assert merged.tokens.tolist() == [0, 1, 2]
+    assert merged.path_probs.tolist() == pytest.approx([1.0, 0.6, 0.4])
 
 
 def test_root_tokens_must_agree() -> None:

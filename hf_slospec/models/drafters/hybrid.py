@@ -101,12 +101,11 @@ class HybridDrafter:
                 predictions.append(source.expect(requests, dict(zip(open_requests, trees, strict=True))))
             expected = dict(zip(requests, _expected_depths(predictions[-1]).tolist(), strict=True))
             open_requests = [own for own in open_requests if expected[own] < self.confident * plan.depth]
-        merged = merge_forests(
+        return merge_forests(
             [prediction.forest for prediction in predictions],
             [np.where(own.forest.path_probs > 0.0, own.calibrated, 0.0) for own in predictions],
             plan.depth * plan.width,
         )
-        return [own.tree for own in merged]
 
     def reuse(self, request: Request) -> int:
         """Let every drafter reuse a text that begins alike; return the tokens that the one with the most knows."""

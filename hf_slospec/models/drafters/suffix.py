@@ -190,7 +190,7 @@ class SuffixDrafter:
         proposed = [_trees(request, plan, drafts) for request, drafts in zip(requests, found, strict=True)]
         forests = [Forest.of(trees) for trees in zip(*proposed, strict=True)]
         conditionals = [Conditionals.of(forest).probs for forest in forests]
-        return [merged.tree for merged in merge_forests(forests, conditionals, plan.depth * plan.width)]
+        return merge_forests(forests, conditionals, plan.depth * plan.width)
 
     def release(self, request: Request) -> None:
         """Drop the text of a request, but keep its output among the shared ones, unless it failed."""
