@@ -17,7 +17,8 @@ import typer
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from hf_slospec.demo.serve import Options, launch, prepare
+from hf_slospec.demo.serve import MODELS, Options, launch, prepare
+from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.log_level import only_errors_logged
 
 SIZE = dict(width=1420, height=745)  # four streams side by side, from the policy control to the end of the texts
@@ -76,10 +77,10 @@ def main(
     seconds: Annotated[float, typer.Option(help="Length of the recording.")] = 16.0,
     every: Annotated[float, typer.Option(help="Seconds between frames.")] = 0.4,
     width: Annotated[int, typer.Option(help="Width in pixels.")] = 900,
-    size: Annotated[str, typer.Option(help="Size of the embedded target.")] = Options.size,
+    size: Annotated[str, typer.Option(help="Size of the embedded target.")] = MODELS.size,
 ) -> None:
     """Record the demo as an animated GIF."""
-    options = Options(size=size)
+    options = Options(ModelOptions(size=size))
     with only_errors_logged():
         sessions, page = prepare(options, lambda message: print(message, file=sys.stderr))
         try:

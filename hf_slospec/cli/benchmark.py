@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 import hf_slospec
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.models.drafters.methods import DraftMethod
+from hf_slospec.models.drafters.methods import AssistantMethod, DraftMethod
 from hf_slospec.models.machine import cpu_info, native_dtypes
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.sim.texts import RecordedText
@@ -68,6 +68,8 @@ class Bench:
         new_tokens: new tokens of every row.
         times_forwards: wait for the GPU before and after every forward, which prevents overlap with the host.
         sampling: options of every ``generate`` call, such as ``do_sample`` and ``temperature``; None: greedy.
+        draft: of assisted generation, which is left out without one.
+        method: what drafts for hf_slospec; None: the draft.
     """
 
     def __init__(
@@ -81,12 +83,15 @@ class Bench:
         config: SLOSpecConfig | None = None,
         times_forwards: bool = True,
         sampling: dict[str, Any] | None = None,
+        method: DraftMethod | None = None,
     ):
         self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
         self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
         self.config, self.times_forwards = config or SLOSpecConfig(), times_forwards
         self.sampling = {"do_sample": False} if sampling is None else {"do_sample": True} | sampling
-        for model in (target, draft):
+        self.method = AssistantMethod(draft) if method is None else method
+        self.timed = {model for model in (target, draft, self.method.model) if model is not None}
+        for model in {target, draft} - {None}:
             model.generation_config.eos_token_id = None  # every row gets exactly new_tokens
 
     def methods(self, batches: list[int], constants: list[int]) -> list[Method]:
@@ -99,8 +104,9 @@ class Bench:
         for batch in batches:
             found.append(Method(PLAIN, batch, self.stock()))
             if batch == 1:
-                found.append(Method(ASSISTED, 1, self._assisted(None)))
-                found += [Method(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
+                if self.draft is not None:
+                    found.append(Method(ASSISTED, 1, self._assisted(None)))
+                    found += [Method(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
                 found.append(Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
             found += [Method(name, batch, run) for name, run in ours.items()]
         return found
@@ -140,7 +146,7 @@ class Bench:
         """Time one call with the repeat's prompts."""
         encoded = self._encoded(method.batch, repeat)
         torch.manual_seed(repeat)  # sampled text is the same for all methods that draw as stock does
-        timing = forward_time(self.target, self.draft) if self.times_forwards else contextlib.nullcontext()
+        timing = forward_time(*self.timed) if self.times_forwards else contextlib.nullcontext()
         with method.around(), timing as spent:
             synchronize(self.target.device)
             started_s = time.perf_counter()
@@ -186,9 +192,8 @@ class Bench:
         return run_constant
 
     def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
-        """Return ``generate`` of an SLOSpecGenerator with this config, which drafts by the pair's draft or a method."""
-        draft = None if method is not None else self.draft
-        generator = SLOSpecGenerator(self.target, draft, self.tokenizer, config, drafter=method)
+        """Return ``generate`` of an SLOSpecGenerator with this config; ``method``: another way to draft."""
+        generator = SLOSpecGenerator(self.target, None, self.tokenizer, config, drafter=method or self.method)
 
         def run(encoded: dict[str, Any]) -> Any:
             return generator.generate(

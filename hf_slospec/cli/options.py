@@ -15,12 +15,19 @@ from rich.console import Console
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
 from hf_slospec.tiny.inflate import SHAPES
-from hf_slospec.tiny.load import Pair, load_pair
 
 TargetModel = Annotated[
     str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
 ]
-Assistant = Annotated[str | None, typer.Option(help="Its draft model; required with --target.")]
+Assistant = Annotated[str | None, typer.Option(help="Its draft model; --target needs it, or --drafter.")]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        help="What drafts in place of --assistant: lookup, suffix, mtp, a trained head (EAGLE-3, MTP, DFlash) or a "
+        "draft model by name or folder (safetensors only), or a sum such as lookup+mtp. For the embedded target: also "
+        "eagle3, and assistant, its draft model, as in suffix+assistant."
+    ),
+]
 Size = Annotated[str, typer.Option(help=f"Size of the embedded target: tiny, {', '.join(SHAPES)}.")]
 DType = Annotated[
     str,
@@ -68,10 +75,11 @@ def settings_of(config: str) -> SLOSpecConfig:
         raise typer.BadParameter(f"--config: {describe_validation_error(error)}") from error
 
 
-def pair_of(target: str | None, assistant: str | None, size: str, dtype: str, device: str) -> Pair:
-    """Return the models and the tokenizer of the options; raises BadParameter if there are none."""
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Raise InvalidInputError as BadParameter."""
     try:
-        return load_pair(target, assistant, size, dtype, device)
+        yield
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -16,13 +16,13 @@ from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT
 from hf_slospec.demo.remote import RemoteGenerator
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.generate.speculator import clock
-from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.log_level import only_errors_logged
-from hf_slospec.tiny.load import load_pair
 
 if TYPE_CHECKING:
     import gradio as gr
 
+MODELS = ModelOptions(size="0.1B")  # about ten tokens per second and user on two CPU cores
 NUM_STREAMS, NUM_TOKENS, NUM_REPEATS = 4, 16, 3  # of the measurement of plain decoding
 MAX_SLO_FACTOR = 6.0  # slowest speed target on the sliders, as a multiple of plain decoding's TPOT
 NO_TELEMETRY = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
@@ -34,11 +34,7 @@ CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; 
 class Options:
     """Models or server, address and password of the demo."""
 
-    target: str | None = None  # needs an assistant; None: the embedded pair
-    assistant: str | None = None
-    size: str = "0.1B"  # of the embedded target: about ten tokens per second and user on two CPU cores
-    dtype: str = "fast"
-    device: str = "cpu"
+    models: ModelOptions = MODELS
     host: str | None = None  # None: GRADIO_SERVER_NAME, or else only this machine
     port: int | None = None
     password: str | None = None
@@ -75,7 +71,8 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
     generator: DemoGenerator
     if options.server is None:
         report("loading models")
-        generator = local_generator(options)
+        generator = local_generator(options.models)
+        report(f"drafts by {generator.generator.decoder.speculator.method.kind}")
     else:
         report(f"connecting to {options.server}")
         generator = RemoteGenerator(options.server, options.api_key)
@@ -90,18 +87,17 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
     except BaseException:
         generator.stop()
         raise
-    note = EMBEDDED if options.target is None else ""
+    note = EMBEDDED if options.models.target is None else ""
     if isinstance(generator, RemoteGenerator):
         note = f'<p class="dim">The model is {escape(generator.model_name)}, on a server that may have other users.</p>'
     max_slo_ms = min(max(round(1e3 * MAX_SLO_FACTOR * plain_s), 10), MAX_TPOT_SLO_MS)
     return sessions, Page(sessions, personas, max_slo_ms, note).build()
 
 
-def local_generator(options: Options) -> LocalGenerator:
+def local_generator(models: ModelOptions) -> LocalGenerator:
     """Load the models.  -> a generator with room for all users"""
-    pair = load_pair(options.target, options.assistant, options.size, options.dtype, options.device)
     kv_tokens = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
-    return LocalGenerator(SLOSpecGenerator(*pair, CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
+    return LocalGenerator(models.generator(CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
 
 
 def plain_tpot_s(generator: DemoGenerator) -> float:

@@ -41,7 +41,8 @@ def enable(
         model: a loaded transformers causal LM, or a PEFT model around one.
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
-        drafter: what :func:`load_drafter` returns, or an object of your own, see :class:`Drafter`.
+        drafter: what :func:`load_drafter` returns, or an object of your own that proposes token trees, see
+            :class:`Drafter`.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         make_policy: makes a policy of your own, see :class:`Policy`, in place of the config's: called with the config
             and the :class:`StepCosts` of the models for every call.

@@ -65,16 +65,21 @@ def load_drafter(
         IncompatibleDraftError: it was made for another target.
     """
     target = check_causal_lm("target", target)
+    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts) for part in parts_of(source)]
+    method = methods[0] if len(methods) == 1 else HybridMethod(methods)
+    method.check(target)
+    logger.info("drafter: %s", method.kind)
+    return method
+
+
+def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
+    """Return the parts of a source, at least one; raise InvalidTypeError if it has none."""
     parts = source.split("+") if isinstance(source, str) and not Path(source).is_dir() else source
     if isinstance(parts, (str, PreTrainedModel, DraftMethod)):
         parts = [parts]
     if not isinstance(parts, Sequence) or not parts:
         raise InvalidTypeError(f"source must be a name, a folder, a model or several of these, got {source!r}")
-    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts) for part in parts]
-    method = methods[0] if len(methods) == 1 else HybridMethod(methods)
-    method.check(target)
-    logger.info("drafter: %s", method.kind)
-    return method
+    return parts
 
 
 def _method(

@@ -76,6 +76,12 @@ def check_make_policy(make_policy: Any) -> Any:
     return make_policy
 
 
+def check_one_way(assistant_model: Any, drafter: Any) -> None:
+    """Raise InvalidInputError if there are a drafter and an assistant model."""
+    if assistant_model is not None and drafter is not None:
+        raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
+
+
 def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None:
     """Return the assistant model, if there is one.
 
@@ -83,9 +89,8 @@ def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None
         InvalidInputError: there are a drafter and an assistant model.
         InvalidTypeError: either is no drafter or model.
     """
+    check_one_way(assistant_model, drafter)
     if drafter is not None:
-        if assistant_model is not None:
-            raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
         if isinstance(drafter, DraftMethod):
             return None
         for name in ("draft", "release"):

@@ -20,8 +20,8 @@ from hf_slospec.server.connections import ImpatientProtocol
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.telemetry import PREFIX
-from hf_slospec.tiny.load import load_pair
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 DRAIN_S = 30  # that requests have to finish after the first signal
@@ -34,18 +34,13 @@ EMBEDDED = "tiny"  # model name of the embedded pair
 class ServeOptions:
     """Options of the server."""
 
-    target: str | None = None
-    assistant: str | None = None
-    size: str = "tiny"
-    dtype: str = "fast"
-    device: str = "cpu"
+    models: ModelOptions
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str | None = None
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None  # JSON: SLO limits by API key
     allows_no_key: bool = False
-    allows_pickle: bool = False  # weights that are not safetensors, which may run code
     allowed_origins: tuple[str, ...] = ()
     chat_template: Path | None = None
     response_template: Path | None = None  # JSON, see transformers' response templates
@@ -57,7 +52,7 @@ class ServeOptions:
     @property
     def name(self) -> str:
         """Name of the model."""
-        return self.model_name or self.target or EMBEDDED
+        return self.model_name or self.models.target or EMBEDDED
 
     @property
     def settings(self) -> ServerSettings:
@@ -117,14 +112,10 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
 
     options.check_open()
     template, settings, name = options.read_response_template(), options.settings, options.name
-    pair = load_pair(
-        options.target, options.assistant, options.size, options.dtype, options.device, options.allows_pickle
-    )
-    if (chat_template := options.read_chat_template()) is not None:
-        pair.tokenizer.chat_template = chat_template
+    chat_template = options.read_chat_template()
     sys.setswitchinterval(SWITCH_S)
     say(f"loading and measuring {name}; the first start on a machine takes some seconds longer")
-    with SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config) as generator:
+    with options.models.generator(options.config, chat_template) as generator:
         app = make_app(LocalEngine(generator, template), settings)
         say(welcome(options, name, generator, is_guarded=bool(settings.api_keys)))
         uvicorn.run(
@@ -144,16 +135,19 @@ def welcome(options: ServeOptions, name: str, generator: SLOSpecGenerator, is_gu
     """Return what a user needs to know after the start: model, address, lines to try, and what a step takes."""
     costs = generator.decoder.speculator.costs
     step_s = float(costs.verify_s(1, 1, 0))
-    target, draft = generator.model, generator.assistant_model
+    target, method = generator.model, generator.decoder.speculator.method
     url = f"http://{options.host}:{options.port}/v1"
     key = "$KEY" if is_guarded else "none"
     slo_s = max(round(2 * step_s, 3), 0.001)
     body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32, "slo_tpot": slo_s})
     auth = f" -H {shlex.quote('Authorization: Bearer ' + key)}" if is_guarded else ""
     size = f"{target.num_parameters() / 1e6:.0f} M parameters, {str(target.dtype).removeprefix('torch.')}"
+    drafts = method.kind
+    if method.model is not None:
+        drafts += f", {sum(tensor.numel() for tensor in method.model.parameters()) / 1e6:.1f} M parameters"
     lines = [
         f"model    {name}: {size}",
-        "draft    prompt lookup" if draft is None else f"draft    {draft.num_parameters() / 1e6:.1f} M parameters",
+        f"draft    {drafts}",
         f"address  {url}" + (" (API key required)" if is_guarded else ""),
         f"step     {1e3 * step_s:.3g} ms for one request without drafts: what a TPOT SLO below that needs is drafts",
         f"curl     curl {url}/completions -H 'Content-Type: application/json'{auth} -d {shlex.quote(body)}",

@@ -21,8 +21,10 @@ from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import Progress
 from hf_slospec.generate.decode import Decoder
+from hf_slospec.generate.load_drafter import load_drafter
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
+from hf_slospec.generate.validation import check_one_way
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
@@ -42,7 +44,8 @@ class SLOSpecGenerator:
             drafter, the request's own tokens draft (prompt lookup).
         tokenizer: of both models.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
-        drafter: what :func:`load_drafter` returns, or an object of your own, see :class:`Drafter`.
+        drafter: what :func:`load_drafter` returns, or an object of your own that proposes token trees, see
+            :class:`Drafter`.
         make_policy, fallback: as in :func:`enable`.
 
     Raises:
@@ -74,7 +77,7 @@ class SLOSpecGenerator:
         assistant_model: str | None = None,
         *,
         config: SLOSpecConfig | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | DraftMethod | str | list[str] | None = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
         dtype: torch.dtype | str = "auto",
@@ -83,9 +86,15 @@ class SLOSpecGenerator:
     ) -> SLOSpecGenerator:
         """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
-        ``dtype``, ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to both models, further arguments
-        to the target's ``from_pretrained``.
+        ``drafter`` may also be a source for :func:`load_drafter`, such as ``"suffix"``, ``"lookup+mtp"`` or the name of
+        a trained head. ``dtype``, ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and
+        the assistant model, further arguments to the target's ``from_pretrained``.
+
+        Raises:
+            InvalidInputError: there are a drafter and an assistant model.
+            SLOSpecError: as :func:`load_drafter` and the constructor.
         """
+        check_one_way(assistant_model, drafter)
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
         tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
@@ -93,6 +102,8 @@ class SLOSpecGenerator:
         draft = None
         if assistant_model is not None:
             draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
+        if isinstance(drafter, (str, list)):
+            drafter = load_drafter(drafter, target, tokenizer=tokenizer)
         return cls(target, draft, tokenizer, config, drafter=drafter, make_policy=make_policy, fallback=fallback)
 
     def generate(

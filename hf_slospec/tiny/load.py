@@ -22,7 +22,7 @@ class Pair(NamedTuple):
     """A target and its draft with their tokenizer."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel
+    draft: Any  # PreTrainedModel; None beside a target by name if no draft was named
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -39,14 +39,12 @@ def load_pair(
 
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
     this machine is fast in, see `fast_dtype`. Without ``may_unpickle``, weights are read from safetensors only, as
-    pickled files may run code.
+    pickled files may run code. A target by name has no draft unless an assistant is named.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.
     """
     torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
-    if (target is None) != (assistant is None):
-        raise InvalidInputError("give --target and --assistant together")
     if dtype not in DTYPES:
         raise InvalidInputError(f"--dtype must be fast, bfloat16, float16 or float32, got {dtype!r}")
     try:
@@ -54,16 +52,17 @@ def load_pair(
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         raise InvalidInputError(f"--device {device}: {error}") from error
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
-    if target is not None and assistant is not None:
+    if target is not None:
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
             tokenizer = AutoTokenizer.from_pretrained(target)
             safe = {} if may_unpickle else {"use_safetensors": True}
-            models = load(target, dtype=dtype, **safe), load(assistant, dtype=dtype, **safe)
+            models = [load(name, dtype=dtype, **safe).to(device) for name in (target, assistant) if name is not None]
         except OSError as error:  # no such model, or the Hub cannot be reached
-            raise InvalidInputError(f"--target {target} --assistant {assistant}: {error}") from error
+            named = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
+            raise InvalidInputError(f"{named}: {error}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        return Pair(models[0].to(device), models[1].to(device), tokenizer)
+        return Pair(models[0], None if assistant is None else models[1], tokenizer)
     if size not in SIZES:
         raise InvalidInputError(f"--size must be one of {', '.join(SIZES)}, got {size!r}")
     pair: Any = load_tiny_pair(getattr(torch, dtype))

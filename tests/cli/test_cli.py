@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from hf_slospec import __version__, load_tiny_pair
 from hf_slospec.cli import benchmark
 from hf_slospec.cli.app import app
+from hf_slospec.tiny.embedded import FOLDER
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 
@@ -70,6 +71,21 @@ def test_bench_writes_a_trace_of_our_steps(tmp_path: Path) -> None:
     assert {"prefill", "verify", "draft"} <= names
 
 
+def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
+    target, _, tokenizer = load_tiny_pair()
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    path = tmp_path / "result.json"
+    options = f"--target {tmp_path / 'target'} --dtype float32 --new-tokens 4 --repeats 1 --batch 1 --json {path}"
+    result = RUN.invoke(app, ["bench", "--drafter", f"lookup+{FOLDER / 'mtp'}", *options.split()])
+    assert result.exit_code == 0, result.output
+    written = json.loads(path.read_text())
+    assert written["provenance"]["drafter"] == "prompt lookup + MTP layer"
+    rows = {row["name"]: row for row in written["results"]}
+    assert not any(name.startswith("assisted") for name in rows)
+    assert rows["hf_slospec"]["rows_equal_to_generate"] == "1/1"
+
+
 def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     plot, path = tmp_path / "curve.png", tmp_path / "profile.json"
     options = ["--size", "tiny", "--dtype", "float32", "--seconds", "4", "--plot", str(plot), "--json", str(path)]
@@ -92,10 +108,17 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
         (["--dtype", "float7"], "--dtype"),
         (["--device", "abacus"], "--device abacus"),
         (["--target", "./nowhere", "--assistant", "./nowhere"], "--target ./nowhere"),
+        (["--target", "./nowhere", "--drafter", "lookup"], "--target ./nowhere: "),
+        (["--target", "a", "--drafter", "lookup+assistant"], "'assistant' is the embedded draft"),
+        (["--target", "a", "--assistant", "b", "--drafter", "suffix"], "--drafter suffix+b"),
+        (["--assistant", "b"], "--target"),
+        (["--drafter", "./nowhere"], "--drafter ./nowhere"),
+        (["--drafter", "mtp+assistant"], "--drafter mtp+assistant"),
+        (["--target", "a", "--drafter", "lookup", "--record", "texts.json"], "--record"),
     ],
 )
 def test_bad_options_are_named(options: list[str], word: str) -> None:
-    result = RUN.invoke(app, ["bench", *options])
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["bench", *options])
     assert result.exit_code == 2
     assert word in result.output
 
@@ -130,6 +153,13 @@ def test_generate_writes_the_text_to_the_output_and_figures_beside_it() -> None:
     assert "12 tokens" in result.stderr
     assert "SLO of 10000 ms met" in result.stderr
     assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "mtp", "assistant", "lookup+mtp", "suffix+assistant"])
+def test_generate_drafts_as_it_is_told(drafter: str) -> None:
+    result = RUN.invoke(app, ["generate", TEXT, "--drafter", drafter, *FAST])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == stock(TEXT) + "\n"
 
 
 def test_generate_reads_a_pipe_or_a_file(tmp_path: Path) -> None:

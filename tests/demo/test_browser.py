@@ -13,6 +13,7 @@ import pytest
 
 from hf_slospec.demo.serve import Options, launch, prepare
 from hf_slospec.demo.sessions import DemoSessions
+from hf_slospec.serving.loading import ModelOptions
 from tests.support.paths import ROOT
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -37,7 +38,7 @@ PASSWORD = "only for tests"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[DemoSessions, str]]:
-    sessions, page = prepare(Options(size=SIZE))
+    sessions, page = prepare(Options(ModelOptions(size=SIZE)))
     yield sessions, launch(page, Options())
     page.close(verbose=False)
     sessions.generator.stop()

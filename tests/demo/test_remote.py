@@ -262,7 +262,9 @@ class TestPage:
         sessions.generator.stop()
 
 
-@pytest.mark.parametrize("options", [["--target", "a", "--assistant", "b"], ["--size", "0.1B"], ["--device", "cpu"]])
+@pytest.mark.parametrize(
+    "options", [["--target", "a", "--assistant", "b"], ["--drafter", "mtp"], ["--size", "0.1B"], ["--device", "cpu"]]
+)
 def test_options_of_models_in_this_process_are_refused_with_a_server(options: list[str]) -> None:
     runner = CliRunner(env={"COLUMNS": "300"})
     result = runner.invoke(command_line, ["demo", "--server", "http://127.0.0.1:9", *options])

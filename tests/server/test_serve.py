@@ -27,6 +27,9 @@ START_S = 240.0
         (["--chat-template", "/no/such/file"], "--chat-template"),
         (["--default-slo-tpot", "-1"], "default_tpot"),
         (["--target", "./nowhere"], "--assistant"),
+        (["--share-texts"], "--drafter suffix"),
+        (["--share-texts", "--drafter", "lookup+mtp"], "--drafter suffix"),
+        (["--drafter", "pickled"], "safetensors"),
         (["--metrics-prefix", "no name"], "metrics_prefix"),
         (["--api-key-file", "keys.json"], "strictest_tpot"),
         (["--response-template", "template.json"], "--response-template"),
@@ -37,6 +40,8 @@ def test_what_is_refused_before_it_listens(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("keys.json").write_text('{"key": {"strictest_tpot": -1}}')
+    Path("pickled").mkdir()
+    Path("pickled/pytorch_model.bin").write_bytes(b"")
     Path("template.json").write_text('{"fields": 3}')
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", *options])
     assert result.exit_code == 2 and said in result.output
@@ -51,7 +56,7 @@ def free_port() -> int:
 
 def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
-    options = ["--size", "tiny", "--dtype", "float32", "--port", str(port)]
+    options = ["--size", "tiny", "--dtype", "float32", "--port", str(port), "--drafter", "lookup+mtp"]
     command = [sys.executable, "-m", "hf_slospec", "serve", *options]
     environment = os.environ | {"HF_SLOSPEC_API_KEY": "secret-key"}
     with log.open("w") as output:
@@ -74,6 +79,7 @@ def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     said = log.read_text()
+    assert "draft    prompt lookup + MTP layer, " in said
     assert f"http://127.0.0.1:{port}/v1" in said and "API key required" in said and "secret-key" not in said
 
 

@@ -14,16 +14,19 @@ from hf_slospec.cli.options import (
     Assistant,
     ConfigJSON,
     Device,
+    Drafter,
     DType,
     ResultPath,
     Size,
     TargetModel,
     console,
-    pair_of,
     settings_of,
+    usage_errors,
     write_results,
 )
 from hf_slospec.engine.chrome_trace import write_chrome_trace
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.sim.texts import Recording
 from hf_slospec.tiny.embedded import tiny_prompts
 
@@ -31,6 +34,7 @@ from hf_slospec.tiny.embedded import tiny_prompts
 def bench(
     target: TargetModel = None,
     assistant: Assistant = None,
+    drafter: Drafter = None,
     size: Size = "0.6B",
     dtype: DType = "fast",
     device: Device = "cpu",
@@ -62,17 +66,22 @@ def bench(
     if top_p < 1.0 and not temperature:
         raise typer.BadParameter("--top-p has no effect without --temperature")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else None
-    models = pair_of(target, assistant, size, dtype, device)
+    with usage_errors():
+        options = ModelOptions(target, assistant, drafter, size, dtype, device)
+        if record is not None and target is not None and assistant is None:
+            raise InvalidInputError("--record has no draft model whose probabilities to write; give --assistant")
+        models = options.load()
+        method = options.method(models)
     facts = benchmark.provenance(
-        target=target or f"embedded, {size}", assistant=assistant or "embedded",
-        dtype=str(models.target.dtype), device=device,
-        parameters=[model.num_parameters() for model in models[:2]], prompt_tokens=prompt_tokens,
+        target=target or f"embedded, {size}", assistant="embedded" if target is None else assistant,
+        drafter=method.kind, dtype=str(models.target.dtype), device=device,
+        parameters=[model.num_parameters() for model in models[:2] if model is not None], prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, repeats=repeats,
         sampling=sampling, config=settings.model_dump(),
     )  # fmt: skip
     runner = benchmark.Bench(
         *models, tiny_prompts(), prompt_tokens, new_tokens, settings,
-        times_forwards=models.target.device.type == "cpu", sampling=sampling,
+        times_forwards=models.target.device.type == "cpu", sampling=sampling, method=method,
     )  # fmt: skip
     methods = runner.methods(sorted(set(batch)), list(range(1, 9)) if tune else [])
     samples = runner.run(methods, repeats)

@@ -7,20 +7,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, Device, DType, Size, TargetModel, errors_shown
-from hf_slospec.demo.serve import Options, serve
+from hf_slospec.cli.options import Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
+from hf_slospec.demo.serve import MODELS, Options, serve
+from hf_slospec.serving.loading import ModelOptions
 
 MISSING = "the demo needs gradio; install it with: pip install 'hf_slospec[demo]'"
-LOADING = ("target", "assistant", "size", "dtype", "device")  # options of models in this process
+LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options of models in this process
 
 
 def demo(
     context: typer.Context,
     target: TargetModel = None,
     assistant: Assistant = None,
-    size: Size = Options.size,
-    dtype: DType = Options.dtype,
-    device: Device = Options.device,
+    drafter: Drafter = None,
+    size: Size = MODELS.size,
+    dtype: DType = "fast",
+    device: Device = "cpu",
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
     ] = None,
@@ -57,8 +59,8 @@ def demo(
         raise typer.BadParameter("--api-key: it is the server's; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console, ("gradio",), MISSING):
-        options = Options(target, assistant, size, dtype, device, host, port, password, server, api_key)
-        serve(options, console.print)
+        models = ModelOptions(target, assistant, drafter, size, dtype, device)
+        serve(Options(models, host, port, password, server, api_key), console.print)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, ConfigJSON, Device, DType, Size, TargetModel, pair_of, settings_of
+from hf_slospec.cli.options import Assistant, ConfigJSON, Device, Drafter, DType, Size, TargetModel, settings_of
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle, RequestResult
+from hf_slospec.serving.loading import ModelOptions
 
 FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a usage error
 
@@ -37,6 +37,7 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Apply the tokenizer's chat template to the prompt.")] = False,
     target: TargetModel = None,
     assistant: Assistant = None,
+    drafter: Drafter = None,
     size: Size = "tiny",
     dtype: DType = "fast",
     device: Device = "cpu",
@@ -66,10 +67,9 @@ def generate(
         sampling = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
     arguments = dict(slo_tpot=slo_tpot, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stop or None, **sampling)
     console = Console(stderr=True)
-    pair = pair_of(target, assistant, size, dtype, device)
     try:
         with console.status("measuring the speed of the models (stored for later runs)"):
-            generator = SLOSpecGenerator(*pair, settings).start()
+            generator = ModelOptions(target, assistant, drafter, size, dtype, device).generator(settings).start()
         with generator:
             handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
             result = _streamed(handle, is_shown=json_path != "-")

@@ -16,9 +16,10 @@ from hf_slospec.cli.options import (
     Size,
     TargetModel,
     console,
-    pair_of,
+    usage_errors,
     write_results,
 )
+from hf_slospec.serving.loading import ModelOptions
 
 
 def profile(
@@ -38,7 +39,9 @@ def profile(
 
     Example:  hf_slospec profile --size 0.3B --seconds 20 --plot curves.png
     """
-    models = dict(zip(("target", "draft"), pair_of(target, assistant, size, dtype, device)[:2], strict=True))
+    with usage_errors():
+        pair = ModelOptions(target, assistant, size=size, dtype=dtype, device=device).load()
+    models = {"target": pair.target, "draft": pair.draft}
     records = {name: profiling.profile(name, model, seconds, keep) for name, model in models.items()}
     output = console()
     for name, record in records.items():

@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, ConfigJSON, Device, DType, Size, TargetModel, errors_shown, settings_of
+from hf_slospec.cli.options import (
+    Assistant,
+    ConfigJSON,
+    Device,
+    Drafter,
+    DType,
+    Size,
+    TargetModel,
+    errors_shown,
+    settings_of,
+)
+from hf_slospec.serving.loading import ModelOptions
 
 MISSING = "the server needs further packages; install them with: pip install 'hf_slospec[serve]'"
 MISSING_RAY = "replicas need Ray; install it with: pip install 'hf_slospec[ray]'"
@@ -18,6 +29,15 @@ MISSING_RAY = "replicas need Ray; install it with: pip install 'hf_slospec[ray]'
 def serve(
     target: TargetModel = None,
     assistant: Assistant = None,
+    drafter: Drafter = None,
+    share_texts: Annotated[
+        bool,
+        typer.Option(
+            "--share-texts",
+            help="With suffix: draft from other requests' outputs, too, those with the same cache_salt, whatever their "
+            "key; requests without a salt have the same one. Response times may then tell clients about others' texts.",
+        ),
+    ] = False,
     size: Size = "tiny",
     dtype: DType = "fast",
     device: Device = "cpu",
@@ -70,9 +90,9 @@ def serve(
 
         limits = SLOLimits(default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot)
         options = ServeOptions(
-            target, assistant, size, dtype, device, host, port, served_model_name, tuple(api_key), api_key_file,
-            no_api_key, allow_pickle, tuple(allowed_origin), chat_template, response_template, root_path,
-            metrics_prefix, limits, settings_of(config),
+            ModelOptions(target, assistant, drafter, size, dtype, device, allow_pickle, share_texts),
+            host, port, served_model_name, tuple(api_key), api_key_file, no_api_key, tuple(allowed_origin),
+            chat_template, response_template, root_path, metrics_prefix, limits, settings_of(config),
         )  # fmt: skip
         say = partial(console.print, markup=False, highlight=False)
         if replicas is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.server.app import PREFIX_PATTERN, ServerSettings
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.server.serve import EMBEDDED
+from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.telemetry import PREFIX
 from hf_slospec.tiny.load import DTYPES, SIZES
 
@@ -23,7 +25,9 @@ class ReplicaOptions(InputModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     target: str | None = Field(None, description="A model from the Hub or a folder. None: the embedded target.")
-    assistant: str | None = Field(None, description="Its draft model; required with target.")
+    assistant: str | None = Field(None, description="Its draft model; target needs it, or drafter.")
+    drafter: str | None = Field(None, description="What drafts, in place of a draft model; see load_drafter.")
+    share_texts: bool = Field(False, description="Suffix trees hold other requests' outputs of the same cache_salt.")
     size: str = Field("tiny", description="Of the embedded target: tiny, 0.1B, ...")
     dtype: str = "fast"
     device: str = "cpu"
@@ -96,8 +100,7 @@ class ReplicaOptions(InputModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> ReplicaOptions:
-        if (self.target is None) != (self.assistant is None):
-            raise ValueError("target and assistant belong together; give both or none")
+        _ = self.models  # raises InvalidInputError, a ValueError
         if self.max_replicas is None and self.min_replicas != 1:
             raise ValueError("min_replicas has no effect without max_replicas; give both, or replicas alone")
         if self.max_replicas is not None and not self.min_replicas <= self.replicas <= self.max_replicas:
@@ -106,6 +109,11 @@ class ReplicaOptions(InputModel):
                 f"{self.min_replicas}..{self.max_replicas}"
             )
         return self
+
+    @property
+    def models(self) -> ModelOptions:
+        """Return the options of the models in each replica."""
+        return ModelOptions(**{field.name: getattr(self, field.name) for field in fields(ModelOptions)})
 
     @property
     def name(self) -> str:

@@ -19,7 +19,6 @@ from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SL
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.serve import SWITCH_S
-from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.replicas.messages import (
     LOAD,
@@ -34,7 +33,6 @@ from hf_slospec.serving.replicas.messages import (
     Update,
 )
 from hf_slospec.serving.replicas.options import ReplicaOptions
-from hf_slospec.tiny.load import load_pair
 
 logger = logging.getLogger("ray.serve")  # whose lines carry replica and request
 RECENT_S = 60.0  # over which missed SLOs are counted
@@ -48,13 +46,9 @@ class ModelReplica:
         sys.setswitchinterval(SWITCH_S)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        pair = load_pair(
-            options.target, options.assistant, options.size, options.dtype, options.device, options.allow_pickle
-        )
-        if options.chat_template is not None:
-            pair.tokenizer.chat_template = options.chat_template
         self.options = options
-        self.generator = SLOSpecGenerator(pair.target, pair.draft, pair.tokenizer, options.config).start()
+        self.generator = options.models.generator(options.config, options.chat_template).start()
+        logger.info("%s with drafts by %s", options.name, self.generator.decoder.speculator.method.kind)
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed

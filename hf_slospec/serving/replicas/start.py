@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import ray
 from ray import serve
@@ -36,12 +37,7 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
     """
     is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
     return ReplicaOptions(
-        target=options.target,
-        assistant=options.assistant,
-        size=options.size,
-        dtype=options.dtype,
-        device=options.device,
-        allow_pickle=options.allows_pickle,
+        **asdict(options.models),
         chat_template=options.read_chat_template(),
         response_template=options.read_response_template(),
         config=options.config,
@@ -99,6 +95,7 @@ def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
                 AutoConfig.from_pretrained(name)
             except (OSError, ValueError) as error:
                 raise InvalidInputError(f"{name}: {error}") from error
+    options.models.check_drafter()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,6 +18,7 @@ from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.algo.routing import Need, ReplicaLoad
 from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.request import PhaseTimes, Progress, Request, Stage
+from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.replicas import start
 from hf_slospec.serving.replicas.front import ReplicatedEngine
 from hf_slospec.serving.replicas.messages import Offer
@@ -63,12 +64,13 @@ def routed(engine: ReplicatedEngine, handle: FakeHandle, **loads: ReplicaLoad) -
 
 async def fill(generator: SLOSpecGenerator) -> None:
     """Submit long requests until one runs and the queue is full."""
-    is_full = False
-    while not (is_full and generator.stats().running):
+    while True:
+        is_running = generator.stats().running
         try:
             generator.submit(PROMPT, max_new_tokens=4000)
         except QueueFull:
-            is_full = True
+            if is_running:  # before the queue was full, so that it stays full
+                return
         await asyncio.sleep(0.05)
 
 
@@ -334,6 +336,17 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
         ReplicaOptions(**wrong)
 
 
+def test_drafter_reaches_the_models_of_a_replica() -> None:
+    from hf_slospec import InvalidInputError
+    from hf_slospec.server.serve import ServeOptions
+
+    models = ModelOptions("org/name", None, "suffix+org/draft", allow_pickle=False, share_texts=True)
+    options = start.replica_options(ServeOptions(models), 2)
+    assert options.models == models
+    with pytest.raises(InvalidInputError, match="--drafter alone"):
+        ReplicaOptions(target="org/name", assistant="org/draft", drafter="suffix")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -341,6 +354,7 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
         (["--replicas", "2", "--host", "0.0.0.0"], "--api-key"),
         (["--replicas", "2", "--dtype", "bogus"], "dtype"),
         (["--replicas", "2", "--target", "no/such", "--assistant", "no/such"], "no/such"),
+        (["--replicas", "2", "--drafter", "lookup+./no/such"], "./no/such"),
         (["--replicas", "2", "--port", "{busy}"], "cannot listen"),
     ],
 )

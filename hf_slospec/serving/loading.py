@@ -1,0 +1,91 @@
+"""Loading of models by the options of a command: a target, what drafts for it, and a generator with both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from transformers import LlamaForCausalLM
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.errors import InvalidInputError, SLOSpecError
+from hf_slospec.generate.load_drafter import NAMES, load_drafter, parts_of
+from hf_slospec.models.drafters.methods import DraftMethod
+from hf_slospec.models.heads.loading import open_checkpoint
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.tiny.embedded import HEADS, load_tiny_drafter
+from hf_slospec.tiny.load import Pair, load_pair
+
+ASSISTANT = "assistant"  # as a part of a drafter: the draft of the pair
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of the models of a command.
+
+    Raises:
+        InvalidInputError: they do not fit together; the message has the names of the command line.
+    """
+
+    target: str | None = None  # needs an assistant or a drafter; None: the embedded pair
+    assistant: str | None = None
+    drafter: str | None = None  # source for load_drafter; None: the draft of the pair
+    size: str = "tiny"  # of the embedded target
+    dtype: str = "fast"
+    device: str = "cpu"
+    allow_pickle: bool = True  # weights that are not safetensors, which may run code; never of a drafter
+    share_texts: bool = False  # suffix trees hold the outputs of other requests with the same cache_salt, too
+
+    def __post_init__(self) -> None:
+        if self.assistant is not None and self.drafter is not None:
+            raise InvalidInputError(
+                "--assistant and --drafter are two ways to draft; name the draft model in --drafter alone: "
+                f"--drafter {self.assistant}, or in a sum such as --drafter suffix+{self.assistant}"
+            )
+        if self.target is None and self.assistant is not None:
+            raise InvalidInputError("--assistant drafts for a target of its own; give --target, too")
+        if self.target is not None and self.assistant is None and self.drafter is None:
+            raise InvalidInputError("--target needs a draft; give --assistant, too, or --drafter where there is one")
+        if self.target is not None and self.assistant is None and ASSISTANT in self.parts:
+            raise InvalidInputError(
+                f"--drafter {self.drafter}: {ASSISTANT!r} is the embedded draft; with --target write the draft model's "
+                "name or folder in its place"
+            )
+        if self.share_texts and "suffix" not in self.parts:
+            raise InvalidInputError("--share-texts has no effect without suffix trees; give --drafter suffix, too")
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The parts of the drafter."""
+        return [ASSISTANT] if self.drafter is None else parts_of(self.drafter)
+
+    def load(self) -> Pair:
+        """Return the models and the tokenizer; raises InvalidInputError if there are none."""
+        return load_pair(self.target, self.assistant, self.size, self.dtype, self.device, self.allow_pickle)
+
+    def method(self, pair: Pair) -> DraftMethod:
+        """Return what drafts for the target of the pair; raises InvalidInputError if that cannot be loaded."""
+        own: dict[str, Callable[[], Any]] = {ASSISTANT: lambda: pair.draft}
+        if self.target is None:
+            own |= {kind: partial(load_tiny_drafter, kind, cast(LlamaForCausalLM, pair.target)) for kind in HEADS}
+        try:
+            sources = [own[part]() if part in own else part for part in self.parts]
+            return load_drafter(sources, pair.target, tokenizer=pair.tokenizer, share_texts=self.share_texts)
+        except (SLOSpecError, ImportError) as error:  # ImportError: a package of an extra is missing
+            option = f"--assistant {self.assistant}" if self.drafter is None else f"--drafter {self.drafter}"
+            raise InvalidInputError(f"{option}: {error}") from error
+
+    def check_drafter(self) -> None:
+        """Raise SLOSpecError unless the files of the drafter can be found; read no tensor."""
+        for part in self.parts:
+            if part not in (*NAMES, ASSISTANT, *(HEADS if self.target is None else ())):
+                open_checkpoint(part)
+
+    def generator(self, config: SLOSpecConfig, chat_template: str | None = None) -> SLOSpecGenerator:
+        """Return a generator with the models; ``chat_template`` replaces the tokenizer's, if it is given."""
+        pair = self.load()
+        if chat_template is not None:
+            pair.tokenizer.chat_template = chat_template
+        return SLOSpecGenerator(pair.target, None, pair.tokenizer, config, drafter=self.method(pair))
