@@ -12,7 +12,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
 from hf_slospec.models.cuda.transfer import to_device
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
+from hf_slospec.models.kv_cache.request_sequences import MIN_SHARED, RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.sampling import PendingChoices
@@ -142,7 +142,13 @@ class PackedTarget:
         self._features = None
 
     def reuse(self, request: Request) -> int:
-        return self.sequences.reuse(request)
+        before, found = self.sequences.num_cached(request), self.sequences.reuse(request)
+        reuse_drafts = getattr(self._reader, "reuse", None)
+        if found > before and reuse_drafts is not None:
+            known = reuse_drafts(request)
+            if 0 < found - known < MIN_SHARED:  # so that the drafter gets the features of the few tokens that it lacks
+                self.sequences.of(request).length = found = known
+        return found
 
     def num_reusable(self, request: Request) -> int:
         return self.sequences.num_reusable(request)

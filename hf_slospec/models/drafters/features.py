@@ -38,7 +38,8 @@ class FeatureQueue:
     @property
     def num_bytes(self) -> int:
         """Bytes of all features."""
-        return sum(part.nbytes for own in self._waiting.values() for part in own.parts)
+        waiting = list(self._waiting.values())  # other threads ask, too
+        return sum(part.nbytes for own in waiting for part in (*own.parts, own.last) if part is not None)
 
     def begin_at(self, request: Request, place: int) -> None:
         """Begin a request at a token; features of those before it are not needed."""
@@ -56,6 +57,8 @@ class FeatureQueue:
             return
         if begin > own.end:
             own.parts, own.num_tokens, own.has_gap = [], 0, True
+        if 2 * features.nbytes < features.untyped_storage().nbytes():
+            features = features.clone()  # a view would keep the features of a whole step
         own.end = max(own.end, begin) + len(features)
         own.parts.append(features)
         own.num_tokens += len(features)
@@ -123,6 +126,8 @@ class FeatureDrafter:
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
         self.features.add(request, begin, features)
+        if self.features.has_gap(request):
+            self.sequences.withhold(request)
         if self.features.num_waiting(request) > MAX_WAITING:
             try:
                 with as_memory_error(), evaluating(self.packed.model):
@@ -157,7 +162,7 @@ class FeatureDrafter:
         return found
 
     def release(self, request: Request) -> None:
-        self.sequences.release(request, may_keep=not self.features.has_gap(request))
+        self.sequences.release(request)
         self.features.drop(request)
 
     def relieve(self) -> bool:

@@ -17,6 +17,7 @@ from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import Outputs, PackedModel
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
+NEVER = -1  # no state of a model's fingerprint
 MIN_SHARED = 16  # tokens whose K/V is computed faster than it is worth keeping or copying
 
 
@@ -149,6 +150,10 @@ class RequestSequences:
             self._keep(KeptText(request.cache_salt, request.tokens[: sequence.length], sequence))
         else:
             self.cache.release(sequence)
+
+    def withhold(self, request: RequestText) -> None:
+        """Neither keep nor share the K/V of a request, which is not that of all its tokens."""
+        self._states[request] = NEVER
 
     def close(self) -> None:
         """Release all requests and the cache: after its last user, its memory is freed or kept for its CUDA graphs."""
