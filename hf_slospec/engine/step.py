@@ -185,10 +185,10 @@ class Engine(Generic[S]):
         """Free the drafter's memory after a MemoryError, and pause drafting; its K/V only saves time.
 
         Returns:
-            Whether there was any, so that the step is worth another try.
+            Whether there was any, or drafting was not paused yet, so that the step is worth another try.
         """
         relieve = getattr(self.drafter, "relieve", None)
-        if relieve is None or not relieve():
+        if relieve is None or not (relieve() or not self._num_paused):
             return False
         self._num_paused = PAUSE
         for request in self.scheduler.running:

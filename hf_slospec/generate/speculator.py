@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -49,7 +50,7 @@ class Speculator:
         if method.model is not None:
             self.draft = CheckedModel(method.model, config, MEASURE_S["draft"])
         self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost of a level without a draft
-        self._drafters = WeakSet[Drafter]()
+        self._drafters, self._counting = WeakSet[Drafter](), threading.Lock()
         self._costs: StepCosts | None = None
         self.history = SpeculationHistory(config)
 
@@ -123,7 +124,8 @@ class Speculator:
         draft = None if self.draft is None else self.draft.packed
         room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
         drafter = self.method.new_drafter(draft, room)
-        self._drafters.add(drafter)
+        with self._counting:
+            self._drafters.add(drafter)
         return drafter
 
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
@@ -173,11 +175,13 @@ class Speculator:
     def memory(self, num_running: int) -> MemoryUse:
         """Return the bytes that speculation takes beside the weights, for so many running requests."""
         models = self.models
+        with self._counting:
+            drafters = list(self._drafters)
         prepacked = {model.model: model.prepacked for model in models}.values()  # a target may draft for itself
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
-            features=sum(queue.num_bytes for own in self._drafters if (queue := getattr(own, "features", None))),
+            features=sum(queue.num_bytes for own in drafters if (queue := getattr(own, "features", None))),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(own.num_bytes for own in prepacked),
             released=sum(own.num_released_bytes for own in prepacked),
