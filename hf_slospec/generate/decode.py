@@ -28,6 +28,7 @@ from hf_slospec.generate.validation import (
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.cpu.packed_layers import restore_weights
 from hf_slospec.models.drafters.methods import DraftMethod, LookupMethod, assistant_method, method_of
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM
 
@@ -70,6 +71,13 @@ class Decoder:
             if not fallback:
                 raise
             self._refusal = str(error)
+
+    def restore_drafts(self) -> None:
+        """Give the models that draft the weights back that ``prepack="only"`` released."""
+        overrides = self._override[1] if self._override is not None else None
+        for speculator in (self._speculator, overrides):
+            if speculator is not None and speculator.draft is not None:
+                restore_weights(speculator.draft.model)
 
     def generate(self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
         """Return what stock ``generate`` returns for these arguments, given by name."""

@@ -61,9 +61,12 @@ def enable(
     decoder = Decoder(
         model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
     )
-    _give_generate_back(model)
     if decoder.config.prepack != "only":  # of settings that are replaced
+        for enabled in (decoder_of(model), decoder):
+            if enabled is not None:
+                enabled.restore_drafts()
         restore_weights(model)
+    _give_generate_back(model)
     owner = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a custom generate of the instance's own, if it has one
     stock = stock_generate(owner)
@@ -116,8 +119,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
     A model that is not enabled keeps its ``generate``.
     """
-    if (decoder := decoder_of(model)) is not None and decoder.assistant_model is not None:
-        restore_weights(decoder.assistant_model)
+    if (decoder := decoder_of(model)) is not None:
+        decoder.restore_drafts()
     _give_generate_back(model)
     restore_weights(model)
     return model
