@@ -94,8 +94,14 @@ def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, 
     larger: Any
     with torch.device(target.device):
         if isinstance(head, Eagle3Head):
-            names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-            config = LlamaConfig(**head.config.to_dict() | {name: getattr(target.config, name) for name in names})
+            old: Any = head.config
+            config = LlamaConfig(**old.to_dict() | {
+                "hidden_size": target.config.hidden_size,
+                "intermediate_size": max(old.intermediate_size, target.config.intermediate_size),
+                "num_attention_heads": old.num_attention_heads * factor,
+                "num_key_value_heads": old.num_key_value_heads * factor,
+                "rms_norm_eps": old.rms_norm_eps / factor,
+            })  # fmt: skip
             settings = replace(head.settings, target_hidden_size=target.config.hidden_size)
             larger = Eagle3Head(config, settings, target.get_input_embeddings())
             if head.target_ids is not None:
@@ -126,7 +132,9 @@ def _fill_weight(
     generator: torch.Generator,
 ) -> None:
     """Copy the old weights; set weights that write to hidden channels to zero, and unused weights to random values."""
-    writes_hidden = name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "fc.weight"))
+    module = name.rpartition(".")[0]
+    writes_hidden = module.endswith(("o_proj", "down_proj", "embed_tokens", "fc"))
+    reads_hidden = not name.endswith("bias") and not module.endswith(("o_proj", "down_proj"))
     if "norm" in name:
         parameter.fill_(factor**-0.5)
     elif writes_hidden:
@@ -136,9 +144,10 @@ def _fill_weight(
     if source is None:
         return
     scale = factor**-0.5 if "norm" in name else 1.0
-    if source.ndim == 2 and parameter.shape[1] == factor * source.shape[1]:  # it reads one or more hidden states
-        for begin in range(0, source.shape[1], hidden_size):
+    if reads_hidden:  # one or more of them, side by side
+        rows = [slice(size) for size in source.shape[:-1]]
+        for begin in range(0, source.shape[-1], hidden_size):
             columns = slice(begin * factor, begin * factor + hidden_size)
-            parameter[: len(source), columns] = source[:, begin : begin + hidden_size]
+            parameter[*rows, columns] = source[..., begin : begin + hidden_size] * scale
     else:
         parameter[tuple(slice(size) for size in source.shape)] = source * scale
