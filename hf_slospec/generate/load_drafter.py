@@ -22,6 +22,8 @@ from hf_slospec.models.drafters.methods import (
     assistant_method,
 )
 from hf_slospec.models.drafters.translation import TokenTranslation
+from hf_slospec.models.heads.dflash import DFlashHead
+from hf_slospec.models.heads.head import DraftHead
 from hf_slospec.models.heads.loading import layout_of, load_mtp, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,9 @@ def load_drafter(
 
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
     """Return the parts of a source, at least one; raise InvalidTypeError if it has none."""
-    parts = source.split("+") if isinstance(source, str) and not Path(source).is_dir() else source
+    parts: Any = source
+    if isinstance(source, str) and not Path(source).is_dir():
+        parts = [part.strip() for part in source.split("+")]
     if isinstance(parts, (str, PreTrainedModel, DraftMethod)):
         parts = [parts]
     if not isinstance(parts, Sequence) or not parts:
@@ -91,6 +95,8 @@ def _method(
 ) -> DraftMethod:
     if isinstance(source, DraftMethod):
         return source
+    if isinstance(source, (DraftHead, DFlashHead)):
+        return HeadMethod(source)
     if isinstance(source, PreTrainedModel):
         return _assistant(source, target, tokenizer, assistant_tokenizer)
     if not isinstance(source, str) or not source:
@@ -133,6 +139,8 @@ def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokeni
     """Return a tokenizer, that of a folder or repository if it has one."""
     if not isinstance(source, str):
         return source
+    if not source:  # a model that was not loaded
+        return None
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError):  # there is none

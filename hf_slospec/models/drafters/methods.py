@@ -207,12 +207,20 @@ class HeadMethod(DraftMethod):
         return self.head.feature_layers
 
     def check(self, target: Any) -> None:
-        own, targets = (next(model.parameters()) for model in (self.head, target))
-        if (own.device, own.dtype) != (targets.device, targets.dtype):
+        config, here = target.config.get_text_config(decoder=True), next(target.parameters())
+        sizes = self.head.config.vocab_size, self.head.target_hidden_size
+        targets = vocab_size(target), config.hidden_size
+        if sizes != targets:
             raise IncompatibleDraftError(
-                f"the {self.kind} is in {own.dtype} on {own.device} and the target in {targets.dtype} on "
-                f"{targets.device}; load it again after the target was moved or cast"
+                f"the {self.kind} is for a target with a vocabulary of {sizes[0]} tokens and a hidden size of "
+                f"{sizes[1]}; this one has {targets[0]} and {targets[1]}"
             )
+        for own in self.head.parameters():  # some are the target's
+            if (own.device, own.dtype) != (here.device, here.dtype):
+                raise IncompatibleDraftError(
+                    f"the {self.kind} is in {own.dtype} on {own.device} and the target in {here.dtype} on "
+                    f"{here.device}; load it again after the target was moved or cast"
+                )
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None

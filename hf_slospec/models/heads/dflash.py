@@ -68,8 +68,8 @@ class DFlashHead(PreTrainedModel):
         self.softcap = float(self._setting("final_logit_softcapping", 0.0))
 
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        target_hidden = int(getattr(config, "target_hidden_size", hidden))
-        self.fc = nn.Linear(len(self.feature_layers) * target_hidden, hidden, bias=False)
+        self.target_hidden_size = int(getattr(config, "target_hidden_size", hidden))
+        self.fc = nn.Linear(len(self.feature_layers) * self.target_hidden_size, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=eps)
         self.layers = nn.ModuleList([Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(hidden, eps=eps)
@@ -93,6 +93,11 @@ class DFlashHead(PreTrainedModel):
             raise UnsupportedModelError(f"the {self.kind} head has settings that are not supported: {sorted(unknown)}")
         if self.mask_token_id is None or not layer_ids:
             raise UnsupportedModelError(f"the {self.kind} head's config lacks mask_token_id or target_layer_ids")
+        if not 0 <= self.mask_token_id < self.config.vocab_size:
+            raise UnsupportedModelError(
+                f"the {self.kind} head's mask_token_id {self.mask_token_id} is outside its vocabulary of "
+                f"{self.config.vocab_size} tokens"
+            )
         window = self.config.sliding_window
         if window is not None and window < self.block_size:
             blocks = f"its blocks of {self.block_size}"

@@ -97,6 +97,10 @@ class Eagle3Head(DraftHead):
         assert target_ids.shape == (self.settings.draft_vocab_size,), "one target id per draft id"
         self.target_ids = target_ids
 
+    @property
+    def target_hidden_size(self) -> int:
+        return self.settings.target_hidden_size
+
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         if self.settings.norm_before_fc:
             features = self.input_norm(features)

@@ -36,6 +36,11 @@ class DraftHead(PreTrainedModel):
         """Size of the hidden state that entries take and return."""
         return int(self.config.hidden_size)
 
+    @property
+    def target_hidden_size(self) -> int:
+        """Size of one hidden state of the target."""
+        return self.hidden_size
+
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that stand for features of the target.
 

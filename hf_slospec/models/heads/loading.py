@@ -103,6 +103,8 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
         shipped = ShippedMtpHead(target, mtp.to(input_device(target)))
         shipped.train(False)
         return shipped
+    if not source:
+        raise InvalidInputError("the target was not loaded from a folder or repository, which would have an MTP layer")
     checkpoint = open_checkpoint(source)
     if not _is_mtp(checkpoint):
         raise UnsupportedModelError(f"{source} has no MTP layer: there is no tensor named {MTP_PREFIX}fc.weight")

@@ -1,0 +1,174 @@
+"""load_drafter: what it makes of names, folders and models, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_slospec import (
+    IncompatibleDraftError,
+    InvalidInputError,
+    InvalidTypeError,
+    SLOSpecGenerator,
+    UnsupportedModelError,
+    load_drafter,
+)
+from hf_slospec.models.drafters.methods import DraftMethod, HeadMethod
+from tests.models.heads.checkpoints import GROUPED, HIDDEN, published_config, speculators_config, target_of, write
+from tests.support.feature_heads import DRAFTS_ALWAYS, FOLDERS, dflash_config, dflash_folder, eagle3_folder, mtp_folder
+from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.tiny_tokenizers import byte_level
+
+GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=8)
+
+
+def assistant_folder(folder: Path) -> str:
+    tiny_model("llama", noise=0.03).save_pretrained(folder / "assistant")
+    return str(folder / "assistant")
+
+
+def check(method: DraftMethod, target: Any) -> None:
+    ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS)
+    out = assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
+    assert method.model is None or sum(metrics.drafted for metrics in out.slo) > 0
+
+
+SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "lookup": (lambda folder: "lookup", "prompt lookup"),
+    "suffix": (lambda folder: "suffix", "suffix trees"),
+    "assistant": (assistant_folder, "assistant model"),
+    "model": (lambda folder: tiny_model("llama", noise=0.03), "assistant model"),
+    "eagle3": (eagle3_folder, "EAGLE-3 head"),
+    "mtp": (mtp_folder, "MTP layer"),
+    "dflash": (dflash_folder, "DFlash"),
+    "head": (lambda folder: load_drafter(eagle3_folder(folder), target_of("llama")).model, "EAGLE-3 head"),
+    "sum": (lambda folder: f"lookup + suffix+{eagle3_folder(folder)}", "prompt lookup + suffix trees + EAGLE-3 head"),
+    "sequence": (lambda folder: ["lookup", tiny_model("llama")], "prompt lookup + assistant model"),
+    "methods": (lambda folder: ["lookup", load_drafter(mtp_folder(folder), target_of("llama"))],
+                "prompt lookup + MTP layer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_kind(name: str, tmp_path: Path) -> None:
+    source, kind = SOURCES[name]
+    method = load_drafter(source(tmp_path), target_of("llama"))
+    assert repr(method) == f"<hf_slospec drafter: {kind}>"
+    check(method, target_of("llama"))
+
+
+def test_a_folder_with_a_plus_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a+b").mkdir()
+    assert load_drafter(eagle3_folder(tmp_path / "a+b"), target_of("llama")).kind == "EAGLE-3 head"
+
+
+def test_tokenizers_of_the_folders_decide_about_translation(tmp_path: Path) -> None:
+    """The assistant's tokenizer lies beside it, the target's is given or lies beside the target."""
+
+    def saved(name: str, tokenizer: Any) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        ids = dict(vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, pad_token_id=None)
+        model = LlamaForCausalLM(LlamaConfig(**GROUPED | ids)).eval()
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(tmp_path / name)
+        return loaded
+
+    tokenizer, other = byte_level(420), byte_level(300, 3, eos="</s>")
+    target, draft = saved("target", tokenizer), saved("draft", other)
+    saved("same", tokenizer)
+    translated = load_drafter(str(tmp_path / "draft"), target)
+    assert translated.kind == "assistant model with another tokenizer"
+    assert load_drafter(draft, target, tokenizer=tokenizer, assistant_tokenizer=other).kind == translated.kind
+    assert load_drafter(str(tmp_path / "same"), target).kind == "assistant model"
+    inputs = dict(tokenizer(["import os\n", "def f(x):"], return_tensors="pt", padding=True, padding_side="left"))
+    ours = SLOSpecGenerator(target, drafter=translated, tokenizer=tokenizer, config=DRAFTS_ALWAYS)
+    assert_same_as_stock(target, ours.generate, inputs, **GREEDY, pad_token_id=0)
+    with pytest.raises(IncompatibleDraftError, match="vocabulary"):
+        load_drafter(tiny_model("llama"), target)
+
+
+def empty(folder: Path) -> str:
+    return write(folder / "none", {"model_type": "nothing"}, {"weight": torch.ones(2)})
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "number": (lambda folder: 3, InvalidTypeError, "got 3"),
+    "nothing": (lambda folder: "", InvalidTypeError, "got ''"),
+    "half": (lambda folder: "lookup+", InvalidTypeError, "got ''"),
+    "none of them": (lambda folder: [], InvalidTypeError, r"got \[\]"),
+    "no folder": (lambda folder: str(folder / "missing"), InvalidInputError, "neither a folder nor a repository"),
+    "model first": (lambda folder: f"{eagle3_folder(folder)}+lookup", InvalidInputError, "before its last part"),
+    "two models": (lambda folder: [tiny_model("llama"), tiny_model("llama")], InvalidInputError, "at most one part"),
+    "no mtp": (lambda folder: "mtp", InvalidInputError, "target was not loaded from"),
+    "no model": (empty, UnsupportedModelError, "neither a known head nor a causal LM"),
+    "medusa": (lambda folder: write(folder / "m", speculators_config(speculators_model_type="medusa"),
+                                    {"weight": torch.ones(2)}), UnsupportedModelError, "head of type 'medusa'"),
+    "mask": (lambda folder: _changed_dflash(folder, mask_token_id=VOCAB), UnsupportedModelError, "mask_token_id 101"),
+    "layers": (lambda folder: _changed_dflash(folder, target_layer_ids=[1, 8]), IncompatibleDraftError, r"\(2, 9\)"),
+    "vocabulary": (lambda folder: write(folder / "v", published_config(vocab_size=VOCAB + 1), {"fc": torch.ones(2)}),
+                   IncompatibleDraftError, "vocabulary of 102"),
+}  # fmt: skip
+
+
+def _changed_dflash(folder: Path, **changes: Any) -> str:
+    path = Path(dflash_folder(folder))
+    fields = dflash_config()
+    fields["dflash_config"] |= changes
+    (path / "config.json").write_text(json.dumps(fields))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str, tmp_path: Path) -> None:
+    source, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        load_drafter(source(tmp_path), target_of("llama"))
+
+
+def other_target(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**GROUPED | dict(num_hidden_layers=8) | changes)).eval()
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("changes", [dict(hidden_size=2 * HIDDEN), dict(vocab_size=VOCAB - 8)])
+def test_heads_of_other_targets_are_refused_before_any_work(kind: str, changes: Any, tmp_path: Path) -> None:
+    method = load_drafter(FOLDERS[kind](tmp_path), target_of("llama"))
+    other = other_target(**changes)
+    for refused in (
+        lambda: SLOSpecGenerator(other, drafter=method),
+        lambda: load_drafter(["lookup", method], other),
+    ):
+        with pytest.raises(IncompatibleDraftError, match="hidden size of 32; this one has"):
+            refused()
+    with pytest.raises(UnsupportedModelError, match="hidden states"):
+        SLOSpecGenerator(other_target(num_hidden_layers=2), drafter=method)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_targets_that_were_cast_or_moved_since(kind: str, tmp_path: Path) -> None:
+    """Modules that the head shares with the target are cast with it, the head's own are not."""
+    path, target = FOLDERS[kind](tmp_path), copy.deepcopy(target_of("llama"))
+    method = load_drafter(path, target)
+    ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS)
+    assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
+    target.to(torch.bfloat16)
+    with pytest.raises(IncompatibleDraftError, match=r"in torch\.float32 on cpu and the target in torch\.bfloat16"):
+        ours.generate(**ragged_prompts(2), **GREEDY)
+    with pytest.raises(IncompatibleDraftError, match="load it again after the target was moved or cast"):
+        SLOSpecGenerator(target, drafter=method)
+    again = load_drafter(path, target)
+    cast = SLOSpecGenerator(target, drafter=again, config=DRAFTS_ALWAYS)
+    assert cast.generate(**ragged_prompts(2), **GREEDY).shape[0] == 2
+    meta = load_drafter(path, copy.deepcopy(target_of("llama")).to("meta"))
+    with pytest.raises(IncompatibleDraftError, match="on meta and the target"):
+        SLOSpecGenerator(target_of("llama"), drafter=meta)
+    assert isinstance(again, HeadMethod)
