@@ -152,7 +152,7 @@ class RequestSequences:
             self.cache.release(sequence)
 
     def withhold(self, request: RequestText) -> None:
-        """Neither keep nor share the K/V of a request, which is not that of all its tokens."""
+        """Keep the K/V of a request out of what is kept and shared, as it is not that of all its tokens."""
         self._states[request] = NEVER
 
     def close(self) -> None:
