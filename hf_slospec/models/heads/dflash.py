@@ -180,16 +180,16 @@ class DFlashHead(PreTrainedModel):
             position_ids: [1, num_tokens] int64; None: counted from 0.
             past_key_values: cache that the layers update.
             inputs_embeds: [1, num_tokens, hidden], combined features of context tokens. They have no logits.
-            logits_to_keep: [num_rows] int64, the block tokens whose logits are wanted; 0: all.
+            logits_to_keep: [num_rows] int64, the block tokens whose logits are wanted; 0: all. Of context tokens, rows
+                that a captured forward was padded with.
 
         Returns:
-            ``logits`` [batch, num_rows, vocab]; of context tokens [1, 0, vocab].
+            ``logits`` [batch, num_rows, vocab]; of context tokens zeros.
         """
         if inputs_embeds is not None:
-            assert isinstance(logits_to_keep, torch.Tensor) and not len(logits_to_keep), "context has no logits"
-            assert position_ids is not None
+            assert isinstance(logits_to_keep, torch.Tensor) and position_ids is not None
             self.cache_context(inputs_embeds, position_ids, past_key_values)
-            return CausalLMOutput(logits=inputs_embeds.new_empty(1, 0, self.config.vocab_size))
+            return CausalLMOutput(logits=inputs_embeds.new_zeros(1, len(logits_to_keep), self.config.vocab_size))
         assert input_ids is not None
         states = self.embed(input_ids)
         if position_ids is None:
