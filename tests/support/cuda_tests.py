@@ -178,7 +178,7 @@ def test_drafting_and_verifying_wait_for_nothing(
             drafter.sequences.of(request).length -= 1
         torch.cuda.set_sync_debug_mode("error" if is_watched else "default")
         try:
-            drafter._draft(bench.requests, plan)
+            drafter._draft({request: request for request in bench.requests}, plan)
             bench.verify()
         finally:
             torch.cuda.set_sync_debug_mode("default")

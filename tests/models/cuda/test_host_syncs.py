@@ -50,14 +50,14 @@ def test_drafting_and_verifying_wait_for_nothing(
     for request in bench.requests:
         drafter.sequences.of(request).length -= 1
     if patience == 0:  # captures look at their first result
-        drafter._draft(bench.requests, plan)
+        drafter._draft({request: request for request in bench.requests}, plan)
         bench.verify()
         for request in bench.requests:
             drafter.sequences.of(request).length -= 1
     layers.clear()
     captured = tapes.num_captured
     with SyncGuard(), NoRead():
-        drafter._draft(bench.requests, plan)
+        drafter._draft({request: request for request in bench.requests}, plan)
         bench.verify()
     assert tapes.num_captured == captured and bool(captured) == (patience == 0)
     for index, found in enumerate(expected):
