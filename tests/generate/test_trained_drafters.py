@@ -52,7 +52,7 @@ def inputs_of(tokenizer: Any, num_prompts: int = 3) -> dict[str, torch.Tensor]:
     return dict(tokenizer(PROMPTS[:num_prompts], return_tensors="pt", padding=True, padding_side="left"))
 
 
-@pytest.mark.parametrize("policy", ["adaserve", "sequoia", "thesis-slo", "none"])
+@pytest.mark.parametrize("policy", ["adaserve", "sequoia"])
 def test_trained_layer_with_policies(policy: Any, trained: tuple[Any, Any, Any]) -> None:
     target, method, tokenizer = trained
     ours = SLOSpecGenerator(target, drafter=method, config=TRAINED.model_copy(update={"policy": policy}))
