@@ -42,6 +42,14 @@ PROMPT = tiny_prompts()[0][:120]
 NUM_TOKENS = 40
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _drafts_always(generator: SLOSpecGenerator) -> Iterator[None]:
+    """Lets a policy that knows no times draft: on a busy machine ``auto`` may not."""
+    generator.set_policy(generator.config.model_copy(update={"policy": "fixed", "max_depth": 4, "max_width": 1}))
+    yield
+    generator.set_policy(generator.config)
+
+
 @pytest.fixture(scope="module")
 def completing(generator: SLOSpecGenerator) -> FastAPI:
     """Serves a tokenizer without a chat template."""
