@@ -128,10 +128,6 @@ class Eagle3Head(DraftHead):
         normed = self.norm(hidden)
         return normed, normed if self.settings.norm_output else hidden
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(states)
-        return logits
-
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     """Return the layers that heads take features from if their config names none: an early, a middle and a late one."""

@@ -73,7 +73,8 @@ class DraftHead(PreTrainedModel):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of the head's vocabulary.  [num_rows, hidden] -> [num_rows, draft_vocab]"""
-        raise NotImplementedError
+        logits: torch.Tensor = self.lm_head(states)
+        return logits
 
     def forward(
         self,

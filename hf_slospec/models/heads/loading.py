@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -184,33 +184,20 @@ def _is_dflash(checkpoint: Checkpoint) -> bool:
 
 def _load_dflash(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     source, fields = checkpoint.source, checkpoint.config
-    if (own := fields.get("vocab_size")) != vocab_size(target):
-        raise IncompatibleDraftError(
-            f"{source} is for a vocabulary of {own} tokens; the target's has {vocab_size(target)}"
-        )
+    _check_vocabulary(source, fields.get("vocab_size"), target)
     unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
-    try:
-        config = Qwen3Config.from_dict(unread | {"target_hidden_size": _hidden_size(target)})
-    except (ValueError, TypeError, KeyError) as error:
-        raise UnsupportedModelError(f"{source} has an invalid config: {error}") from error
+    config = _read_config(source, Qwen3Config, unread | {"target_hidden_size": _hidden_size(target)})
     tensors = {name: tensor for name, tensor in checkpoint.read().items() if name not in IGNORED}
     own_embeddings, own_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
-    if not own_embeddings and config.hidden_size != _hidden_size(target):
-        raise IncompatibleDraftError(
-            f"{source} has a hidden size of {config.hidden_size} and no embeddings of its own; the target's have "
-            f"{_hidden_size(target)}"
-        )
+    if not own_embeddings:
+        _check_embeddings(source, config.hidden_size, target)
 
     def build() -> DFlashHead:
         embeddings = None if own_embeddings else target.get_input_embeddings()
         return DFlashHead(config, embeddings, None if own_head else target.get_output_embeddings())
 
     head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
-    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    if not all(0 <= layer <= num_layers for layer in head.feature_layers):
-        raise IncompatibleDraftError(
-            f"{source} reads the hidden states {head.feature_layers} of a target that has 0 to {num_layers}"
-        )
+    _check_layers(source, head.feature_layers, _num_layers(target))
     return head
 
 
@@ -238,17 +225,11 @@ def _load_eagle3(
         options: fields of the head's config.
         feature_layers: numbered as in output_hidden_states; None: those of a config that names none.
     """
-    source, num_layers = checkpoint.source, target.config.get_text_config(decoder=True).num_hidden_layers
+    source, num_layers = checkpoint.source, _num_layers(target)
     config = _config_of_layer(source, layer)
-    if config.vocab_size != vocab_size(target):
-        raise IncompatibleDraftError(
-            f"{source} is for a vocabulary of {config.vocab_size} tokens; the target's has {vocab_size(target)}"
-        )
+    _check_vocabulary(source, config.vocab_size, target)
     layers = default_feature_layers(num_layers) if feature_layers is None else tuple(feature_layers)
-    if not all(0 <= one <= num_layers for one in layers):
-        raise IncompatibleDraftError(
-            f"{source} reads the hidden states {layers} of a target that has 0 to {num_layers}"
-        )
+    _check_layers(source, layers, num_layers)
 
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in checkpoint.read().items()}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in IGNORED}
@@ -265,7 +246,9 @@ def _load_eagle3(
         fc_norm=bool(options.get("fc_norm")) or "fc_norm.0.weight" in tensors,
     )
     has_embeddings = "embed_tokens.weight" in tensors
-    _check_hidden_size(source, config, settings, tensors, has_embeddings)
+    _check_features(source, settings, tensors)
+    if not has_embeddings:
+        _check_embeddings(source, config.hidden_size, target)
 
     def build() -> Eagle3Head:
         embeddings = nn.Embedding(config.vocab_size, config.hidden_size) if has_embeddings else None
@@ -282,31 +265,47 @@ def _config_of_layer(source: str, fields: Mapping[str, Any]) -> LlamaConfig:
         raise UnsupportedModelError(f"{source} has a layer of type {kind!r}; only Llama layers can be loaded")
     if (num_layers := fields.get("num_hidden_layers", 1)) != 1:
         raise UnsupportedModelError(f"{source} has {num_layers} layers; only heads of one layer can be loaded")
-    try:
-        config: LlamaConfig = LlamaConfig.from_dict(dict(fields))
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise UnsupportedModelError(f"{source} has an invalid config: {error}") from error
+    config: LlamaConfig = _read_config(source, LlamaConfig, fields)
     rope: Any = config.rope_parameters
     if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
         raise UnsupportedModelError(f"{source} has rotary embeddings of unknown type {rope['rope_type']!r}")
     return config
 
 
-def _check_hidden_size(
-    source: str,
-    config: LlamaConfig,
-    settings: Eagle3Settings,
-    tensors: Mapping[str, torch.Tensor],
-    has_embeddings: bool,
-) -> None:
+def _read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
+    try:
+        return kind.from_dict(dict(fields))
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise UnsupportedModelError(f"{source} has an invalid config: {error}") from error
+
+
+def _check_vocabulary(source: str, size: int | None, target: PreTrainedModel) -> None:
+    if size != vocab_size(target):
+        raise IncompatibleDraftError(
+            f"{source} is for a vocabulary of {size} tokens; the target's has {vocab_size(target)}"
+        )
+
+
+def _check_layers(source: str, layers: tuple[int, ...], num_layers: int) -> None:
+    if not all(0 <= one <= num_layers for one in layers):
+        raise IncompatibleDraftError(
+            f"{source} reads the hidden states {layers} of a target that has 0 to {num_layers}"
+        )
+
+
+def _check_embeddings(source: str, size: int, target: PreTrainedModel) -> None:
+    if size != _hidden_size(target):
+        raise IncompatibleDraftError(
+            f"{source} has a hidden size of {size} and no embeddings of its own; the target's have "
+            f"{_hidden_size(target)}"
+        )
+
+
+def _check_features(source: str, settings: Eagle3Settings, tensors: Mapping[str, torch.Tensor]) -> None:
     size, num_features = settings.target_hidden_size, len(settings.feature_layers)
     if "fc.weight" in tensors and (width := tensors["fc.weight"].shape[1]) != num_features * size:
         raise IncompatibleDraftError(
             f"{source} reads {width} features; {num_features} hidden states of the target have {num_features * size}"
-        )
-    if not has_embeddings and config.hidden_size != size:
-        raise IncompatibleDraftError(
-            f"{source} has a hidden size of {config.hidden_size} and no embeddings of its own; the target's have {size}"
         )
 
 
@@ -376,6 +375,10 @@ def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
         pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
         joined[f"{name}.gate_up_proj"], joined[f"{name}.down_proj"] = torch.stack(pairs), torch.stack(down)
     return joined
+
+
+def _num_layers(target: PreTrainedModel) -> int:
+    return int(target.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _hidden_size(target: PreTrainedModel) -> int:

@@ -79,10 +79,6 @@ class MtpHead(_TargetLayerHead):
         hidden = self.norm(hidden)
         return hidden, hidden
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(states)
-        return logits
-
 
 class ShippedMtpHead(_TargetLayerHead):
     """First MTP layer of those that transformers loads with the target, applied at every level."""
