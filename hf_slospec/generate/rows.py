@@ -178,7 +178,7 @@ class Rows:
             text = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
             sequences.reserve_for(request, len(text))
             sequence = sequences.of(request)
-            sequence.length = min(sequence.length, len(text) - 1)  # the last token has no K/V
+            sequence.truncate(len(text) - 1)  # the last token has no K/V
             while sequence.length < len(text) - 1:
                 piece = text[sequence.length : len(text) - 1][:CHUNK]
                 wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0)

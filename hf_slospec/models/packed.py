@@ -73,13 +73,14 @@ class PackedModel:
         self.model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
-        self.layers = probe_layers(model)
+        self.layers, self.state_bytes = probe_layers(model)
         self.backend = backend_for(attention, self.layers)
         self.prepacked = PrepackedLayers(model, prepack)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
-        # Other backends read the packed batch itself.
+        # Other backends, and layers with a state, read the packed batch itself.
         self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
-        self.has_graphs = cuda_graphs and self._has_plans and capturer_for(self.device) is not None
+        can_replay = self._has_plans and not self.has_states and capturer_for(self.device) is not None
+        self.has_graphs = cuda_graphs and can_replay
         self._preconditions = GraphPreconditions(model) if self.has_graphs else None
         self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # that read and write the pool's memory, and go with it
         self.forget_cache()
@@ -115,6 +116,11 @@ class PackedModel:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes, over all layers."""
         return sum(stored.num_bytes for layer in self.layers for stored in layer.shape)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state instead of K and V."""
+        return self.state_bytes > 0
 
     @property
     def max_positions(self) -> int | None:

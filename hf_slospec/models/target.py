@@ -120,14 +120,13 @@ class PackedTarget:
                 if first_node + node - 1 != first_node + place:
                     source.append(first_node + node - 1)
                     destination.append(first_node + place)
-            committed.append(
-                _Committed(request, sequence.length, [*range(chain_len), *(chain_len - 1 + n for n in nodes)])
-            )
-            sequence.length += chain_len + len(nodes)
+            places = [*range(chain_len), *(chain_len - 1 + node for node in nodes)]
+            committed.append(_Committed(request, sequence.length, places))
+            sequence.commit(places)
         for chunk in chunks:
             sequence = self.sequences.of(chunk.request)
             committed.append(_Committed(chunk.request, sequence.length, range(chunk.num_tokens)))
-            sequence.length += chunk.num_tokens
+            sequence.commit(range(chunk.num_tokens))
         self.sequences.cache.pool.move(source, destination)
         self._hand_over(committed)
 
@@ -147,7 +146,8 @@ class PackedTarget:
         if found > before and reuse_drafts is not None:
             known = reuse_drafts(request)
             if 0 < found - known < MIN_SHARED:  # so that the drafter gets the features of the few tokens that it lacks
-                self.sequences.of(request).length = found = known
+                self.sequences.of(request).truncate(known)
+                found = self.sequences.num_cached(request)
         return found
 
     def num_reusable(self, request: Request) -> int:

@@ -12,9 +12,10 @@ import torch
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Slots
 from hf_slospec.models.kv_cache.pool import KVPool
+from hf_slospec.models.recurrent.forward import RecurrentForward
 
 
-class PackedForward:
+class PackedForward(RecurrentForward):
     """One forward of a packed batch: the model's cache, and the attention of its layers."""
 
     def __init__(
@@ -26,7 +27,9 @@ class PackedForward:
         layers: Sequence[AttentionLayer],
     ):
         """``own_slots`` [num_tokens] int64: slots in which the batch's K and V are staged."""
-        self.pool, self.batch, self.backend, self.layers = pool, batch, backend, layers
+        super().__init__(lambda: batch.spans)
+        self.pool, self.batch, self.backend = pool, batch, backend
+        self._layers = {layer.index: (place, layer) for place, layer in enumerate(layers)}
         self._own_slots = Slots(own_slots)
         self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> the layer that made them; others may share
         self._held: list[torch.Tensor] = []  # keeps those ids from being reused for other tensors
@@ -56,11 +59,12 @@ class PackedForward:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage a layer's K and V of the batch, each [1, num_kv_heads, num_tokens, dim]."""
-        keys, values = self.pool.keys[layer_idx], self.pool.values[layer_idx]
+        place, layer = self._layers[layer_idx]
+        keys, values = self.pool.keys[place], self.pool.values[place]
         own = self._own_slots.on(keys.device)
         keys.index_copy_(0, own, key[0].transpose(0, 1))
         values.index_copy_(0, own, value[0].transpose(0, 1))
-        if self.layers[layer_idx].is_latent:  # the layer expands what is returned, so it needs all visible slots
+        if layer.is_latent:  # the layer expands what is returned, so it needs all visible slots
             self._latent = layer_idx
             visible = self._visible_slots.on(keys.device)
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
@@ -86,12 +90,13 @@ class PackedForward:
         """
         layer, batch = self._layer_of.get((id(key), id(value))), self.batch
         if layer is not None:
-            keys, values = self.pool.keys[layer], self.pool.values[layer]
+            place, _ = self._layers[layer]
+            keys, values = self.pool.keys[place], self.pool.values[place]
         elif self._latent is not None:
             layer, self._latent, batch = self._latent, None, self._gathered
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = self.layers[layer].window
+        window = self._layers[layer][1].window
         return self.backend(query[0], keys, values, batch, scaling, window, softcap, sinks)[None]

@@ -1,12 +1,14 @@
 """Registration of packed attention in transformers' attention interface.
 
 While a :class:`PackedForward` is active in the current thread, the model's attention layers attend within the packed
-batch. At all other times and in all other threads they run the implementation that the model was loaded with.
+batch. At all other times and in all other threads they run the implementation that the model was loaded with. The same
+holds for the functions by which layers with a state mix tokens (:mod:`hf_slospec.models.recurrent.calls`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -18,6 +20,8 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_slospec.models.recurrent.calls import MIXERS, Mixer
+
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # of a layer: its output and attention weights
 
 _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
@@ -25,14 +29,16 @@ _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
 
 @contextlib.contextmanager
 def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
-    """Make the model's attention layers call ``forward.attend`` inside this context, in this thread only."""
-    configs = _configs_of(model)
+    """Make the model's layers call ``forward.attend`` and ``forward.mix`` inside this context, in this thread only."""
+    configs, mixers = _configs_of(model), _mixers_of(model)
     _switch_to_packed(configs)
+    _redirect(mixers)
     token = _active.set(forward)
     try:
         yield
     finally:
         _active.reset(token)
+        _undirect(mixers)
         _restore(configs)
 
 
@@ -67,6 +73,48 @@ def _restore(configs: list[Any]) -> None:
                 _users[id(config)] = original, count - 1
             else:
                 config._attn_implementation_internal = original
+
+
+_Place = tuple[Any, str]  # a module of transformers and the name of one of its functions
+
+_mixers: weakref.WeakKeyDictionary[torch.nn.Module, list[_Place]] = weakref.WeakKeyDictionary()
+_redirected: dict[_Place, tuple[Mixer, int]] = {}  # original function, number of active forwards
+
+
+def _mixers_of(model: torch.nn.Module) -> list[_Place]:
+    """Return the functions by which the model's layers mix tokens."""
+    if model not in _mixers:
+        modules = {module: None for module in (sys.modules.get(type(part).__module__) for part in model.modules())}
+        _mixers[model] = [(module, name) for module in modules for name in MIXERS if hasattr(module, name)]
+    return _mixers[model]
+
+
+def _redirect(places: list[_Place]) -> None:
+    with _lock:
+        for module, name in places:
+            original, count = _redirected.get((module, name), (getattr(module, name), 0))
+            _redirected[module, name] = original, count + 1
+            if not count:
+                setattr(module, name, _mixed_or(name, original))
+
+
+def _undirect(places: list[_Place]) -> None:
+    with _lock:
+        for module, name in places:
+            original, count = _redirected.pop((module, name))
+            if count > 1:
+                _redirected[module, name] = original, count - 1
+            else:
+                setattr(module, name, original)
+
+
+def _mixed_or(name: str, original: Mixer) -> Mixer:
+    @functools.wraps(original)
+    def mixer(*args: Any, **kwargs: Any) -> Any:
+        forward = _active.get()
+        return original(*args, **kwargs) if forward is None else forward.mix(name, original, *args, **kwargs)
+
+    return mixer
 
 
 def _registered_name(original: str | None) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from hf_slospec.models.attention import AttentionLayer, active_forward
 from hf_slospec.models.compatibility.hooks import is_compiled
 from hf_slospec.models.kv_cache.pool import LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
+from hf_slospec.models.recurrent.calls import CONVOLUTION, Mixer, StateCache
+
+# Layers that keep a state, or both a state and K and V; which of them can be packed is seen in the probe.
+STATE_KINDS = {"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding"}
 
 # Mask builders return a 4D mask unchanged, and packed attention does not read it.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
@@ -103,25 +108,22 @@ def refuse_by_declaration(model: Any) -> None:
     is_encoder = getattr(model.config, "is_decoder", None) is False
     if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{name} keeps a recurrent state, which cannot hold a tree of tokens (a rejected token cannot be undone); "
-            "use a model whose layers are all attention"
-        )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
             f"{name} does not use transformers' attention interface (_supports_attention_backend is not set), so tree "
             "attention cannot be used; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
         )
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
+    if unknown := kinds - {"full_attention", "sliding_attention", *STATE_KINDS}:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
 
 
-class _Probe:
+class _Probe(StateCache):
     """Cache and attention for one forward of one token, which record what each layer caches and attends to."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self._mixed: dict[int, int] = {}  # bytes of a layer's states
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # by layer that attends, as passed to the attention function
         self._latent: set[int] = set()
@@ -161,23 +163,44 @@ class _Probe:
         # A single token attends to itself only, so its attention is its value, repeated for the query heads of a group.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
-    def layers(self, model: Any) -> list[AttentionLayer]:
-        """Return the layers by index, or raise UnsupportedModelError if their recorded calls cannot be packed."""
-        indices = sorted(self._shapes)
-        if not indices or indices != list(range(len(indices))) or self._windows.keys() != self._shapes.keys():
+    def _mix(self, key: Hashable, name: str, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        if name == CONVOLUTION:
+            state_bytes = args[0].nbytes * (signature(plain).bind(*args, **kwargs).arguments["weight"].shape[-1] - 1)
+        else:
+            state_bytes = found[1].nbytes
+        self._mixed[self._layer] = self._mixed.get(self._layer, 0) + state_bytes
+        return found
+
+    def layers(self, model: Any) -> tuple[list[AttentionLayer], int]:
+        """Return the layers that attend, by index, and the bytes of all states of a text.
+
+        Raises:
+            UnsupportedModelError: recorded calls cannot be packed.
+        """
+        indices, num_layers = sorted(self._shapes), max([*self._shapes, *self._asked], default=-1) + 1
+        if unknown := self._asked - self._mixed.keys():
+            raise cannot_be_packed(
+                model, f"{len(unknown)} layers keep a state that no known function updates, so that it cannot be undone"
+            )
+        is_complete = {*indices, *self._asked} == set(range(num_layers))
+        if not num_layers or not is_complete or self._windows.keys() != self._shapes.keys():
             raise cannot_be_packed(
                 model, f"{len(indices)} layers cache keys and {len(self._windows)} of them attend through the interface"
             )
         if self._has_own_mask:
             raise cannot_be_packed(model, "its layers add values of their own to the attention mask")
-        windows = [self._window(model, layer) for layer in indices]
-        return [AttentionLayer(self._shapes[layer], windows[layer], layer in self._latent) for layer in indices]
+        layers = [
+            AttentionLayer(self._shapes[layer], self._window(model, layer), layer in self._latent, layer)
+            for layer in indices
+        ]
+        return layers, sum(self._mixed.values())
 
     def _window(self, model: Any, layer: int) -> int | None:
         """Return the layer's sliding window: the one passed to its attention function, or else the config's."""
         config = model.config.get_text_config()
         kinds, declared = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-        if kinds and kinds[layer] != "sliding_attention":
+        if kinds and "sliding" not in kinds[layer]:
             return None
         passed = self._windows[layer]
         is_reached = declared and declared < getattr(config, "max_position_embeddings", math.inf)
@@ -189,8 +212,8 @@ class _Probe:
 
 
 @torch.no_grad()
-def probe_layers(model: Any) -> list[AttentionLayer]:
-    """Return the model's layers as seen in a forward of one token.
+def probe_layers(model: Any) -> tuple[list[AttentionLayer], int]:
+    """Return the model's layers that attend, as seen in a forward of one token, and the bytes of a text's states.
 
     Raises:
         UnsupportedModelError: the forward failed, or not every layer attends through transformers' interface.

@@ -13,6 +13,7 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.new_tokens import chain
 from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.recurrent.states import RecurrentStates
 
 KEYS = 128  # cached tokens that each measured sequence attends to by default
 
@@ -133,6 +134,7 @@ class Forwards:
         with self._cache.temporary([size.keys_each + length for length in lengths]) as sequences:
             for sequence in sequences:
                 sequence.length = size.keys_each
+                sequence.states = RecurrentStates(size.keys_each) if self.packed.has_states else None
             graphs = self.packed.graphs_of(self._cache.pool)
             num_captured = 0 if graphs is None else len(graphs)
             with contextlib.nullcontext() if graphs is None else graphs.capturing_at_once():

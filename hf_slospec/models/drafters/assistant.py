@@ -66,8 +66,7 @@ class AssistantDrafter:
     def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         texts = self._with_room({request: self._text_of(request) for request in requests})
         for text in texts.values():  # after a step that was undone the root may be cached; its logits are wanted again
-            own = self.sequences.of(text)
-            own.length = min(own.length, len(text.tokens) - 1)
+            self.sequences.of(text).truncate(len(text.tokens) - 1)
         ready = self._catch_up(texts)
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
@@ -79,7 +78,7 @@ class AssistantDrafter:
         text = self._texts.setdefault(request, DraftText(self.translation, request))
         num_same = text.update()
         if self.sequences.num_cached(text) > num_same:
-            self.sequences.of(text).length = num_same
+            self.sequences.of(text).truncate(num_same)
         return text
 
     def _with_room(self, texts: Mapping[Request, RequestText]) -> dict[Request, RequestText]:

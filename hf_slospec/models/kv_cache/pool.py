@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 
 from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.recurrent.states import RecurrentStates
 
 
 class Stored(NamedTuple):
@@ -50,6 +51,19 @@ class CachedSequence:
     start: int = 0
     capacity: int = 0
     length: int = 0  # committed tokens; their positions are 0 .. length - 1
+    states: RecurrentStates | None = None  # of layers that keep no K and V, if the model has such
+
+    def truncate(self, length: int) -> None:
+        """Keep ``length`` tokens at most: all of them are dropped if a state has taken in those that go."""
+        if length < self.length and self.states is not None and length < self.states.length:
+            self.states, length = None, 0
+        self.length = min(self.length, length)
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Commit some of the staged tokens, each following the one before; their K/V has been moved together."""
+        self.length += len(nodes)
+        if self.states is not None:
+            self.states.kept = nodes
 
 
 class KVPool:
@@ -134,6 +148,7 @@ class KVPool:
         """Free a sequence's slots; KeyError if it has none here."""
         self.sequences.remove(sequence)
         sequence.start = sequence.capacity = sequence.length = 0
+        sequence.states = None
 
     def repack(self, capacities: Mapping[CachedSequence, int]) -> None:
         """Lay out all sequences of the pool side by side from its front, with capacities no smaller than theirs.
@@ -165,6 +180,9 @@ class KVPool:
             tokens = stack[:, source.start : source.start + length]
             stack[:, destination.start : destination.start + length] = tokens
         destination.length = length
+        if source.states is not None:
+            source.states.take_in(length)
+            destination.states = source.states.copy()
 
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
         """Fill an empty pool with sequences of another one, and with new ones, at these capacities."""

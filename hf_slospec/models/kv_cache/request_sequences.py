@@ -215,13 +215,17 @@ class RequestSequences:
         self.packed.fingerprint.notice()
         if self._kept_state != self.packed.fingerprint.state:
             self._keep_at_most(0)
-        wanted, found = request.tokens[:-1], list[tuple[KeptText | CachedSequence | None, int]]()
-        found.append(self._kept.longest(wanted, request.cache_salt))
+        wanted, found = request.tokens[:-1], list[tuple[KeptText | CachedSequence, int]]()
+        kept, length = self._kept.longest(wanted, request.cache_salt)
+        if kept is not None and (length == len(kept.tokens) or not self.packed.has_states):
+            found.append((kept, length))
         for other, sequence in self._by_request.items():
             is_open = self._is_shareable(sequence, self._states[other]) and other not in self._embeds
             if is_open and other is not request and other.cache_salt == request.cache_salt:
-                found.append((sequence, min(num_common(other.tokens, wanted), sequence.length)))
-        return max(found, key=lambda pair: pair[1])
+                length = min(num_common(other.tokens, wanted), sequence.length)
+                if length == sequence.length or not self.packed.has_states:  # a state is of its whole text only
+                    found.append((sequence, length))
+        return max(found, key=lambda pair: pair[1], default=(None, 0))
 
     def _is_shareable(self, sequence: CachedSequence, state: int | None) -> bool:
         return bool(self.max_kept) and sequence.length >= MIN_SHARED and state == self.packed.fingerprint.state

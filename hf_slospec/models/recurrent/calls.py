@@ -1,0 +1,73 @@
+"""What transformers' layers with a state ask of their cache, and the functions that they mix tokens by.
+
+The layers of all families call a few functions of their own module by the same names; each is the torch form of a
+kernel (causal-conv1d, flash-linear-attention, mamba-ssm). While a packed forward is active, :mod:`..attention.hook`
+passes these calls to it. Everything else of a layer treats tokens one by one, and runs as it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+# Functions that mix the tokens of a sequence, by their names in the modules of transformers.
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+STATE_SPACE = "mamba2_chunk_scan"
+SELECTIVE_SCAN = "mamba_selective_scan"
+MIXERS = (CONVOLUTION, *DELTA_RULES, STATE_SPACE, SELECTIVE_SCAN)
+
+Mixer = Callable[..., Any]
+
+
+class StateCache(ABC):
+    """Cache object of a forward whose layers have no state of their own, so that they call their mixers on all tokens."""
+
+    def __init__(self) -> None:
+        self._layer = -1  # that asked for its state last
+        self._asked = set[int]()  # layers that did
+        self._num_mixed = Counter[int]()  # calls of mixers, by layer
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None: layers without a state run the form for many tokens."""
+        del state_idx
+        self._layer = layer_idx
+        self._asked.add(layer_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, as :meth:`get_conv_state` does."""
+        del state_idx
+        self._layer = layer_idx
+        self._asked.add(layer_idx)
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Return False, as :meth:`get_conv_state` returns None."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return True: inputs of a convolution are kept."""
+        del layer_idx
+        return True
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the inputs of a convolution as they are; the convolution adds those before them."""
+        self._layer = layer_idx
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the state after all tokens, which nothing reads."""
+        del layer_idx
+        return recurrent_states
+
+    def mix(self, name: str, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+        """Return what a layer's mixer would return for each sequence of the forward, with its state, alone."""
+        key = self._layer, self._num_mixed[self._layer]
+        self._num_mixed[self._layer] += 1
+        return self._mix(key, name, plain, *args, **kwargs)
+
+    @abstractmethod
+    def _mix(self, key: Hashable, name: str, plain: Mixer, *args: Any, **kwargs: Any) -> Any: ...

@@ -1,0 +1,218 @@
+"""Recurrences over the nodes of token trees, without a state per node.
+
+A layer with a state S [key_dim, value_dim] per head computes, token after token,
+
+    S_i = exp(decay_i) * S_parent + key_i value_i^T        output_i = query_i S_i
+
+where a delta rule (Yang et al., Gated Delta Networks, arXiv 2412.06464) replaces value_i by what the state lacks,
+beta_i * (value_i - key_i exp(decay_i) S_parent). Unrolled from a node to the root's state, both are attention over
+the node's ancestors with decays between them, as in the chunks of a prompt, with the tree's mask in place of the
+causal one; the delta rule solves one triangular system more. So a tree costs about as much as a chain.
+
+Shapes: ``batch`` trees of the same size, N nodes in this forward, and S staged nodes, which are those of earlier
+forwards of the step and then these, parents before children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Updates(NamedTuple):
+    """What staged nodes add to the state of a linear recurrence, per head."""
+
+    keys: torch.Tensor  # [..., heads, S, key_dim]
+    values: torch.Tensor  # [..., heads, S, value_dim]
+    decays: torch.Tensor  # [..., heads, S, 1 or key_dim], logarithms
+    totals: torch.Tensor  # same shape: sums of the decays from the state up to the node
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the state after some nodes, each the parent of the next.
+
+        Args:
+            state: [heads, key_dim, value_dim].
+            path: [num_nodes] int64, the nodes; at least one.
+        """
+        keys, values, _, totals = (tensor.index_select(-2, path) for tensor in self)
+        total = totals[..., -1:, :]
+        kept: torch.Tensor = state * total.transpose(-1, -2).exp()
+        return kept + (keys * (total - totals).exp()).transpose(-1, -2) @ values
+
+
+def linear_recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    state: torch.Tensor,
+    mask: torch.Tensor,
+    earlier: Updates | None = None,
+) -> tuple[torch.Tensor, Updates]:
+    """Return the outputs of new nodes, and the updates of all staged ones.
+
+    Args:
+        query, key: [batch, heads, N, key_dim] f32.
+        value: [batch, heads, N, value_dim] f32.
+        decay: [batch, heads, N, 1 or key_dim] f32, logarithms.
+        beta: [batch, heads, N, 1] f32 of a delta rule; None: values are added as they are.
+        state: [batch, heads, key_dim, value_dim] f32, before the first staged node.
+        mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
+        earlier: updates of the staged nodes before these.
+
+    Returns:
+        [batch, heads, N, value_dim], and updates of S nodes.
+    """
+    num_earlier = 0 if earlier is None else earlier.keys.shape[-2]
+    decays = decay if earlier is None else torch.cat((earlier.decays, decay), -2)
+    own_totals = mask[:, None].to(decay) @ decays
+    totals = own_totals if earlier is None else torch.cat((earlier.totals, own_totals), -2)
+    keys = key if earlier is None else torch.cat((earlier.keys, key), -2)
+    between = own_totals[..., :, None, :] - totals[..., None, :, :]  # [batch, heads, N, S, 1 or key_dim]
+    between = between.masked_fill(~mask[:, None, :, :, None], -torch.inf).exp()
+
+    def scores(rows: torch.Tensor) -> torch.Tensor:
+        """Return decayed products with the keys of ancestors.  -> [batch, heads, N, S]"""
+        if between.shape[-1] == 1:
+            return rows @ keys.transpose(-1, -2) * between[..., 0]
+        return torch.einsum("...nd,...sd,...nsd->...ns", rows, keys, between)
+
+    if beta is not None:
+        overlaps = beta * scores(key)
+        value = beta * (value - (key * own_totals.exp()) @ state)
+        if earlier is not None:
+            value = value - overlaps[..., :num_earlier] @ earlier.values
+        system = overlaps[..., num_earlier:]  # its diagonal is taken as 1
+        value = torch.linalg.solve_triangular(system, value, upper=False, unitriangular=True)
+    values = value if earlier is None else torch.cat((earlier.values, value), -2)
+    out = (query * own_totals.exp()) @ state + scores(query) @ values
+    return out, Updates(keys, values, decays, totals)
+
+
+class Inputs(NamedTuple):
+    """Inputs of a causal convolution at staged nodes, whose state is the last inputs before them."""
+
+    columns: torch.Tensor  # [..., channels, S]
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the last inputs [channels, kernel_size - 1] after some nodes; see :meth:`Updates.after`."""
+        columns = torch.cat((state, self.columns.index_select(-1, path)), -1)
+        return columns[..., columns.shape[-1] - state.shape[-1] :]
+
+
+def windows(mask: torch.Tensor, kernel_size: int) -> torch.Tensor:
+    """Return the columns that a causal convolution reads at each node, the node's own last.
+
+    Args:
+        mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
+
+    Returns:
+        [batch, N, kernel_size] int64 into the kernel_size - 1 columns of the state, followed by the staged ones.
+    """
+    visible = torch.cat((mask.new_ones(*mask.shape[:-1], kernel_size - 1), mask), -1)
+    columns = torch.arange(visible.shape[-1], device=mask.device)
+    return torch.where(visible, columns, -1).topk(kernel_size, dim=-1).values.flip(-1)
+
+
+def convolution(
+    columns: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a depthwise causal convolution at new nodes.
+
+    Args:
+        columns: [batch, channels, kernel_size - 1 + S], the state and the staged inputs.
+        window: [batch, N, kernel_size], as :func:`windows` returns it.
+        weight: [channels, kernel_size].
+
+    Returns:
+        [batch, channels, N], in the weight's dtype.
+    """
+    (batch, num_nodes, kernel_size), channels = window.shape, columns.shape[1]
+    index = window.flatten(1)[:, None].expand(-1, channels, -1)
+    read = columns.to(weight.dtype).gather(2, index).view(batch, channels, num_nodes, kernel_size)
+    out = (read * weight[:, None]).sum(-1)
+    return out if bias is None else out + bias[:, None]
+
+
+class Snapshots(NamedTuple):
+    """States after each staged node."""
+
+    states: torch.Tensor  # [S, channels, state_size]
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the state after some nodes; see :meth:`Updates.after`."""
+        del state
+        return self.states[path[-1]]
+
+
+class Whole(NamedTuple):
+    """State after a whole chain, of which no part can be committed alone."""
+
+    state: torch.Tensor
+    num_tokens: int
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the state after all tokens."""
+        del state
+        assert len(path) == self.num_tokens, "a long chain is committed as a whole"
+        return self.state
+
+
+Staged = Updates | Inputs | Snapshots | Whole
+
+
+def parents(mask: torch.Tensor) -> list[int]:
+    """Return the parent of each node among the staged ones, -1 for the state.  mask [N, S] bool"""
+    num_nodes, num_staged = mask.shape
+    own = torch.arange(num_staged - num_nodes, num_staged, device=mask.device)[:, None]
+    places = torch.arange(num_staged, device=mask.device)
+    found: list[int] = torch.where(mask & (places < own), places, -1).amax(-1).tolist()
+    return found
+
+
+def selective_tree(
+    state: torch.Tensor,
+    known: torch.Tensor,
+    decays: torch.Tensor,
+    added: torch.Tensor,
+    read: torch.Tensor,
+    parents_: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of a selective scan at the new nodes of a tree, and the states after all staged nodes.
+
+    The state is small and its decay is another for each of its numbers, so that states per node cost less than decays
+    between nodes.
+
+    Args:
+        state: [channels, state_size] f32, before the first staged node.
+        known: [S - N, channels, state_size], after the nodes that earlier forwards staged.
+        decays, added: [N, channels, state_size] f32, factors and terms of each node.
+        read: [N, state_size].
+        parents_: of each node, as :func:`parents` returns them.
+
+    Returns:
+        [channels, N] and [S, channels, state_size].
+    """
+    after = list(known)
+    for parent, decay, more in zip(parents_, decays, added, strict=True):
+        after.append(decay * (state if parent < 0 else after[parent]) + more)
+    states = torch.stack(after)
+    return torch.einsum("ncs,ns->cn", states[len(known) :], read.to(states)), states
+
+
+def selective_chain(
+    state: torch.Tensor, decays: torch.Tensor, added: torch.Tensor, read: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of a selective scan along a chain, and the state after it; see :func:`selective_tree`.
+
+    Returns:
+        [channels, N] and [channels, state_size].
+    """
+    outputs = []
+    for decay, more, row in zip(decays, added, read.to(state), strict=True):
+        state = decay * state + more
+        outputs.append(state @ row)
+    return torch.stack(outputs, dim=1), state

@@ -1,0 +1,55 @@
+"""States of one sequence in all layers that keep one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_slospec.models.recurrent.operators import Staged
+
+
+@dataclass(eq=False)
+class RecurrentStates:
+    """States after a sequence's first ``length`` tokens, and what its later tokens, staged or committed, add to them.
+
+    A state cannot be taken back, so what a step's nodes add is kept beside it until the next forward, which knows how
+    many of them were committed. State tensors are never written to, so that sequences may share them.
+    """
+
+    length: int = 0
+    states: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    staged: dict[Hashable, Staged] = field(default_factory=dict)
+    kept: Sequence[int] | None = None  # staged nodes that were committed; None: the first ones
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states, staged nodes not counted."""
+        return sum(state.nbytes for state in self.states.values())
+
+    def take_in(self, length: int, num_earlier: int = 0) -> None:
+        """Take in the tokens that were committed since, up to ``length``, and drop staged ones of an earlier step.
+
+        Args:
+            length: the sequence's committed tokens, at least those taken in already.
+            num_earlier: nodes of this step that stay staged.
+        """
+        if (num_new := length - self.length) < 0:
+            raise RuntimeError(f"a state after {self.length} tokens cannot be taken back to {length}")
+        if num_new:
+            kept = range(num_new) if self.kept is None else self.kept
+            if not self.staged or len(kept) != num_new:
+                raise RuntimeError(f"{num_new} tokens were committed, and {len(kept) if self.staged else 0} are staged")
+            rows = torch.tensor(kept)
+            self.states = {
+                key: staged.after(self.states[key], rows.to(self.states[key].device))
+                for key, staged in self.staged.items()
+            }
+            self.length = length
+        if num_new or not num_earlier:
+            self.staged, self.kept = {}, None
+
+    def copy(self) -> RecurrentStates:
+        """Return the states for another sequence with the same first ``length`` tokens."""
+        return RecurrentStates(self.length, dict(self.states))
