@@ -13,6 +13,8 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
+from hf_slospec.models.recurrent.states import RecurrentStates
+from hf_slospec.models.recurrent.stock_cache import read_states, write_states
 
 
 @dataclass
@@ -35,8 +37,8 @@ class PromptInputs:
             InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be speculated.
         """
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-        cache = model_kwargs.get("past_key_values")
-        num_cached = 0 if cache is None else int(cache.get_seq_length())
+        cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # Mamba's name of it
+        num_cached = 0 if cache is None or all(cache.is_linear) else int(cache.get_seq_length())
         tokens = input_ids
         if embeds is not None:
             if input_ids.shape[1] not in (0, embeds.shape[1]):
@@ -120,7 +122,10 @@ class PromptInputs:
                 sequences.give_embeds(request, self.embeds[request.index, columns])
             cached = columns[columns < self.num_cached]
             if len(cached):
-                sequences.load(request, self._cached_pairs(request.index, cached), len(cached))
+                states = None
+                if layers := sequences.packed.state_layers:
+                    states = RecurrentStates(len(cached), read_states(self.cache, layers, request.index))
+                sequences.load(request, self._cached_pairs(request.index, cached), len(cached), states)
                 request.num_cached = len(cached)
 
     def _cached_pairs(self, row: int, columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -143,15 +148,18 @@ class PromptInputs:
             new = torch.arange(length, length + num_new - 1, device=columns.device)
             places.append(torch.cat((columns[columns >= self.num_cached], new)) - self.num_cached)
         own = [sequences.read(request) for request in requests]
-        for index, layer in enumerate(zip(*own, strict=True)):
+        for layer, pairs in zip(sequences.packed.layers, zip(*own, strict=True), strict=True):
             filled = []
-            for tensors in zip(*layer, strict=True):  # of K, then of V: [num_heads, length, dim] per request
+            for tensors in zip(*pairs, strict=True):  # of K, then of V: [num_heads, length, dim] per request
                 num_heads, _, dim = tensors[0].shape
                 lacking = tensors[0].new_zeros(len(requests), num_heads, length + num_new - 1 - self.num_cached, dim)
                 for row, own_places, tensor in zip(lacking, places, tensors, strict=True):
                     row[:, own_places.to(row.device)] = tensor[:, tensor.shape[1] - len(own_places) :]
                 filled.append(lacking)
-            cache.update(*filled, index)
+            cache.update(*filled, layer.index)
+        states = [found.states for request in requests if (found := sequences.states(request)) is not None]
+        if states:
+            write_states(cache, sequences.packed.state_layers, states)
 
 
 def _columns(tensor: torch.Tensor, columns: torch.Tensor, num_cached: int) -> torch.Tensor:

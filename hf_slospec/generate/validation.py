@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import BaseQuantizedLayer, DummyLayer, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    BaseQuantizedLayer,
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 from transformers.generation import GenerationMode
 
 from hf_slospec.config import SLOSpecConfig
@@ -28,6 +34,7 @@ from hf_slospec.models.packed import PackedModel
 # Keyword arguments from stock that are handled here, or that do not affect the text.
 PREPARED = {
     "attention_mask",
+    "cache_params",
     "inputs_embeds",
     "logits_to_keep",
     "output_attentions",
@@ -36,6 +43,7 @@ PREPARED = {
     "position_ids",
     "use_cache",
 }
+CACHE_LAYERS = (DynamicLayer, StaticLayer, DummyLayer, LinearAttentionLayer)
 UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or stand for another decoding loop
 
 
@@ -185,7 +193,7 @@ def _check_cache(cache: Any) -> None:
     if not isinstance(cache, Cache):
         raise InvalidTypeError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
     for layer in getattr(cache, "layers", [None]):
-        if not isinstance(layer, (DynamicLayer, StaticLayer, DummyLayer)) or isinstance(layer, BaseQuantizedLayer):
+        if not isinstance(layer, CACHE_LAYERS) or isinstance(layer, BaseQuantizedLayer):
             raise UnsupportedOptionError(
                 f"past_key_values with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "
                 "DynamicCache, or pass the whole text as input_ids"
@@ -221,7 +229,7 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
     Raises:
         InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
     """
-    limit, has_windows = target.max_positions, any(layer.window for layer in target.layers)
+    limit, counts_all = target.max_positions, target.has_states or any(layer.window for layer in target.layers)
     for request in rows.requests:
         if request.prompt_len == 0:
             raise UnsupportedInputError(
@@ -234,10 +242,10 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
                 f"{max(limit - request.prompt_len + 1, 0)}"
             )
         own = rows.prompt.mask[request.index]
-        if has_windows and bool((own[:-1] & ~own[1:]).any()):
+        if counts_all and bool((own[:-1] & ~own[1:]).any()):
             raise UnsupportedOptionError(
-                f"attention_mask masks tokens inside row {request.index}, which a sliding window would count; pad on "
-                "the left only, or call generate without slo_tpot"
+                f"attention_mask masks tokens inside row {request.index}, which a sliding window or a recurrent state "
+                "would count; pad on the left only, or call generate without slo_tpot"
             )
     _check_rope(rows.requests, target.model.config.get_text_config())
     ids = rows.prompt.tokens

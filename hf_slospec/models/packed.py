@@ -73,7 +73,7 @@ class PackedModel:
         self.model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
-        self.layers, self.state_bytes = probe_layers(model)
+        self.layers, self.state_layers = probe_layers(model)
         self.backend = backend_for(attention, self.layers)
         self.prepacked = PrepackedLayers(model, prepack)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
@@ -120,7 +120,12 @@ class PackedModel:
     @property
     def has_states(self) -> bool:
         """Whether some layers keep a state instead of K and V."""
-        return self.state_bytes > 0
+        return bool(self.state_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one text."""
+        return sum(layer.num_bytes for layer in self.state_layers)
 
     @property
     def max_positions(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -15,10 +15,12 @@ from hf_slospec.models.attention import AttentionLayer, active_forward
 from hf_slospec.models.compatibility.hooks import is_compiled
 from hf_slospec.models.kv_cache.pool import LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
-from hf_slospec.models.recurrent.calls import CONVOLUTION, Mixer, StateCache
+from hf_slospec.models.recurrent.calls import CONVOLUTION, Key, Mixer, StateCache
+from hf_slospec.models.recurrent.stock_cache import StateLayer
 
 # Layers that keep a state, or both a state and K and V; which of them can be packed is seen in the probe.
 STATE_KINDS = {"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding"}
+NO_MIXING = {"mlp", "moe"}  # layers that treat every token alone, and so keep nothing
 
 # Mask builders return a 4D mask unchanged, and packed attention does not read it.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
@@ -46,16 +48,13 @@ def input_device(model: Any) -> torch.device:
 
 def run_model(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: Any) -> Any:
     """Return what the model returns for a packed batch, with ``forward`` as its cache and attention."""
-    unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
+    if "past_key_values" in signature(model.forward).parameters:
+        unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
+        inputs |= {"past_key_values": forward, "attention_mask": unread_mask, "position_ids": position_ids}
+    else:  # all layers keep a state, and know positions by the order of tokens
+        inputs["cache_params"] = forward
     with active_forward(model, forward):
-        return model(
-            **inputs,
-            attention_mask=unread_mask,
-            position_ids=position_ids,
-            past_key_values=forward,
-            use_cache=True,
-            return_dict=True,
-        )
+        return model(**inputs, use_cache=True, return_dict=True)
 
 
 def hidden_states(found: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -114,7 +113,7 @@ def refuse_by_declaration(model: Any) -> None:
             "attention cannot be used; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
         )
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention", *STATE_KINDS}:
+    if unknown := kinds - {"full_attention", "sliding_attention", *STATE_KINDS, *NO_MIXING}:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
 
 
@@ -123,7 +122,8 @@ class _Probe(StateCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self._mixed: dict[int, int] = {}  # bytes of a layer's states
+        self._mixed: dict[Key, int] = {}  # bytes of each state
+        self._state_shapes: dict[int, tuple[int, ...]] = {}  # of the state that a layer passes to its cache
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # by layer that attends, as passed to the attention function
         self._latent: set[int] = set()
@@ -163,38 +163,50 @@ class _Probe(StateCache):
         # A single token attends to itself only, so its attention is its value, repeated for the query heads of a group.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
-    def _mix(self, key: Hashable, name: str, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor:
+        self._state_shapes[layer_idx] = tuple(recurrent_states.shape[1:])
+        return recurrent_states
+
+    def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
         found = plain(*args, **kwargs)
-        if name == CONVOLUTION:
-            state_bytes = args[0].nbytes * (signature(plain).bind(*args, **kwargs).arguments["weight"].shape[-1] - 1)
+        if key[2] == CONVOLUTION:
+            weight = signature(plain).bind(*args, **kwargs).arguments["weight"]
+            self._mixed[key] = found.nbytes * (weight.shape[-1] - 1)
         else:
-            state_bytes = found[1].nbytes
-        self._mixed[self._layer] = self._mixed.get(self._layer, 0) + state_bytes
+            self._mixed[key] = found[1].nbytes
         return found
 
-    def layers(self, model: Any) -> tuple[list[AttentionLayer], int]:
-        """Return the layers that attend, by index, and the bytes of all states of a text.
+    def layers(self, model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
+        """Return the layers that attend and those that keep a state, by index; some do both.
 
         Raises:
             UnsupportedModelError: recorded calls cannot be packed.
         """
         indices, num_layers = sorted(self._shapes), max([*self._shapes, *self._asked], default=-1) + 1
-        if unknown := self._asked - self._mixed.keys():
+        if unknown := self._asked - {layer for layer, *_ in self._mixed}:
             raise cannot_be_packed(
                 model, f"{len(unknown)} layers keep a state that no known function updates, so that it cannot be undone"
             )
-        is_complete = {*indices, *self._asked} == set(range(num_layers))
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        keeps_nothing = {layer for layer, kind in enumerate(kinds) if kind in NO_MIXING}
+        is_complete = {*indices, *self._asked, *keeps_nothing} >= set(range(num_layers))
         if not num_layers or not is_complete or self._windows.keys() != self._shapes.keys():
             raise cannot_be_packed(
-                model, f"{len(indices)} layers cache keys and {len(self._windows)} of them attend through the interface"
+                model,
+                f"{len(indices)} of {num_layers} layers cache keys, {len(self._windows)} attend through the interface "
+                f"and {len(self._asked)} keep a state",
             )
         if self._has_own_mask:
             raise cannot_be_packed(model, "its layers add values of their own to the attention mask")
-        layers = [
+        attending = [
             AttentionLayer(self._shapes[layer], self._window(model, layer), layer in self._latent, layer)
             for layer in indices
         ]
-        return layers, sum(self._mixed.values())
+        return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
+
+    def _state_layer(self, layer: int) -> StateLayer:
+        keys = tuple(sorted(key for key in self._mixed if key[0] == layer))
+        return StateLayer(layer, keys, self._state_shapes.get(layer, ()), sum(self._mixed[key] for key in keys))
 
     def _window(self, model: Any, layer: int) -> int | None:
         """Return the layer's sliding window: the one passed to its attention function, or else the config's."""
@@ -212,8 +224,8 @@ class _Probe(StateCache):
 
 
 @torch.no_grad()
-def probe_layers(model: Any) -> tuple[list[AttentionLayer], int]:
-    """Return the model's layers that attend, as seen in a forward of one token, and the bytes of a text's states.
+def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    """Return the model's layers that attend and those that keep a state, as seen in a forward of one token.
 
     Raises:
         UnsupportedModelError: the forward failed, or not every layer attends through transformers' interface.

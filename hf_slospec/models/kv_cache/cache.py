@@ -11,6 +11,7 @@ from types import FrameType
 import torch
 
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+from hf_slospec.models.recurrent.states import RecurrentStates
 
 
 class KVCache:
@@ -92,8 +93,14 @@ class KVCache:
             for sequence in sequences:
                 self.release(sequence)
 
-    def load(self, sequence: CachedSequence, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
-        """Copy in the K/V of a sequence's first ``length`` tokens.
+    def load(
+        self,
+        sequence: CachedSequence,
+        layers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        length: int,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        """Copy in the K/V of a sequence's first ``length`` tokens, and take over the states after them.
 
         Args:
             layers: K and V of each layer, [num_heads, num_given, dim]: of all the tokens, or of the last ones where a
@@ -103,7 +110,7 @@ class KVCache:
         for *own, given in zip(pool.keys, pool.values, layers, strict=True):
             for stored, tensor in zip(own, given, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
-        sequence.length = length
+        sequence.length, sequence.states = length, states
 
     def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return views of the K and V of a sequence's cached tokens, [num_heads, length, dim] for each layer."""

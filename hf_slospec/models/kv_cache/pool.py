@@ -51,6 +51,7 @@ class CachedSequence:
     start: int = 0
     capacity: int = 0
     length: int = 0  # committed tokens; their positions are 0 .. length - 1
+    prompt_len: int = 0
     states: RecurrentStates | None = None  # of layers that keep no K and V, if the model has such
 
     def truncate(self, length: int) -> None:

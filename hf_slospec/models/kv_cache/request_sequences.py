@@ -15,6 +15,7 @@ from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import Outputs, PackedModel
+from hf_slospec.models.recurrent.states import RecurrentStates
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
 NEVER = -1  # no state of a model's fingerprint
@@ -27,6 +28,10 @@ class RequestText(Hashable, Protocol):
     @property
     def tokens(self) -> list[int]:
         """Prompt and committed tokens."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
 
     @property
     def num_left(self) -> int:
@@ -123,7 +128,10 @@ class RequestSequences:
             self._keep_at_most(limit - needed)
             # Sequences of others in the same pool do not count.
             limit += self.cache.num_held - sum(held.values()) - self._kept.num_tokens
-        sequences = {request: self._by_request.get(request) or CachedSequence() for request in capacities}
+        sequences = {
+            request: self._by_request.get(request) or CachedSequence(prompt_len=request.prompt_len)
+            for request in capacities
+        }
         slots = {sequences[request]: slots for request, slots in capacities.items()}
         try:
             self._reserve(slots, limit)
@@ -300,10 +308,23 @@ class RequestSequences:
         """Use these in place of the embeddings of the prompt's tokens.  [prompt_len, hidden]"""
         self._embeds[request] = embeds
 
-    def load(self, request: RequestText, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
+    def load(
+        self,
+        request: RequestText,
+        layers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        length: int,
+        states: RecurrentStates | None = None,
+    ) -> None:
         """Copy in the K/V of the request's first ``length`` tokens, see :meth:`KVCache.load`."""
-        self.cache.load(self.of(request), layers, length)
+        self.cache.load(self.of(request), layers, length, states)
 
     def read(self, request: RequestText) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return views of the K/V of the request's cached tokens, each layer's [num_heads, length, dim]."""
         return self.cache.read(self.of(request))
+
+    def states(self, request: RequestText) -> RecurrentStates | None:
+        """Return the states after the request's cached tokens; None if the model has none."""
+        sequence = self.of(request)
+        if sequence.states is not None:
+            sequence.states.take_in(sequence.length)
+        return sequence.states

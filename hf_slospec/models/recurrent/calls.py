@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ SELECTIVE_SCAN = "mamba_selective_scan"
 MIXERS = (CONVOLUTION, *DELTA_RULES, STATE_SPACE, SELECTIVE_SCAN)
 
 Mixer = Callable[..., Any]
+Key = tuple[int, int, str]  # of a state: index of the layer, how many mixers it called before, and the mixer's name
 
 
 class StateCache(ABC):
@@ -65,9 +66,9 @@ class StateCache(ABC):
 
     def mix(self, name: str, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
         """Return what a layer's mixer would return for each sequence of the forward, with its state, alone."""
-        key = self._layer, self._num_mixed[self._layer]
+        key = self._layer, self._num_mixed[self._layer], name
         self._num_mixed[self._layer] += 1
-        return self._mix(key, name, plain, *args, **kwargs)
+        return self._mix(key, plain, *args, **kwargs)
 
     @abstractmethod
-    def _mix(self, key: Hashable, name: str, plain: Mixer, *args: Any, **kwargs: Any) -> Any: ...
+    def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any: ...

@@ -18,6 +18,7 @@ from hf_slospec.models.recurrent.calls import (
     DELTA_RULES,
     SELECTIVE_SCAN,
     STATE_SPACE,
+    Key,
     Mixer,
     StateCache,
 )
@@ -78,19 +79,19 @@ class Group:
         """Write the group's part [batch, ...] of a tensor [1, ...] of the whole batch."""
         out[0].index_copy_(dim - 1, self.rows, own.movedim(0, dim - 1).flatten(dim - 1, dim).to(out.dtype))
 
-    def state(self, key: Hashable, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def state(self, key: Key, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the states of all sequences in one layer.  -> [batch, ...]"""
         for own in self.states:
             if key not in own.states:
                 own.states[key] = zeros()
         return torch.stack([own.states[key] for own in self.states])
 
-    def stage(self, key: Hashable, staged: Staged) -> None:
+    def stage(self, key: Key, staged: Staged) -> None:
         """Keep what the tokens add to the states of one layer; tensors [batch, ...]."""
         for index, own in enumerate(self.states):
             own.staged[key] = type(staged)(*(tensor[index] for tensor in staged))
 
-    def earlier(self, key: Hashable) -> tuple[torch.Tensor, ...] | None:
+    def earlier(self, key: Key) -> tuple[torch.Tensor, ...] | None:
         """Return what nodes staged by earlier forwards of the step add, [batch, ...] each; None without such nodes."""
         if self.mask.shape[1] == self.mask.shape[2]:
             return None
@@ -139,7 +140,13 @@ class RecurrentForward(StateCache):
                 self._groups[device] = grouped(self._spans(), device)
         return self._groups[device]
 
-    def _mix(self, key: Hashable, name: str, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+    @functools.cached_property
+    def _is_prompt(self) -> torch.Tensor:
+        """Return which tokens of the batch stock ``generate`` processes as a prompt.  -> [num_tokens] bool"""
+        return torch.cat([span.staged_positions[-span.num_tokens :] < span.sequence.prompt_len for span in self._spans()])
+
+    def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+        name = key[2]
         if name == CONVOLUTION:
             return self._convolution(key, plain, *args, **kwargs)
         if name in DELTA_RULES:
@@ -151,7 +158,7 @@ class RecurrentForward(StateCache):
 
     def _convolution(
         self,
-        key: Hashable,
+        key: Key,
         plain: Mixer,
         hidden_states: torch.Tensor,
         weight: torch.Tensor,
@@ -181,7 +188,7 @@ class RecurrentForward(StateCache):
 
     def _delta_rule(
         self,
-        key_of_layer: Hashable,
+        key_of_layer: Key,
         plain: Mixer,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -230,7 +237,7 @@ class RecurrentForward(StateCache):
 
     def _state_space(
         self,
-        key: Hashable,
+        key: Key,
         plain: Mixer,
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
@@ -253,8 +260,11 @@ class RecurrentForward(StateCache):
             A, D, dt_bias: [heads].
             B, C: [1, num_tokens, groups, state_size].
         """
-        if z is not None or tuple(dt_limit) != (0.0, torch.inf):
-            raise NotImplementedError("its prompts and its new tokens are computed by different formulas (dt_limit, z)")
+        assert z is None, "layers gate the output themselves"
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = nn.functional.softplus(dt) if dt_softplus else dt
+        if tuple(dt_limit) != (0.0, torch.inf):  # layers limit the steps of prompts, and not those of new tokens
+            dt = torch.where(self._is_prompt.to(dt.device)[:, None], dt.clamp(*dt_limit), dt)
         out, num_heads = torch.empty_like(hidden_states), hidden_states.shape[2]
         for group in self._groups_on(hidden_states.device):
             x, step, keys, queries = (group.of(tensor, 1) for tensor in (hidden_states, dt, B, C))
@@ -269,16 +279,13 @@ class RecurrentForward(StateCache):
                     queries,
                     chunk_size=chunk_size,
                     D=D,
-                    dt_bias=dt_bias,
-                    dt_softplus=dt_softplus,
                     initial_states=state.transpose(-1, -2),
                     return_final_states=True,
                 )
                 _stage_whole(group, key, after.transpose(-1, -2))
                 group.put(out, mixed, 1)
                 continue
-            step = step if dt_bias is None else step + dt_bias.to(step.dtype)
-            step = (nn.functional.softplus(step) if dt_softplus else step).float()
+            step = step.float()
             k, q = (x.float().repeat_interleave(num_heads // x.shape[2], dim=2) for x in (keys, queries))
             q, k, v, decay = (x.movedim(1, 2) for x in (q, k, x.float() * step[..., None], (A.float() * step)[..., None]))
             skipped = None if D is None else x.float() * D[:, None]
@@ -288,7 +295,7 @@ class RecurrentForward(StateCache):
     @staticmethod
     def _recur(
         group: Group,
-        key_of_layer: Hashable,
+        key_of_layer: Key,
         out: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -308,7 +315,7 @@ class RecurrentForward(StateCache):
 
     def _selective_scan(
         self,
-        key: Hashable,
+        key: Key,
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
         A: torch.Tensor,
@@ -354,6 +361,6 @@ class RecurrentForward(StateCache):
         return out, UNREAD
 
 
-def _stage_whole(group: Group, key: Hashable, after: torch.Tensor) -> None:
+def _stage_whole(group: Group, key: Key, after: torch.Tensor) -> None:
     (states,) = group.states
     states.staged[key] = Whole(after[0], group.mask.shape[1])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from hf_slospec.models.recurrent.calls import Key
 from hf_slospec.models.recurrent.operators import Staged
 
 
@@ -19,8 +20,8 @@ class RecurrentStates:
     """
 
     length: int = 0
-    states: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    staged: dict[Hashable, Staged] = field(default_factory=dict)
+    states: dict[Key, torch.Tensor] = field(default_factory=dict)
+    staged: dict[Key, Staged] = field(default_factory=dict)
     kept: Sequence[int] | None = None  # staged nodes that were committed; None: the first ones
 
     @property
