@@ -181,6 +181,7 @@ class Speculator:
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
+            states=num_running * sum(model.state_bytes for model in models),
             features=sum(queue.num_bytes for own in drafters if (queue := getattr(own, "features", None))),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(own.num_bytes for own in prepacked),

@@ -35,6 +35,7 @@ class MemoryUse(BaseModel):
 
     target_kv: int = Field(description="K/V cache of the target: of all its requests, free slots included.")
     draft_kv: int = Field(description="K/V cache of the draft.")
+    states: int = Field(description="Recurrent states of running requests, in models with layers that keep some.")
     features: int = Field(description="Hidden states of the target that a trained drafter has not processed yet.")
     staging: int = Field(description="Part of both caches that is kept free for the nodes of a step.")
     prepacked: int = Field(description="Packed copies of weights, see SLOSpecConfig.prepack.")

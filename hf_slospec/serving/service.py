@@ -38,6 +38,7 @@ from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
 
 logger = logging.getLogger(__name__)
 STREAMER_S = 5.0  # that stopping waits for a streamer to receive the remaining tokens
+UNBOUNDED_LEN = 1 << 20  # tokens of a text for which no layer caches anything
 FREE_SHARE = 0.4  # share of the free memory for K/V; a pool that grows is there twice for a moment
 
 
@@ -224,16 +225,21 @@ class BatchingService:
 
 
 def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
-    """Return how many tokens of K/V fit into a share of the free memory, at most those of a full batch."""
+    """Return how many tokens of K/V fit into a share of the free memory, at most those of a full batch.
+
+    Recurrent states of a full batch come first; where all layers keep states, tokens take no memory.
+    """
     bytes_per_token = sum(model.kv_bytes_per_token for model in speculator.models)
+    state_bytes = max_batch * sum(model.state_bytes for model in speculator.models)
     device = speculator.target.packed.device
     if device.type == "cuda":  # torch keeps memory that it has freed
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + kept
     else:
         free = free_memory()
-    most = trained_len(speculator.target.model) or math.inf
-    return int(min(FREE_SHARE * free / bytes_per_token, max_batch * (most + speculator.max_nodes)))
+    most = trained_len(speculator.target.model) or (math.inf if bytes_per_token else UNBOUNDED_LEN)
+    fitting = max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token if bytes_per_token else math.inf
+    return int(min(fitting, max_batch * (most + speculator.max_nodes)))
 
 
 def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:

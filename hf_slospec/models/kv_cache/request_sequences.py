@@ -19,6 +19,7 @@ from hf_slospec.models.recurrent.states import RecurrentStates
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
 NEVER = -1  # no state of a model's fingerprint
+KEPT_STATES = 16  # texts that are kept at most where layers have states: one is as large as K/V of hundreds of tokens
 MIN_SHARED = 16  # tokens whose K/V is computed faster than it is worth keeping or copying
 
 
@@ -270,8 +271,9 @@ class RequestSequences:
 
     def _keep_at_most(self, num_tokens: float) -> None:
         """Drop the least recently used texts until those left have so many tokens at most."""
+        most = KEPT_STATES if self.packed.has_states else len(self._kept)
         for text in self._kept.texts():
-            if self._kept.num_tokens <= num_tokens:
+            if self._kept.num_tokens <= num_tokens and len(self._kept) <= most:
                 return
             self._kept.remove(text)
             self.cache.release(text.sequence)
