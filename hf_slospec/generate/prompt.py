@@ -156,7 +156,7 @@ class PromptInputs:
                 for row, own_places, tensor in zip(lacking, places, tensors, strict=True):
                     row[:, own_places.to(row.device)] = tensor[:, tensor.shape[1] - len(own_places) :]
                 filled.append(lacking)
-            cache.update(*filled, layer.index)
+            cache.update(*filled, layer.layer_idx)
         states = [found.states for request in requests if (found := sequences.states(request)) is not None]
         if states:
             write_states(cache, sequences.packed.state_layers, states)

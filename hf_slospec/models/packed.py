@@ -119,7 +119,7 @@ class PackedModel:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state instead of K and V."""
+        """Return whether some layers keep a state instead of K and V."""
         return bool(self.state_layers)
 
     @property

@@ -29,7 +29,7 @@ class PackedForward(RecurrentForward):
         """``own_slots`` [num_tokens] int64: slots in which the batch's K and V are staged."""
         super().__init__(lambda: batch.spans)
         self.pool, self.batch, self.backend = pool, batch, backend
-        self._layers = {layer.index: (place, layer) for place, layer in enumerate(layers)}
+        self._layers = {layer.layer_idx: (place, layer) for place, layer in enumerate(layers)}
         self._own_slots = Slots(own_slots)
         self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> the layer that made them; others may share
         self._held: list[torch.Tensor] = []  # keeps those ids from being reused for other tensors

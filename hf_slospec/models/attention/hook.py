@@ -84,7 +84,7 @@ _redirected: dict[_Place, tuple[Mixer, int]] = {}  # original function, number o
 def _mixers_of(model: torch.nn.Module) -> list[_Place]:
     """Return the functions by which the model's layers mix tokens."""
     if model not in _mixers:
-        modules = {module: None for module in (sys.modules.get(type(part).__module__) for part in model.modules())}
+        modules = dict.fromkeys(sys.modules.get(type(part).__module__) for part in model.modules())
         _mixers[model] = [(module, name) for module in modules for name in MIXERS if hasattr(module, name)]
     return _mixers[model]
 

@@ -20,7 +20,7 @@ class AttentionLayer(NamedTuple):
     shape: LayerShape
     window: int | None = None  # sliding window: a token attends to itself and the window - 1 positions before it
     is_latent: bool = False  # multi-head latent attention: what is cached is expanded into K and V after caching
-    index: int = 0  # of the model's layer; others may keep a state instead
+    layer_idx: int = 0  # of the model's layer; others may keep a state instead
 
 
 @dataclass(eq=False)

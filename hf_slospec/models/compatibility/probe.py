@@ -163,7 +163,9 @@ class _Probe(StateCache):
         # A single token attends to itself only, so its attention is its value, repeated for the query heads of a group.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> torch.Tensor:
         self._state_shapes[layer_idx] = tuple(recurrent_states.shape[1:])
         return recurrent_states
 
@@ -189,6 +191,8 @@ class _Probe(StateCache):
             )
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         keeps_nothing = {layer for layer, kind in enumerate(kinds) if kind in NO_MIXING}
+        if not num_layers and getattr(model, "_is_stateful", False):
+            raise cannot_be_packed(model, "it keeps states in a way of its own, which cannot be undone")
         is_complete = {*indices, *self._asked, *keeps_nothing} >= set(range(num_layers))
         if not num_layers or not is_complete or self._windows.keys() != self._shapes.keys():
             raise cannot_be_packed(

@@ -1,4 +1,4 @@
-"""What transformers' layers with a state ask of their cache, and the functions that they mix tokens by.
+"""Calls of transformers' layers with a state: to their cache, and to the functions that mix tokens.
 
 The layers of all families call a few functions of their own module by the same names; each is the torch form of a
 kernel (causal-conv1d, flash-linear-attention, mamba-ssm). While a packed forward is active, :mod:`..attention.hook`
@@ -26,7 +26,7 @@ Key = tuple[int, int, str]  # of a state: index of the layer, how many mixers it
 
 
 class StateCache(ABC):
-    """Cache object of a forward whose layers have no state of their own, so that they call their mixers on all tokens."""
+    """Cache object of a forward that shows layers no states, so that they call their mixers on all of its tokens."""
 
     def __init__(self) -> None:
         self._layer = -1  # that asked for its state last
@@ -59,7 +59,9 @@ class StateCache(ABC):
         self._layer = layer_idx
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> torch.Tensor:
         """Return the state after all tokens, which nothing reads."""
         del layer_idx
         return recurrent_states

@@ -1,10 +1,10 @@
 """Mixers of layers with a state, on the sequences of a packed batch."""
+# ruff: noqa: N803  arguments have the names that transformers' functions give them
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from hf_slospec.models.attention.packed_batch import Span
-from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.recurrent.calls import (
     CONVOLUTION,
     DELTA_RULES,
@@ -22,102 +21,18 @@ from hf_slospec.models.recurrent.calls import (
     Mixer,
     StateCache,
 )
+from hf_slospec.models.recurrent.groups import Group, grouped, with_states
 from hf_slospec.models.recurrent.operators import (
     Inputs,
     Snapshots,
-    Staged,
     Updates,
-    Whole,
     convolution,
     linear_recurrence,
-    parents,
     selective_chain,
     selective_tree,
-    windows,
 )
-from hf_slospec.models.recurrent.states import RecurrentStates
 
-# Longer chains are computed by the layers' own functions, in chunks, so that the work grows linearly with their length.
-MAX_AT_ONCE = 32
 UNREAD = torch.empty(0)  # in place of the state after all tokens, which layers pass back to their cache
-
-
-@dataclass(eq=False)
-class Group:
-    """Sequences whose tokens one call mixes: trees of one size, or a single long chain."""
-
-    states: list[RecurrentStates]
-    mask: torch.Tensor  # [batch, N, S] bool, True = an ancestor of the token, or itself
-    rows: torch.Tensor  # [batch * N] int64, the tokens in the packed batch
-    is_long_chain: bool
-    _windows: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    @functools.cached_property
-    def parents(self) -> list[list[int]]:
-        """Parents of each sequence's nodes, see :func:`parents`."""
-        return [parents(mask) for mask in self.mask]
-
-    def windows(self, kernel_size: int) -> torch.Tensor:
-        """Return the columns that a convolution reads, see :func:`windows`."""
-        if kernel_size not in self._windows:
-            self._windows[kernel_size] = windows(self.mask, kernel_size)
-        return self._windows[kernel_size]
-
-    def of(self, packed: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the group's part of a tensor of the whole batch, whose ``dim`` are tokens.
-
-        Args:
-            packed: [1, ...], with num_tokens at ``dim``.
-
-        Returns:
-            [batch, ...], with N at ``dim``.
-        """
-        own = packed[0].index_select(dim - 1, self.rows)
-        return own.unflatten(dim - 1, self.mask.shape[:2]).movedim(dim - 1, 0)
-
-    def put(self, out: torch.Tensor, own: torch.Tensor, dim: int) -> None:
-        """Write the group's part [batch, ...] of a tensor [1, ...] of the whole batch."""
-        out[0].index_copy_(dim - 1, self.rows, own.movedim(0, dim - 1).flatten(dim - 1, dim).to(out.dtype))
-
-    def state(self, key: Key, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the states of all sequences in one layer.  -> [batch, ...]"""
-        for own in self.states:
-            if key not in own.states:
-                own.states[key] = zeros()
-        return torch.stack([own.states[key] for own in self.states])
-
-    def stage(self, key: Key, staged: Staged) -> None:
-        """Keep what the tokens add to the states of one layer; tensors [batch, ...]."""
-        for index, own in enumerate(self.states):
-            own.staged[key] = type(staged)(*(tensor[index] for tensor in staged))
-
-    def earlier(self, key: Key) -> tuple[torch.Tensor, ...] | None:
-        """Return what nodes staged by earlier forwards of the step add, [batch, ...] each; None without such nodes."""
-        if self.mask.shape[1] == self.mask.shape[2]:
-            return None
-        return tuple(torch.stack(own) for own in zip(*(states.staged[key] for states in self.states), strict=True))
-
-
-def grouped(spans: Sequence[Span], device: torch.device) -> list[Group]:
-    """Return the sequences of a packed batch in groups, with their states as of now."""
-    groups = dict[Hashable, list[Span]]()
-    for place, span in enumerate(spans):
-        if span.sequence.states is None:
-            span.sequence.states = RecurrentStates()
-        span.sequence.states.take_in(span.sequence.length, span.num_staged - span.num_tokens)
-        is_long = span.is_chain and span.num_tokens > MAX_AT_ONCE
-        groups.setdefault((is_long and place, span.num_tokens, span.num_staged), []).append(span)
-    found = []
-    for (is_long, *_), own in groups.items():
-        rows = torch.cat([torch.arange(span.begin, span.end) for span in own])
-        mask = torch.stack([span.staged_mask.to("cpu") for span in own])
-        found.append(Group([_states(span) for span in own], *to_device((mask, rows), device), is_long is not False))
-    return found
-
-
-def _states(span: Span) -> RecurrentStates:
-    assert span.sequence.states is not None
-    return span.sequence.states
 
 
 class RecurrentForward(StateCache):
@@ -125,25 +40,22 @@ class RecurrentForward(StateCache):
 
     def __init__(self, spans: Callable[[], Sequence[Span]]):
         super().__init__()
-        self._spans = spans
+        self._read_spans = spans
         self._groups: dict[torch.device, list[Group]] = {}
+
+    @functools.cached_property
+    def _spans(self) -> Sequence[Span]:
+        return with_states(self._read_spans())
 
     def _groups_on(self, device: torch.device) -> list[Group]:
         if device not in self._groups:
-            if self._groups:
-                known = next(iter(self._groups.values()))
-                self._groups[device] = [
-                    Group(group.states, group.mask.to(device), group.rows.to(device), group.is_long_chain)
-                    for group in known
-                ]
-            else:
-                self._groups[device] = grouped(self._spans(), device)
+            self._groups[device] = grouped(self._spans, device)
         return self._groups[device]
 
     @functools.cached_property
     def _is_prompt(self) -> torch.Tensor:
         """Return which tokens of the batch stock ``generate`` processes as a prompt.  -> [num_tokens] bool"""
-        return torch.cat([span.staged_positions[-span.num_tokens :] < span.sequence.prompt_len for span in self._spans()])
+        return torch.cat([span.staged_positions[-span.num_tokens :] < span.sequence.prompt_len for span in self._spans])
 
     def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
         name = key[2]
@@ -223,7 +135,7 @@ class RecurrentForward(StateCache):
                     output_final_state=True,
                     use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 )
-                _stage_whole(group, key_of_layer, after)
+                group.stage_whole(key_of_layer, after)
                 group.put(out, mixed, 1)
                 continue
             q, k, v, decay, rate = (tensor.float().movedim(1, 2) for tensor in own)
@@ -282,12 +194,14 @@ class RecurrentForward(StateCache):
                     initial_states=state.transpose(-1, -2),
                     return_final_states=True,
                 )
-                _stage_whole(group, key, after.transpose(-1, -2))
+                group.stage_whole(key, after.transpose(-1, -2))
                 group.put(out, mixed, 1)
                 continue
             step = step.float()
             k, q = (x.float().repeat_interleave(num_heads // x.shape[2], dim=2) for x in (keys, queries))
-            q, k, v, decay = (x.movedim(1, 2) for x in (q, k, x.float() * step[..., None], (A.float() * step)[..., None]))
+            q, k, v, decay = (
+                x.movedim(1, 2) for x in (q, k, x.float() * step[..., None], (A.float() * step)[..., None])
+            )
             skipped = None if D is None else x.float() * D[:, None]
             self._recur(group, key, out, q, k, v, decay, None, state, skipped)
         return out, UNREAD
@@ -345,7 +259,7 @@ class RecurrentForward(StateCache):
             state = group.state(key, lambda: A.new_zeros(A.shape, dtype=torch.float32))
             if group.is_long_chain:
                 mixed, after = selective_chain(state[0], *(tensor[0] for tensor in own))
-                _stage_whole(group, key, after[None])
+                group.stage_whole(key, after[None])
                 group.put(out, mixed[None], 2)
                 continue
             earlier = group.earlier(key)
@@ -359,8 +273,3 @@ class RecurrentForward(StateCache):
         if z is not None:
             out = out * nn.functional.silu(z)
         return out, UNREAD
-
-
-def _stage_whole(group: Group, key: Key, after: torch.Tensor) -> None:
-    (states,) = group.states
-    states.staged[key] = Whole(after[0], group.mask.shape[1])

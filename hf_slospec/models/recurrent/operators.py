@@ -22,7 +22,7 @@ import torch
 
 
 class Updates(NamedTuple):
-    """What staged nodes add to the state of a linear recurrence, per head."""
+    """Keys and values that staged nodes add to the state of a linear recurrence, per head."""
 
     keys: torch.Tensor  # [..., heads, S, key_dim]
     values: torch.Tensor  # [..., heads, S, value_dim]

@@ -13,7 +13,7 @@ from hf_slospec.models.recurrent.calls import CONVOLUTION, STATE_SPACE, Key
 class StateLayer(NamedTuple):
     """A layer with states, as the probe saw it."""
 
-    index: int  # of the model's layer
+    layer_idx: int  # of the model's layer
     keys: tuple[Key, ...]  # of its states, in the order of the calls
     shape: tuple[int, ...]  # of the state that it passes to its cache, without the batch; empty without one
     num_bytes: int  # of all its states, for one text
@@ -33,7 +33,7 @@ def read_states(cache: Any, layers: Iterable[StateLayer], row: int) -> dict[Key,
     """Return the states of one row of a cache, by key."""
     states = dict[Key, torch.Tensor]()
     for layer in layers:
-        own = cache.layers[layer.index]
+        own = cache.layers[layer.layer_idx]
         for state_idx, key in enumerate(layer.convolutions):
             states[key] = own.conv_states[state_idx][row, :, 1:].clone()  # the first column is never read
         if layer.recurrences:
@@ -44,16 +44,16 @@ def read_states(cache: Any, layers: Iterable[StateLayer], row: int) -> dict[Key,
 
 
 def write_states(cache: Any, layers: Iterable[StateLayer], rows: Sequence[Mapping[Key, torch.Tensor]]) -> None:
-    """Set the states of a cache to those of the rows."""
+    """Replace the states of a cache by those of the rows."""
     for layer in layers:
         for state_idx, key in enumerate(layer.convolutions):
             columns = torch.stack([own[key] for own in rows])
-            cache.update_conv_state(torch.nn.functional.pad(columns, (1, 0)), layer.index, state_idx=state_idx)
+            cache.update_conv_state(torch.nn.functional.pad(columns, (1, 0)), layer.layer_idx, state_idx=state_idx)
         if layer.recurrences:
             parts = [torch.stack([_turned(key, own[key]) for key in layer.recurrences]) for own in rows]
-            cache.update_recurrent_state(torch.stack(parts).reshape(len(rows), *layer.shape), layer.index)
+            cache.update_recurrent_state(torch.stack(parts).reshape(len(rows), *layer.shape), layer.layer_idx)
 
 
 def _turned(key: Key, state: torch.Tensor) -> torch.Tensor:
-    """Swap key and value dimension of a Mamba 2 state, which transformers stores the other way."""
+    """Return a state in transformers' layout, or back: Mamba 2 has the value dimension first."""
     return state.transpose(-1, -2) if key[2] == STATE_SPACE else state

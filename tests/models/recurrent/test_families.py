@@ -13,7 +13,7 @@ from hf_slospec.models.compatibility.probe import evaluating
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.recurrent.forward import MAX_AT_ONCE
+from hf_slospec.models.recurrent.groups import MAX_AT_ONCE
 from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_models import VOCAB
 
@@ -33,7 +33,9 @@ def tree(root: int, parents: list[int], generator: torch.Generator) -> TokenTree
         depths.append(depths[parent] + 1)
     tokens = torch.randint(3, VOCAB, (len(parents),), generator=generator).numpy()
     tokens[0] = root
-    return TokenTree(tokens, torch.tensor(parents).numpy(), torch.tensor(depths).numpy(), torch.ones(len(parents)).numpy())
+    return TokenTree(
+        tokens, torch.tensor(parents).numpy(), torch.tensor(depths).numpy(), torch.ones(len(parents)).numpy()
+    )
 
 
 def plain(model: Any, text: list[int]) -> torch.Tensor:
@@ -74,9 +76,7 @@ def test_packed_forwards_are_plain_ones(family: str) -> None:
                 text += [*drawn.tokens[accepted].tolist(), 7]
 
 
-def prefill(
-    packed: PackedModel, sequences: list[CachedSequence], texts: list[list[int]], lengths: list[int]
-) -> None:
+def prefill(packed: PackedModel, sequences: list[CachedSequence], texts: list[list[int]], lengths: list[int]) -> None:
     pieces = [text[own.length :][:length] for own, text, length in zip(sequences, texts, lengths, strict=True)]
     parts = [chain(packed, own, piece) for own, piece in zip(sequences, pieces, strict=True)]
     ends = torch.tensor(lengths).cumsum(0) - 1

@@ -133,9 +133,7 @@ def test_selective_chain_is_a_tree_without_branches() -> None:
     decays, added = torch.rand(2, 7, CHANNELS, KEY_DIM)
     read, state = torch.randn(7, KEY_DIM), torch.randn(CHANNELS, KEY_DIM)
     out, after = selective_chain(state, decays, added, read)
-    tree_out, states = selective_tree(
-        state, state.new_empty(0, *state.shape), decays, added, read, list(range(-1, 6))
-    )
+    tree_out, states = selective_tree(state, state.new_empty(0, *state.shape), decays, added, read, list(range(-1, 6)))
     torch.testing.assert_close(out, tree_out)
     torch.testing.assert_close(after, states[-1])
 

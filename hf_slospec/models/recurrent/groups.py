@@ -1,0 +1,108 @@
+"""Sequences of a packed batch whose tokens one call mixes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_slospec.models.attention.packed_batch import Span
+from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.recurrent.calls import Key
+from hf_slospec.models.recurrent.operators import Inputs, Snapshots, Updates, Whole, parents, windows
+from hf_slospec.models.recurrent.states import RecurrentStates
+
+# Longer chains are computed by the layers' own functions, in chunks, so that the work grows linearly with their length.
+MAX_AT_ONCE = 32
+
+
+@dataclass(eq=False)
+class Group:
+    """Sequences whose tokens one call mixes: trees of one size, or a single long chain."""
+
+    states: list[RecurrentStates]
+    mask: torch.Tensor  # [batch, N, S] bool, True = an ancestor of the token, or itself
+    rows: torch.Tensor  # [batch * N] int64, the tokens in the packed batch
+    is_long_chain: bool
+    _windows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def parents(self) -> list[list[int]]:
+        """Parents of each sequence's nodes, see :func:`parents`."""
+        return [parents(mask) for mask in self.mask]
+
+    def windows(self, kernel_size: int) -> torch.Tensor:
+        """Return the columns that a convolution reads, see :func:`windows`."""
+        if kernel_size not in self._windows:
+            self._windows[kernel_size] = windows(self.mask, kernel_size)
+        return self._windows[kernel_size]
+
+    def of(self, packed: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the group's part of a tensor of the whole batch, whose ``dim`` are tokens.
+
+        Args:
+            packed: [1, ...], with num_tokens at ``dim``.
+
+        Returns:
+            [batch, ...], with N at ``dim``.
+        """
+        own = packed[0].index_select(dim - 1, self.rows).unflatten(dim - 1, tuple(self.mask.shape[:2]))
+        return torch.movedim(own, dim - 1, 0)
+
+    def put(self, out: torch.Tensor, own: torch.Tensor, dim: int) -> None:
+        """Write the group's part [batch, ...] of a tensor [1, ...] of the whole batch."""
+        out[0].index_copy_(dim - 1, self.rows, own.movedim(0, dim - 1).flatten(dim - 1, dim).to(out.dtype))
+
+    def state(self, key: Key, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the states of all sequences in one layer.  -> [batch, ...]"""
+        for own in self.states:
+            if key not in own.states:
+                own.states[key] = zeros()
+        return torch.stack([own.states[key] for own in self.states])
+
+    def stage(self, key: Key, staged: Updates | Inputs | Snapshots) -> None:
+        """Keep what the tokens add to the states of one layer; tensors [batch, ...]."""
+        for own, *tensors in zip(self.states, *staged, strict=True):
+            own.staged[key] = type(staged)(*tensors)
+
+    def stage_whole(self, key: Key, state: torch.Tensor) -> None:
+        """Keep the state [1, ...] of one layer after a long chain."""
+        (own,) = self.states
+        own.staged[key] = Whole(state[0], self.mask.shape[1])
+
+    def earlier(self, key: Key) -> tuple[torch.Tensor, ...] | None:
+        """Return what nodes staged by earlier forwards of the step add, [batch, ...] each; None without such nodes."""
+        if self.mask.shape[1] == self.mask.shape[2]:
+            return None
+        return tuple(torch.stack(own) for own in zip(*(states.staged[key] for states in self.states), strict=True))
+
+
+def grouped(spans: Sequence[Span], device: torch.device) -> list[Group]:
+    """Return the sequences of a packed batch, which all have states, in groups."""
+    alike = dict[tuple[int | None, int, int], list[Span]]()
+    for place, span in enumerate(spans):
+        is_long_chain = span.is_chain and span.num_tokens > MAX_AT_ONCE
+        alike.setdefault((place if is_long_chain else None, span.num_tokens, span.num_staged), []).append(span)
+    return [_group(own, place is not None, device) for (place, *_), own in alike.items()]
+
+
+def _group(spans: Sequence[Span], is_long_chain: bool, device: torch.device) -> Group:
+    states = [span.sequence.states for span in spans if span.sequence.states is not None]
+    mask, rows = to_device(
+        (
+            torch.stack([span.staged_mask for span in spans]),
+            torch.cat([torch.arange(span.begin, span.end) for span in spans]),
+        ),
+        device,
+    )
+    return Group(states, mask, rows, is_long_chain)
+
+
+def with_states(spans: Sequence[Span]) -> Sequence[Span]:
+    """Return the sequences of a packed batch, after their states have taken in what was committed."""
+    for span in spans:
+        states = span.sequence.states = span.sequence.states or RecurrentStates()
+        states.take_in(span.sequence.length, span.num_staged - span.num_tokens)
+    return spans
