@@ -165,7 +165,11 @@ Staged = Updates | Inputs | Snapshots | Whole
 
 
 def parents(mask: torch.Tensor) -> list[int]:
-    """Return the parent of each node among the staged ones, -1 for the state.  mask [N, S] bool"""
+    """Return the parent of each node among the staged ones, -1 for the state.
+
+    Args:
+        mask: [N, S] bool, True = an ancestor of the node, or itself.
+    """
     num_nodes, num_staged = mask.shape
     own = torch.arange(num_staged - num_nodes, num_staged, device=mask.device)[:, None]
     places = torch.arange(num_staged, device=mask.device)
