@@ -8,6 +8,7 @@ import typer
 
 from hf_slospec import __version__
 from hf_slospec.cli.commands.bench import bench
+from hf_slospec.cli.commands.check import check
 from hf_slospec.cli.commands.demo import demo
 from hf_slospec.cli.commands.generate import generate
 from hf_slospec.cli.commands.gpu_check import gpu_check
@@ -33,5 +34,5 @@ def main(
     """Handle the options of the command line itself; the commands do the work."""
 
 
-for command in (generate, serve, demo, bench, profile, gpu_check, simulate):
+for command in (generate, serve, demo, bench, profile, check, gpu_check, simulate):
     app.command()(command)

@@ -32,7 +32,8 @@ Size = Annotated[str, typer.Option(help=f"Size of the embedded target: tiny, {',
 DType = Annotated[
     str,
     typer.Option(
-        help="bfloat16, float16, float32 (output identical to generate), or fast: bfloat16 if fast here, else float32."
+        help="bfloat16, float16, float32 (output identical to generate), auto: that of the checkpoint, or fast: "
+        "bfloat16 if fast here, else float32."
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]

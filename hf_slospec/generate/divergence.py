@@ -144,7 +144,13 @@ class Prompt:
         return scores[0]
 
 
-def divergence_report(speculated: Any, inputs: Mapping[str, torch.Tensor], **generate_options: Any) -> DivergenceReport:
+def divergence_report(
+    speculated: Any,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    our_tokens: Sequence[Sequence[int]] | None = None,
+    **generate_options: Any,
+) -> DivergenceReport:
     """Run stock ``generate`` and ours on the same inputs, greedily, and explain every row that differs.
 
     Only the first difference of a row counts: the rows continue different texts after it. Each costs some forwards of
@@ -154,11 +160,13 @@ def divergence_report(speculated: Any, inputs: Mapping[str, torch.Tensor], **gen
     Args:
         speculated: a generator, or a model that :func:`hf_slospec.enable` was called on.
         inputs: the tokenizer's output: ``input_ids`` [batch, length] int64 and, if padded, an ``attention_mask``.
+        our_tokens: new tokens of every row that were speculated before, such as those of submitted requests, in place
+            of a call of ours.
         generate_options: everything else both calls get, such as ``max_new_tokens``; ``slo_tpot`` is for ours only.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
-        InvalidInputError: the model is not enabled.
+        InvalidInputError: the model is not enabled, or ``our_tokens`` has another number of rows.
         UnsupportedOptionError: sampling (whether two tokens are close depends on the noise drawn), ``max_time``,
             prompts that are not tokens, and options that speculated ``generate`` refuses, whatever ``fallback`` says.
     """
@@ -179,8 +187,13 @@ def divergence_report(speculated: Any, inputs: Mapping[str, torch.Tensor], **gen
     call = decoder.prepare(slo_tpot, options | {"return_dict_in_generate": True})
     _check_comparable(call.stock)
     prompts, pad = _prompts(call), pad_token(call.stock.config)
-    output = decode(call)
-    ours = _new_tokens(output.sequences, prompts)
+    if our_tokens is None:
+        output = decode(call)
+        ours, lengths = _new_tokens(output.sequences, prompts), [metrics.tokens for metrics in output.slo]
+    else:
+        if len(our_tokens) != len(prompts):
+            raise InvalidInputError(f"our_tokens has {len(our_tokens)} rows and the inputs have {len(prompts)}")
+        ours, lengths = [list(row) for row in our_tokens], [len(row) for row in our_tokens]
     plain = {name: value for name, value in options.items() if name not in OURS_ONLY}
     stock = _new_tokens(stock_generate(decoder.model)(**plain | {"return_dict_in_generate": False}), prompts)
     length = max(len(stock[0]), len(ours[0]))  # the longest row, which may be one that differs, ends the text
@@ -188,7 +201,7 @@ def divergence_report(speculated: Any, inputs: Mapping[str, torch.Tensor], **gen
         row += [pad] * (length - len(row))
     divergences = find_divergences(decoder.model, prompts, stock, ours)
     ends = {divergence.row: divergence.position + 1 for divergence in divergences}
-    num_tokens = sum(ends.get(row, metrics.tokens) for row, metrics in enumerate(output.slo))
+    num_tokens = sum(ends.get(row, length) for row, length in enumerate(lengths))
     return DivergenceReport(decoder.model.dtype, num_tokens, divergences, stock, ours)
 
 

@@ -37,6 +37,7 @@ class ModelOptions:
     device: str = "cpu"
     allow_pickle: bool = True  # weights that are not safetensors, which may run code; never of a drafter
     share_texts: bool = False  # suffix trees hold the outputs of other requests with the same cache_salt, too
+    images: bool = False  # the target is loaded with its image encoder
 
     def __post_init__(self) -> None:
         if self.assistant is not None and self.drafter is not None:
@@ -55,6 +56,8 @@ class ModelOptions:
             )
         if self.share_texts and "suffix" not in self.parts:
             raise InvalidInputError("--share-texts has no effect without suffix trees; give --drafter suffix, too")
+        if self.images and self.target is None:
+            raise InvalidInputError("--images needs a target that takes images; the embedded one does not")
 
     @property
     def parts(self) -> Sequence[Any]:
@@ -63,7 +66,9 @@ class ModelOptions:
 
     def load(self) -> Pair:
         """Return the models and the tokenizer; raises InvalidInputError if there are none."""
-        return load_pair(self.target, self.assistant, self.size, self.dtype, self.device, self.allow_pickle)
+        return load_pair(
+            self.target, self.assistant, self.size, self.dtype, self.device, self.allow_pickle, self.images
+        )
 
     def method(self, pair: Pair) -> DraftMethod:
         """Return what drafts for the target of the pair; raises InvalidInputError if that cannot be loaded."""

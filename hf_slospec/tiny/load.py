@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.cpu.kernels import works
@@ -14,7 +20,7 @@ from hf_slospec.models.machine import native_dtypes
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
-DTYPES = ("fast", "bfloat16", "float16", "float32")
+DTYPES = ("auto", "fast", "bfloat16", "float16", "float32")
 SIZES = ("tiny", *SHAPES)
 
 
@@ -33,38 +39,48 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 
 def load_pair(
-    target: str | None, assistant: str | None, size: str, dtype: str, device: str, may_unpickle: bool = True
+    target: str | None,
+    assistant: str | None,
+    size: str,
+    dtype: str,
+    device: str,
+    may_unpickle: bool = True,
+    images: bool = False,
 ) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
 
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
-    this machine is fast in, see `fast_dtype`. Without ``may_unpickle``, weights are read from safetensors only, as
-    pickled files may run code. A target by name has no draft unless an assistant is named.
+    this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
+    read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
+    named; with ``images`` it is loaded with its image encoder.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.
     """
     torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
     if dtype not in DTYPES:
-        raise InvalidInputError(f"--dtype must be fast, bfloat16, float16 or float32, got {dtype!r}")
+        raise InvalidInputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         raise InvalidInputError(f"--device {device}: {error}") from error
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
     if target is not None:
-        load: Any = AutoModelForCausalLM.from_pretrained
+        own = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        named: list[tuple[Any, str | None]] = [(own, target), (AutoModelForCausalLM, assistant)]
         try:
             tokenizer = AutoTokenizer.from_pretrained(target)
             safe = {} if may_unpickle else {"use_safetensors": True}
-            models = [load(name, dtype=dtype, **safe).to(device) for name in (target, assistant) if name is not None]
-        except OSError as error:  # no such model, or the Hub cannot be reached
-            named = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
-            raise InvalidInputError(f"{named}: {error}") from error
+            models = [
+                auto.from_pretrained(name, dtype=dtype, **safe).to(device) for auto, name in named if name is not None
+            ]
+        except (OSError, ValueError) as error:  # no such model, the Hub cannot be reached, or not such a class
+            options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
+            raise InvalidInputError(f"{options}: {error}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return Pair(models[0], None if assistant is None else models[1], tokenizer)
     if size not in SIZES:
         raise InvalidInputError(f"--size must be one of {', '.join(SIZES)}, got {size!r}")
-    pair: Any = load_tiny_pair(getattr(torch, dtype))
+    pair: Any = load_tiny_pair(dtype)
     model, draft = pair[0].to(device), pair[1].to(device)
     return Pair(model if size == "tiny" else inflate(model, SHAPES[size]), draft, pair[2])

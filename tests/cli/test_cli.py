@@ -128,7 +128,7 @@ def test_version_and_help() -> None:
     assert "bench" in RUN.invoke(app, ["--help"]).output
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench", "profile", "gpu-check", "simulate"])
+@pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench", "profile", "check", "gpu-check", "simulate"])
 def test_help_teaches_by_example(command: str) -> None:
     output = RUN.invoke(app, [command, "--help"]).output
     assert f"hf_slospec {command} " in output

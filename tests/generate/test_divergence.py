@@ -308,3 +308,16 @@ def test_report_is_a_plain_value() -> None:
 @pytest.mark.parametrize(("wide", "closer"), [(5, False), (6, True), (7, None), (None, None)])
 def test_a_wider_dtype_tells_which_side_is_closer(wide: int | None, closer: bool | None) -> None:
     assert Divergence(0, 3, 5, 6, 1.5, 1.5, 0.0078125, 0.01, wide).is_ours_closer is closer
+
+
+def test_tokens_that_were_speculated_before_are_compared() -> None:
+    model, inputs = tiny_model("llama"), ragged_prompts(2)
+    ours = SLOSpecGenerator(model)
+    stock = divergence_report(ours, inputs, **OPTIONS).stock_tokens
+    changed = [stock[0], [*stock[1][:7], (stock[1][7] + 1) % 100]]
+    report = divergence_report(ours, inputs, our_tokens=changed, **OPTIONS)
+    assert [(each.row, each.position, each.is_near_tie) for each in report.divergences] == [(1, 7, False)]
+    assert report.num_tokens == len(stock[0]) + 8
+    assert not divergence_report(ours, inputs, our_tokens=stock, **OPTIONS).divergences
+    with pytest.raises(InvalidInputError, match="our_tokens has 1 rows and the inputs have 2"):
+        divergence_report(ours, inputs, our_tokens=stock[:1], **OPTIONS)

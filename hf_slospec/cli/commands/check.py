@@ -1,0 +1,147 @@
+"""``hf_slospec check``: a model of the user's beside stock ``generate``, as a report for an issue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hf_slospec import __version__
+from hf_slospec.cli import benchmark
+from hf_slospec.cli.check_prompts import image_inputs, read_prompts
+from hf_slospec.cli.model_check import REFUSED, WRONG, Comparison, ModelCheck, verdict_of
+from hf_slospec.cli.options import Assistant, ConfigJSON, Device, Drafter, DType, Size, settings_of, usage_errors
+from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
+from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.log_level import only_errors_logged
+
+MAX_SHOWN = 5  # differences of one kind of call
+
+
+def check(
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="A model from the Hub or a folder. Default: the embedded.")
+    ] = None,
+    assistant: Assistant = None,
+    drafter: Drafter = None,
+    size: Size = "tiny",
+    dtype: DType = "auto",
+    device: Device = "cpu",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts, one per line, or a list of texts in a .json file. Default: 20 texts.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum new tokens of every output.")] = 64,
+    images: Annotated[bool, typer.Option("--images", help="Also compare prompts with pictures.")] = False,
+    repeats: Annotated[int, typer.Option(min=0, help="Repeats of the measurement of speed. 0: none.")] = 5,
+    config: ConfigJSON = "{}",
+) -> None:
+    """Compare a model with stock generate: tokens, speed and K/V. The report is Markdown, to paste into an issue.
+
+    The verdict is exact, near ties only (outputs differ where rounding decides between two tokens), WRONG, or refused
+    with the reason. TARGET without a way to draft is checked with prompt lookup. The tokens are compared with a tree in
+    every step, speed is measured with the default policy.
+
+    Example:  hf_slospec check org/name --assistant org/draft --dtype float32
+
+    Exit codes: 0 checked or refused, 1 WRONG, 2 usage error.
+    """
+    settings, err = settings_of(config), Console(stderr=True)
+    if target is not None and assistant is None and drafter is None:
+        drafter = "lookup"
+    with usage_errors(), only_errors_logged():
+        texts = read_prompts(prompts)
+        options = ModelOptions(target, assistant, drafter, size, dtype, device, images=images)
+        with err.status("loading"):
+            pair = options.load()
+            pictures = list(image_inputs(str(target), pair.target.device)) if images else None
+        facts = _facts(target or f"embedded, {size}", pair.target, device)
+        try:
+            with err.status("checking the model"):
+                method = options.method(pair)
+                facts["drafter"] = method.kind + (f" ({assistant or drafter})" if assistant or drafter else "")
+                model = ModelCheck(pair, method, texts, max_new_tokens, settings, pictures)
+        except (UnsupportedModelError, IncompatibleDraftError) as error:
+            _print(f"{REFUSED}: {_line(error)}", facts)
+            return
+        comparisons = []
+        with err.status("comparing") as status:
+            for comparison in model.comparisons():
+                comparisons.append(comparison)
+                status.update(f"comparing ({comparison.name}: {comparison.verdict})")
+        verdict = verdict_of(comparisons)
+        facts |= {comparison.name: _outcome(comparison) for comparison in comparisons}
+        facts["K/V"] = _memory(model)
+        if repeats and verdict not in (WRONG, REFUSED):
+            with err.status("measuring speed"):
+                facts |= _speed(model.speed(repeats), repeats)
+    _print(_headline(verdict, comparisons), facts)
+    if verdict == WRONG:
+        raise typer.Exit(1)
+
+
+def _facts(name: str, target: Any, device: str) -> dict[str, str]:
+    own = benchmark.provenance()
+    machine = f"{own['gpu'] if device != 'cpu' else own['cpu']}, {own['isa']}, {own['threads']} threads"
+    return {
+        "model": f"{name}: {type(target).__name__}, {target.num_parameters() / 1e6:.1f} M parameters",
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "machine": machine,
+        "versions": f"hf_slospec {__version__}, transformers {own['transformers']}, "
+        f"torch {own['torch']}, Python {own['python']}" + (f", commit {own['commit']}" if own["commit"] else ""),
+    }
+
+
+def _outcome(comparison: Comparison) -> str:
+    if comparison.refused is not None:
+        return f"{REFUSED}: {_line(comparison.refused)}"
+    outputs, differences = comparison.outputs, comparison.differences
+    parts = [f"{comparison.verdict}, {len(outputs) - len(differences)} of {len(outputs)} outputs equal"]
+    parts += [str(difference) for difference in differences[:MAX_SHOWN]]
+    if (more := len(differences) - MAX_SHOWN) > 0:
+        parts.append(f"and {more} more")
+    return "; ".join(parts)
+
+
+def _memory(model: ModelCheck) -> str:
+    target, *draft = (f"{size / 1024:.1f} KiB" for size in model.kv_bytes_per_token)
+    beside = f", of the draft {draft[0]}" if draft else ""
+    most = f"; at most {model.kv_bytes / 2**20:.1f} MiB in the batcher" if model.kv_bytes else ""
+    return f"{target} per token{beside}{most}"
+
+
+def _speed(rows: list[dict[str, Any]], repeats: int) -> dict[str, str]:
+    stock = {row["batch"]: row["tokens_per_s"] for row in rows if row["name"] == benchmark.PLAIN}
+    found = {}
+    for row in rows:
+        if row["name"] == benchmark.OURS:
+            ratios, length = row["speedup_per_repeat"], row["acceptance_length"]
+            found[f"speed, batch {row['batch']}"] = (
+                f"{row['speedup_vs_generate']:.2f}x stock ({min(ratios):.2f} to {max(ratios):.2f}, "
+                f"median of {repeats}); "
+                f"{row['tokens_per_s']:.1f} and {stock[row['batch']]:.1f} tokens/s"
+                + (f"; {length:.2f} tokens per step" if length else "")
+            )
+    return found
+
+
+def _headline(verdict: str, comparisons: Sequence[Comparison]) -> str:
+    """Return the verdict, with the first wrong output or the first reason."""
+    first = next(comparison for comparison in comparisons if comparison.verdict == verdict)
+    if verdict == WRONG:
+        difference = next(difference for difference in first.differences if difference.is_near_tie is False)
+        return f"{WRONG}: {first.name}, {difference}"
+    return f"{verdict}: {_line(first.refused)}" if verdict == REFUSED else verdict
+
+
+def _line(text: object) -> str:
+    """Return a text on one line."""
+    return " ".join(str(text).split())
+
+
+def _print(verdict: str, facts: dict[str, str]) -> None:
+    """Print the report; not by rich, which would wrap it."""
+    rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in facts.items()]
+    print("\n".join([f"### hf_slospec check: {verdict}", "", "| | |", "| --- | --- |", *rows]))

@@ -1,0 +1,221 @@
+"""Comparison of one target with stock ``generate``, for users' own checkpoints: tokens, speed and K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_slospec.cli import benchmark
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.errors import InvalidInputError, SLOSpecError
+from hf_slospec.generate.divergence import DivergenceReport, divergence_report, first_difference
+from hf_slospec.models.compatibility.probe import trained_len
+from hf_slospec.models.drafters.methods import DraftMethod
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.tiny.load import Pair
+
+EXACT, NEAR_TIES, WRONG, REFUSED = "exact", "near ties only", "WRONG", "refused"
+BATCH = 4  # rows of the left-padded batch
+# Trees in every step: a policy that finds drafting too slow here would compare plain decoding with itself.
+ALWAYS_DRAFTS = {"policy": "fixed", "max_depth": 4, "max_width": 3}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first new token of one output that is not stock's."""
+
+    prompt: int  # 1 is the first
+    position: int  # of the new token; 0 is the first
+    is_near_tie: bool | None  # None: not examined
+    detail: str
+
+    def __str__(self) -> str:
+        kind = {True: "near tie", False: "not a near tie", None: "not examined"}[self.is_near_tie]
+        return f"prompt {self.prompt}, new token {self.position}: {self.detail} ({kind})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Outputs of one kind of call beside those of stock ``generate``."""
+
+    name: str
+    outputs: Sequence[Difference | None]  # None: equal
+    refused: str | None = None  # reason
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The outputs that differ."""
+        return [output for output in self.outputs if output is not None]
+
+    @property
+    def verdict(self) -> str:
+        """One of exact, near ties only, WRONG and refused; differences that were not examined are no proof of WRONG."""
+        if self.refused is not None:
+            return REFUSED
+        if any(difference.is_near_tie is False for difference in self.differences):
+            return WRONG
+        return NEAR_TIES if self.differences else EXACT
+
+
+def verdict_of(comparisons: Sequence[Comparison]) -> str:
+    """Return the verdict on a model: the worst one of the calls that were not refused."""
+    verdicts = {comparison.verdict for comparison in comparisons}
+    return next(verdict for verdict in (WRONG, NEAR_TIES, EXACT, REFUSED) if verdict in verdicts)
+
+
+class ModelCheck:
+    """Comparisons of one target, with a fixed tree in every step.
+
+    Args:
+        texts: prompts, truncated to what the target has positions for.
+        new_tokens: maximum new tokens of every output.
+        image_inputs: processed prompts with images; None: images are not compared.
+
+    Raises:
+        UnsupportedModelError, IncompatibleDraftError: target or drafter are refused.
+        InvalidInputError: the target has no positions for so many new tokens.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        method: DraftMethod,
+        texts: Sequence[str],
+        new_tokens: int,
+        config: SLOSpecConfig,
+        image_inputs: Iterable[dict[str, Any]] | None = None,
+    ):
+        self.pair, self.method, self.texts, self.config = pair, method, list(texts), config
+        self.options: dict[str, Any] = {"max_new_tokens": new_tokens}
+        self.image_inputs = image_inputs
+        self.generator = SLOSpecGenerator(
+            pair.target, None, pair.tokenizer, config.model_copy(update=ALWAYS_DRAFTS), drafter=method
+        )
+        longest = trained_len(pair.target) or pair.tokenizer.model_max_length
+        self.max_prompt_len = longest - new_tokens
+        if self.max_prompt_len < 1:
+            raise InvalidInputError(
+                f"--max-new-tokens {new_tokens} leaves no room for a prompt: the model has {longest} positions"
+            )
+        self.kv_bytes = 0  # most that the batcher held
+        self._stock: dict[int, list[int]] = {}  # greedy outputs, by prompt
+
+    @property
+    def kv_bytes_per_token(self) -> list[int]:
+        """Bytes of K and V per token, of the target and of a draft that has some."""
+        return [model.kv_bytes_per_token for model in self.generator.decoder.speculator.models]
+
+    def comparisons(self) -> Iterator[Comparison]:
+        """Compare all kinds of calls, one after another."""
+        kinds: dict[str, Callable[[], Iterable[Difference | None]]] = {
+            "greedy, one by one": self._greedy,
+            "sampled, one by one": self._sampled,
+            f"greedy, left-padded batch of {BATCH}": self._padded,
+            "greedy, batcher": self._submitted,
+        }
+        if self.image_inputs is not None:
+            kinds["greedy, with images"] = self._with_images
+        for name, outputs in kinds.items():
+            try:
+                yield Comparison(name, list(outputs()))
+            except SLOSpecError as error:
+                yield Comparison(name, [], str(error))
+
+    def _encoded(self, texts: Sequence[str]) -> dict[str, Any]:
+        options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.max_prompt_len}
+        encoded = self.pair.tokenizer(list(texts), return_tensors="pt", **options).to(self.pair.target.device)
+        encoded.pop("token_type_ids", None)
+        return dict(encoded)
+
+    def _prompts(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, text in enumerate(self.texts, 1):
+            yield number, self._encoded([text])
+
+    def _report(self, inputs: dict[str, Any], **options: Any) -> DivergenceReport:
+        return divergence_report(self.generator, inputs, do_sample=False, **self.options, **options)
+
+    def _greedy(self) -> Iterator[Difference | None]:
+        for number, inputs in self._prompts():
+            report = self._report(inputs)
+            (self._stock[number],) = report.stock_tokens
+            yield from self._examined(report, number)
+
+    def _padded(self) -> Iterator[Difference | None]:
+        yield from self._examined(self._report(self._encoded(self.texts[:BATCH])), 1)
+
+    def _submitted(self) -> Iterator[Difference | None]:
+        outputs = {}
+        with self.generator:
+            handles = {
+                number: self.generator.submit(
+                    inputs["input_ids"][0].tolist(), block=True, do_sample=False, **self.options
+                )
+                for number, inputs in self._prompts()
+            }
+            for number, handle in handles.items():
+                outputs[number] = handle.result().token_ids
+                memory = self.generator.stats().memory
+                self.kv_bytes = max(self.kv_bytes, 0 if memory is None else memory.target_kv + memory.draft_kv)
+        for number, inputs in self._prompts():
+            if outputs[number] == self._stock.get(number):
+                yield None
+            else:
+                yield from self._examined(self._report(inputs, our_tokens=[outputs[number]]), number)
+
+    def _sampled(self) -> Iterator[Difference | None]:
+        for number, inputs in self._prompts():
+            yield self._compared(number, inputs, do_sample=True)
+
+    def _with_images(self) -> Iterator[Difference | None]:
+        for number, inputs in enumerate(self.image_inputs or (), 1):
+            yield self._compared(number, inputs, do_sample=False)
+
+    def _compared(self, number: int, inputs: dict[str, Any], **options: Any) -> Difference | None:
+        """Return the first difference of one output that :func:`divergence_report` cannot explain.
+
+        In fp32 it counts as wrong. In other dtypes it is not examined: rounding may decide.
+        """
+        prompt_len = inputs["input_ids"].shape[1]
+        new = []
+        target: Any = self.pair.target
+        for generate in (target.generate, self.generator.generate):
+            torch.manual_seed(number)
+            new.append(generate(**inputs, **self.options, **options)[0, prompt_len:].tolist())
+        longest = max(map(len, new))
+        stock, ours = (tokens + [-1] * (longest - len(tokens)) for tokens in new)  # -1: the output has ended
+        if (position := first_difference(stock, ours)) is None:
+            return None
+        is_near_tie = False if self.pair.target.dtype == torch.float32 else None
+        return Difference(number, position, is_near_tie, _tokens(stock[position], ours[position]))
+
+    @staticmethod
+    def _examined(report: DivergenceReport, first: int) -> Iterator[Difference | None]:
+        """Yield the outputs of a report, of which the first is that of prompt ``first``."""
+        found = {divergence.row: divergence for divergence in report.divergences}
+        for row in range(report.num_rows):
+            if (d := found.get(row)) is None:
+                yield None
+            else:
+                detail = f"{_tokens(d.stock_token, d.our_token)}, margin {d.margin:.3g}, noise {d.noise:.3g}"
+                yield Difference(first + row, d.position, d.is_near_tie, detail)
+
+    def speed(self, repeats: int) -> list[dict[str, Any]]:
+        """Return figures of stock ``generate`` and ours with the user's config, see :func:`benchmark.summarize`.
+
+        Afterwards the model's own end-of-text token no longer ends its outputs.
+        """
+        new_tokens = self.options["max_new_tokens"]
+        bench = benchmark.Bench(
+            self.pair.target, self.pair.draft, self.pair.tokenizer, self.texts, self.max_prompt_len,
+            new_tokens, self.config, times_forwards=False, method=self.method,
+        )  # fmt: skip
+        runs = {benchmark.PLAIN: bench.stock(), benchmark.OURS: bench.ours(self.config)}
+        methods = [benchmark.Method(name, batch, run) for batch in (1, BATCH) for name, run in runs.items()]
+        return benchmark.summarize(bench.run(methods, repeats), new_tokens)
+
+
+def _tokens(stock: int, ours: int) -> str:
+    return f"stock has token {stock}, hf_slospec {ours}"

@@ -1,0 +1,183 @@
+"""``hf_slospec check`` on the embedded pair: every verdict, and the options."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    MambaConfig,
+    MambaForCausalLM,
+)
+from typer.testing import CliRunner, Result
+
+from hf_slospec import load_tiny_pair
+from hf_slospec.cli.app import app
+from hf_slospec.cli.check_prompts import BUILT_IN, image_inputs, read_prompts
+from hf_slospec.cli.model_check import EXACT, NEAR_TIES, REFUSED, WRONG, Comparison, Difference, verdict_of
+from hf_slospec.models.sampling import StockSampler
+from tests.support.paths import ROOT
+
+RUN = CliRunner(env={"COLUMNS": "400"})
+TEXTS = ("def main():\n", "import os\n\n\ndef read(path):\n    with open(path) as file:\n", "x = [1, 2, 3]\n")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.json"
+    path.write_text(str(list(TEXTS)).replace("'", '"'))
+    return str(path)
+
+
+def check(*options: str) -> Result:
+    return RUN.invoke(app, ["check", *options, "--max-new-tokens", "8", "--config", '{"prepack": false}'])
+
+
+def rows(result: Result) -> dict[str, str]:
+    """The report's table by the names of its rows."""
+    lines = [line.strip("| ").split(" | ", 1) for line in result.stdout.splitlines() if line.startswith("| ")]
+    return {line[0]: line[1] for line in lines if len(line) == 2}
+
+
+def test_the_embedded_pair_is_exact(prompts: str) -> None:
+    result = check("--dtype", "float32", "--prompts", prompts, "--repeats", "2")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("### hf_slospec check: exact\n")
+    found = rows(result)
+    for kind in ("greedy, one by one", "sampled, one by one", "greedy, batcher"):
+        assert found[kind] == "exact, 3 of 3 outputs equal"
+    assert found["greedy, left-padded batch of 4"] == "exact, 3 of 3 outputs equal"
+    assert found["dtype"] == "float32" and found["drafter"] == "assistant model"
+    assert found["K/V"].startswith("8.0 KiB per token, of the draft 1.0 KiB; at most ")
+    assert "x stock (" in found["speed, batch 1"] and "median of 2" in found["speed, batch 4"]
+
+
+def test_the_script_checks_a_folder_by_prompt_lookup(
+    tmp_path: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, _, tokenizer = load_tiny_pair(torch.float32)
+    for part in (target, tokenizer):
+        part.save_pretrained(tmp_path / "own")
+    options = ["--prompts", prompts, "--max-new-tokens", "2", "--repeats", "0"]  # the dtype is that of the checkpoint
+    monkeypatch.setattr(sys, "argv", ["check_model.py", str(tmp_path / "own"), *options])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / "check_model.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert out.startswith("### hf_slospec check: exact\n")
+    assert "| drafter | prompt lookup (lookup) |" in out and "| dtype | float32 |" in out and "speed" not in out
+
+
+def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed forward has negated logits at one place: behind five new tokens of the second prompt."""
+    plain = StockSampler.choose
+    prompt = load_tiny_pair()[2](TEXTS[1])["input_ids"]
+
+    def wrong(self: StockSampler, requests: Any, logits: torch.Tensor, trees: Any) -> Any:
+        logits, begin = logits.clone(), 0
+        for request, tree in zip(requests, trees, strict=True):
+            for node, depth in enumerate(tree.depths):
+                if request.tokens[: len(prompt)] == prompt and len(request.tokens) + depth == len(prompt) + 5:
+                    logits[begin + node].neg_()
+            begin += tree.num_nodes
+        return plain(self, requests, logits, trees)
+
+    monkeypatch.setattr(StockSampler, "choose", wrong)
+    result = check("--dtype", "float32", "--prompts", prompts)
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("### hf_slospec check: WRONG: greedy, one by one, prompt 2, new token 5: ")
+    assert rows(result)["greedy, one by one"].startswith("WRONG, 2 of 3 outputs equal; prompt 2, new token 5: ")
+
+
+def test_a_refused_model_is_no_error(tmp_path: Path) -> None:
+    MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)).save_pretrained(tmp_path)
+    load_tiny_pair()[2].save_pretrained(tmp_path)
+    result = check(str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert re.match("### hf_slospec check: refused: MambaForCausalLM .*recurrent", result.stdout)
+    assert rows(result)["model"].startswith(f"{tmp_path}: MambaForCausalLM, ")
+
+
+def test_pictures_are_compared(tmp_path: Path, prompts: str) -> None:
+    tokenizer = load_tiny_pair()[2]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28)
+    text = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, patch_size=14),
+        text_config=text,
+        image_token_index=len(tokenizer) - 1,
+        image_seq_length=4,
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    LlavaProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ).save_pretrained(tmp_path)
+    one, two = image_inputs(str(tmp_path), torch.device("cpu"))
+    assert (len(one["pixel_values"]), len(two["pixel_values"])) == (1, 2)
+    assert not torch.equal(*two["pixel_values"])
+    result = check(str(tmp_path), "--images", "--prompts", prompts, "--repeats", "0")
+    assert result.exit_code == 0, result.output
+    assert rows(result)["greedy, with images"].startswith(("exact, 2 of 2", "refused: "))
+
+
+def test_verdicts() -> None:
+    def compared(*are_near_ties: bool | None) -> Comparison:
+        return Comparison("greedy", [None, *(Difference(1, 0, near, "") for near in are_near_ties)])
+
+    refused = Comparison("sampled", [], "for a reason")
+    assert verdict_of([compared(), refused]) == EXACT
+    assert verdict_of([compared(True), compared(None)]) == NEAR_TIES
+    assert verdict_of([compared(), compared(True, False), refused]) == WRONG
+    assert verdict_of([refused]) == REFUSED
+
+
+def test_built_in_prompts_and_files_of_prompts(tmp_path: Path) -> None:
+    assert len(set(read_prompts(None))) == len(BUILT_IN) == 20
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\ntwo three\n", encoding="utf-8")
+    assert read_prompts(path) == ["one", "two three"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[1]", '[""]', '{"a": 1}'])
+def test_bad_files_of_prompts(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(content)
+    result = check("./nowhere", "--prompts", str(path))  # before anything is loaded
+    assert result.exit_code == 2, result.output
+    assert f"--prompts {path}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["./nowhere"], "./nowhere"),
+        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt"),
+        (["--assistant", "b"], "--assistant"),
+        (["a", "--assistant", "b", "--drafter", "lookup"], "--drafter"),
+        (["--dtype", "float7"], "--dtype"),
+        (["--images"], "--images"),
+        (["--config", "{"], "--config"),
+        (["--repeats", "-1"], "--repeats"),
+        (["--drafter", "./nowhere"], "--drafter ./nowhere"),
+        (["--max-new-tokens", "5000"], "--max-new-tokens"),
+    ],
+)
+def test_bad_options_are_named(options: list[str], word: str) -> None:
+    result = RUN.invoke(app, ["check", *options])
+    assert result.exit_code == 2, result.output
+    assert word in result.output
