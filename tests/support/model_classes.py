@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 from tests.support.paths import ROOT
 
 SUPPORT = ROOT / "docs" / "support.md"
 # Those of test_identity are not tested twice.
 EXACT = """Qwen2Moe Qwen3Moe Gemma Phi Olmo Olmo2 Olmo3 Granite SmolLM3 Cohere Cohere2 DeepseekV2 DeepseekV3 Starcoder2
 Glm4 Ministral Gemma3n Gemma4""".split()
+
+
+def support_counts(text: str | None = None) -> dict[str, Counter[str]]:
+    """Return the numbers of the table at the top of the support page, by column and status."""
+    if text is None:
+        text = SUPPORT.read_text(encoding="utf-8")
+    header, _, *rows = re.findall(r"^\|.*\|$", text.split("\n| class |")[0], re.MULTILINE)
+    columns = [cell.strip() for cell in header.strip("|").split("|")][1:]
+    found = {column: Counter[str]() for column in columns}
+    for row in rows:
+        status, *numbers = (cell.strip() for cell in row.strip("|").split("|"))
+        for column, number in zip(columns, numbers, strict=True):
+            found[column][status] = int(number)
+    return found
