@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_slospec.errors import InvalidTypeError, UnsupportedModelError
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError
 from hf_slospec.generate.validation import check_causal_lm
 from hf_slospec.models.compatibility.probe import input_device, vocab_size
 from hf_slospec.models.drafters.methods import (
@@ -20,6 +20,7 @@ from hf_slospec.models.drafters.methods import (
     LookupMethod,
     SuffixMethod,
     assistant_method,
+    model_before_last,
 )
 from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.heads.dflash import DFlashHead
@@ -28,7 +29,8 @@ from hf_slospec.models.heads.loading import layout_of, load_mtp, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("lookup", "suffix", "mtp")
+WITHOUT_MODEL = ("lookup", "suffix")
+NAMES = (*WITHOUT_MODEL, "mtp")
 Source = str | PreTrainedModel | DraftMethod
 
 
@@ -84,6 +86,12 @@ def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
     if not isinstance(parts, Sequence) or not parts:
         raise InvalidTypeError(f"source must be a name, a folder, a model or several of these, got {source!r}")
     return parts
+
+
+def check_order(names: Sequence[str]) -> None:
+    """Raise InvalidInputError if another part than the last one has a model, as can be told before it is loaded."""
+    if any(name not in WITHOUT_MODEL for name in names[:-1]):
+        raise InvalidInputError(model_before_last(" + ".join(names)))
 
 
 def _method(

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.generate.load_drafter import NAMES, load_drafter, parts_of
+from hf_slospec.generate.load_drafter import NAMES, check_order, load_drafter, parts_of
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.heads.loading import open_checkpoint
 from hf_slospec.serving.generator import SLOSpecGenerator
@@ -65,7 +65,11 @@ class ModelOptions:
         return [ASSISTANT] if self.drafter is None else parts_of(self.drafter)
 
     def load(self) -> Pair:
-        """Return the models and the tokenizer; raises InvalidInputError if there are none."""
+        """Return the models and the tokenizer; raises InvalidInputError if there are none, or no such drafter."""
+        try:
+            self.check_drafter()
+        except SLOSpecError as error:
+            raise InvalidInputError(f"{self._drafting}: {error}") from error
         return load_pair(
             self.target, self.assistant, self.size, self.dtype, self.device, self.allow_pickle, self.images
         )
@@ -79,11 +83,15 @@ class ModelOptions:
             sources = [own[part]() if part in own else part for part in self.parts]
             return load_drafter(sources, pair.target, tokenizer=pair.tokenizer, share_texts=self.share_texts)
         except (SLOSpecError, ImportError) as error:  # ImportError: a package of an extra is missing
-            option = f"--assistant {self.assistant}" if self.drafter is None else f"--drafter {self.drafter}"
-            raise InvalidInputError(f"{option}: {error}") from error
+            raise InvalidInputError(f"{self._drafting}: {error}") from error
+
+    @property
+    def _drafting(self) -> str:
+        return f"--assistant {self.assistant}" if self.drafter is None else f"--drafter {self.drafter}"
 
     def check_drafter(self) -> None:
-        """Raise SLOSpecError unless the files of the drafter can be found; read no tensor."""
+        """Raise SLOSpecError unless the drafter's parts fit together and their files can be found; read no tensor."""
+        check_order(self.parts)
         for part in self.parts:
             if part not in (*NAMES, ASSISTANT, *(HEADS if self.target is None else ())):
                 open_checkpoint(part)

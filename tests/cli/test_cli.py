@@ -88,7 +88,7 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
 
 def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     plot, path = tmp_path / "curve.png", tmp_path / "profile.json"
-    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "4", "--plot", str(plot), "--json", str(path)]
+    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "2", "--plot", str(plot), "--json", str(path)]
     result = RUN.invoke(app, ["profile", *options])
     assert result.exit_code == 0, result.output
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -258,6 +258,14 @@ class SuffixMethod(DraftMethod):
         return self._drafter
 
 
+def model_before_last(kind: str) -> str:
+    """Return the message that refuses a drafter of several parts, of which another than the last has a model."""
+    return (
+        f"the drafter {kind} has a model before its last part; at most one part may have a model, and it is written "
+        "last, as in 'lookup+org/draft'"
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class HybridMethod(DraftMethod):
     """Several ways, whose candidate trees are merged: the cheap ones first, one with a model at most, as the last."""
@@ -266,10 +274,7 @@ class HybridMethod(DraftMethod):
 
     def __post_init__(self) -> None:
         if any(method.model is not None or method.feature_layers for method in self.methods[:-1]):
-            raise InvalidInputError(
-                f"the drafter {self.kind} has a model before its last part; at most one part may have a model, and it "
-                "is written last, as in 'lookup+org/draft'"
-            )
+            raise InvalidInputError(model_before_last(self.kind))
 
     @property
     def kind(self) -> str:
