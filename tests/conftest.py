@@ -20,7 +20,7 @@ settings.register_profile("untimed", deadline=None)  # how long an example takes
 settings.load_profile("untimed")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-MEASURE_S.update(target=1.0, draft=0.2)  # step times decide the shapes of draft trees, never the text
+MEASURE_S.update(target=0.2, draft=0.1)  # step times decide the shapes of draft trees, never the text
 kernel_choice.REPEATS, kernel_choice.MEASURED_BYTES = 1, 2**20  # neither do the kernels
 pytest.register_assert_rewrite("tests.support")  # before any test imports it
 

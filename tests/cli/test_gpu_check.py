@@ -17,6 +17,7 @@ from hf_slospec import UnsupportedModelError, UnsupportedOptionError, load_tiny_
 from hf_slospec.cli.app import app
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
 from hf_slospec.cli.gpu_check import Plan, check, environment, exit_code, floor, phases, tables
+from hf_slospec.cli.gpu_check import identity as identity_phase
 from hf_slospec.cli.gpu_check.budget import Budget
 from hf_slospec.cli.gpu_check.continuous import ContinuousBatching
 from hf_slospec.cli.gpu_check.failures import outcome_of
@@ -36,6 +37,7 @@ ON_CPU = ["gpu-check", "--device", "cpu", "--shapes", "tiny", "--identity-shape"
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(floor.COPY_BYTES, "cpu", 2**20)  # times say nothing here
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
+    monkeypatch.setattr(identity_phase, "BATCH", 2)
 
 
 def test_all_phases_on_a_cpu(tmp_path: Path) -> None:
@@ -248,7 +250,8 @@ def test_left_out(): pass
 """
 
 
-def test_gpu_tests_are_counted(tmp_path: Path) -> None:
+def test_gpu_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to import, in each of its processes
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     (tmp_path / "tests" / "gpu" / "test_small.py").write_text(TESTS)
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: needs one"]\n')

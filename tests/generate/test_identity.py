@@ -93,14 +93,15 @@ def test_rows_stop_at_any_eos_and_are_padded_as_stock_pads(eos: Any) -> None:
 def test_embedded_pair_is_exact_on_real_text() -> None:
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     generator = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(check_invariants=True))
-    for batch in (1, 3, 8):
+    for batch in (1, 6):
         inputs = tokenizer(tiny_prompts()[:batch], return_tensors="pt", padding=True)
         for options in (GREEDY, SAMPLED):
-            assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=32)
+            assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=24)
 
 
-@pytest.mark.parametrize("lengths", [(600,), (1100, 700), (1030, 40)], ids=str)
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("lengths", "options"), [((600,), SAMPLED), ((1100, 700), GREEDY), ((1030, 40), SAMPLED)], ids=str
+)
 def test_prompts_of_many_tokens(lengths: tuple[int, ...], options: dict[str, Any]) -> None:
     """As long as users' are: they are read in several steps, some rows or all of them."""
     target, draft, tokenizer = load_tiny_pair(torch.float32)

@@ -35,7 +35,7 @@ def test_whole_models_token_for_token(family: str, tapes: Tapes) -> None:
     model = tiny_model(family)
     generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=CONFIG)
     for options in (GREEDY, SAMPLED):
-        assert_same_as_stock(model, generator.generate, ragged_prompts(3), **options, max_new_tokens=24)
+        assert_same_as_stock(model, generator.generate, ragged_prompts(3), **options, max_new_tokens=16)
     assert tapes.num_replayed > 3 * tapes.num_captured > 0
 
 
@@ -153,7 +153,7 @@ def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
     replayed = tapes.num_replayed
     assert_same_as_stock(model, generator.generate, inputs, do_sample=True, max_new_tokens=20)
     assert tapes.num_replayed > replayed
-    assert_same_as_stock(model, generator.generate, ragged_prompts(5), **GREEDY, max_new_tokens=60)  # a larger pool
+    assert_same_as_stock(model, generator.generate, ragged_prompts(5), **GREEDY, max_new_tokens=30)  # a larger pool
     assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
 
 

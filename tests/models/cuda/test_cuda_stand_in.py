@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
-from hf_slospec.cli.gpu_check import floor
+from hf_slospec.cli.gpu_check import floor, identity
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.kv_cache.pool import CachedSequence
@@ -238,6 +238,7 @@ def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """All but its own tests, and times that say nothing."""
     monkeypatch.setitem(floor.COPY_BYTES, "cuda", 2**20)
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
+    monkeypatch.setattr(identity, "BATCH", 2)
     path = tmp_path / "result.json"
     shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
     sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--budget-s", "3600", "--json", str(path)]

@@ -128,7 +128,7 @@ def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
 
         async def run() -> list[int]:
-            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=200))
+            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=100))
             tokens = []
             async for new, _ in decoding.asteps():
                 if not tokens:
@@ -137,14 +137,14 @@ def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -
                     (other,) = handle.replicas.values()
                     for _ in range(3):
                         with contextlib.suppress(QueueFull):
-                            other.generator.submit(PROMPT, max_new_tokens=150)
+                            other.generator.submit(PROMPT, max_new_tokens=100)
                         await asyncio.sleep(0.05)
                     await asyncio.to_thread(dead.generator.stop, False)
                     assert len(names) == 2
                 tokens += new
             return tokens
 
-        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=200)
+        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=100)
 
 
 def test_stream_that_ends_without_an_answer_is_a_fault_of_the_replica(pair: Any) -> None:
