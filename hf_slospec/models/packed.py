@@ -267,7 +267,7 @@ class PackedModel:
         return self._compute(pool, PlannedBatch(inputs.plans), inputs)
 
     def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Outputs:
-        forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers)
+        forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers, inputs.position_ids)
         options: dict[str, Any] = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
         if inputs.feature_layers:
             options["output_hidden_states"] = list(inputs.feature_layers)

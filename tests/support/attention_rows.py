@@ -44,14 +44,19 @@ class Case:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        chunk: int | None = None,
     ) -> torch.Tensor:
         """-> [num_tokens, num_heads, value_dim] f32"""
         groups = len(query) // self.keys.shape[1]
         keys, values = (kv.float().repeat_interleave(groups, 1) for kv in (self.keys, self.values))
         outs = []
         for index, token in enumerate(self.tokens):
-            pairs = zip(token.slots, token.positions, strict=True)
-            seen = [slot for slot, position in pairs if window is None or token.position - position < window]
+            seen = [
+                slot
+                for slot, position in zip(token.slots, token.positions, strict=True)
+                if (window is None or token.position - position < window)
+                and (chunk is None or token.position // chunk == position // chunk)
+            ]
             scores = torch.einsum("khd,hd->hk", keys[seen], query[:, index].float()) * scaling
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             extra = scores.new_empty(len(query), 0) if sinks is None else sinks.float()[:, None]

@@ -32,6 +32,7 @@ class Backend(Protocol):
         window: int | None,  # in positions
         softcap: float | None,
         sinks: torch.Tensor | None,  # [num_heads]
+        chunk: int | None = None,  # in positions
     ) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, value_dim]."""
 

@@ -39,11 +39,12 @@ def masked_attention(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Return attention of the whole batch over the whole pool under one mask: the reference of all other backends."""
     mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
     for span, slots in zip(batch.spans, batch.visible, strict=True):
-        own = span.mask(window, query)
+        own = span.mask(window, query, chunk=chunk)
         mask[span.begin : span.end, slots] = 0.0 if own is None else own
     key, value = keys.transpose(0, 1), values.transpose(0, 1)
     return dense_attention(query, key, value, mask, scaling, softcap, sinks).transpose(0, 1)

@@ -23,12 +23,16 @@ def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
     key, value = layer.shape
     # A latent layer attends with K and V of other sizes than it caches.
     dims = (DIM_STEP, DIM_STEP) if layer.is_latent else (key.dim, value.dim)
-    return _kernel_for(key.device, (key.dtype, value.dtype), dims, has_softcap=False)
+    return _kernel_for(
+        key.device, (key.dtype, value.dtype), dims, has_softcap=False, is_chunked=layer.chunk is not None
+    )
 
 
 def _kernel_for(
-    device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, int], has_softcap: bool
+    device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, int], has_softcap: bool, is_chunked: bool
 ) -> FlashKernel | str:
+    if is_chunked:
+        return "no kernel has chunked attention"
     if len(set(dtypes)) > 1:
         return f"queries, keys and values differ in dtype: {dtypes}"
     key_dim, value_dim = dims
@@ -59,10 +63,11 @@ class FlashAttention:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        chunk: int | None = None,
     ) -> torch.Tensor:
-        kernel = self._kernel(query, keys, values, softcap)
+        kernel = self._kernel(query, keys, values, softcap, chunk)
         if isinstance(kernel, str):
-            return sdpa_attention(query, keys, values, batch, scaling, window, softcap, sinks)
+            return sdpa_attention(query, keys, values, batch, scaling, window, softcap, sinks, chunk)
         packing: Packing = batch.plan(pack, query.device, window, query.shape[0], keys.shape[1])
         query = query.transpose(0, 1)
         out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
@@ -80,10 +85,10 @@ class FlashAttention:
         return out
 
     def _kernel(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None, chunk: int | None
     ) -> FlashKernel | str:
         dtypes, dims = (query.dtype, keys.dtype, values.dtype), (query.shape[-1], values.shape[-1])
-        key = query.device, dtypes, dims, softcap is not None
+        key = query.device, dtypes, dims, softcap is not None, chunk is not None
         if key not in self._kernels:
             kernel = self._kernels[key] = _kernel_for(*key)
             if isinstance(kernel, str):

@@ -25,12 +25,16 @@ class PackedForward(RecurrentForward):
         own_slots: torch.Tensor,
         backend: Backend,
         layers: Sequence[AttentionLayer],
+        position_ids: torch.Tensor,
     ):
-        """``own_slots`` [num_tokens] int64: slots in which the batch's K and V are staged."""
+        """``own_slots`` [num_tokens] int64: slots in which the batch's K and V are staged.
+
+        ``position_ids`` [1, num_tokens] int64 are those that the model is given.
+        """
         super().__init__(lambda: batch.spans)
         self.pool, self.batch, self.backend = pool, batch, backend
         self._layers = {layer.layer_idx: (place, layer) for place, layer in enumerate(layers)}
-        self._own_slots = Slots(own_slots)
+        self._own_slots, self._position_ids = Slots(own_slots), position_ids
         self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> the layer that made them; others may share
         self._held: list[torch.Tensor] = []  # keeps those ids from being reused for other tensors
         self._latent: int | None = None  # a latent layer that has cached and not attended yet
@@ -51,9 +55,18 @@ class PackedForward(RecurrentForward):
     # Read from a transformers cache by mask building only, which is bypassed.
     is_initialized = True
 
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """Return 0."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """Return 0, and to a layer that asks for its own length, what its tokens' indices lack of their positions.
+
+        Such a layer (Llama 4's without rotary embedding) computes positions as the index in the batch plus this.
+
+        Returns:
+            For a layer, [num_tokens] int64.
+        """
+        if layer_idx is None:
+            return 0
+        positions = self._position_ids[0]
+        return positions - torch.arange(len(positions), device=positions.device)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -98,5 +111,5 @@ class PackedForward(RecurrentForward):
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = self._layers[layer][1].window
-        return self.backend(query[0], keys, values, batch, scaling, window, softcap, sinks)[None]
+        _, its = self._layers[layer]
+        return self.backend(query[0], keys, values, batch, scaling, its.window, softcap, sinks, its.chunk)[None]

@@ -20,6 +20,7 @@ class AttentionLayer(NamedTuple):
     shape: LayerShape
     window: int | None = None  # sliding window: a token attends to itself and the window - 1 positions before it
     is_latent: bool = False  # multi-head latent attention: what is cached is expanded into K and V after caching
+    chunk: int | None = None  # chunked attention: positions are divided into chunks so long, and no token looks beyond
     layer_idx: int = 0  # of the model's layer; others may keep a state instead
 
 
@@ -47,7 +48,7 @@ class Span:
     staged_positions: torch.Tensor  # [num_staged] int64
     is_chain: bool = False  # its own tokens are all that is staged, at consecutive positions, and the mask is causal
     windowed_mask: torch.Tensor | None = None  # of layers with a sliding window, if it is not staged_mask; same shape
-    _masks: dict[tuple[int | None, int, torch.dtype, torch.device], torch.Tensor | None] = field(default_factory=dict)
+    _masks: dict[Hashable, torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -73,32 +74,39 @@ class Span:
         """Return the mask among staged tokens for layers with this window.  -> [num_tokens, num_staged] bool"""
         return self.staged_mask if window is None or self.windowed_mask is None else self.windowed_mask
 
-    def mask(self, window: int | None, like: torch.Tensor, repeats: int = 1) -> torch.Tensor | None:
+    def mask(
+        self, window: int | None, like: torch.Tensor, repeats: int = 1, chunk: int | None = None
+    ) -> torch.Tensor | None:
         """Return the additive mask over the visible slots, or None if all of them may be attended to.
 
-        A sliding window counts positions, not slots: a node's position is its root's plus its depth.
+        Sliding windows and chunks count positions, not slots: a node's position is its root's plus its depth.
 
         Returns:
             [repeats * num_tokens, num_visible], the mask ``repeats`` times, of ``like``'s dtype and device; cached for
             the forward.
         """
-        key = window, repeats, like.dtype, like.device
+        key = window, chunk, repeats, like.dtype, like.device
         if key not in self._masks:
-            mask = self._additive_mask(window, like.dtype, like.device)
+            mask = self._additive_mask(window, chunk, like.dtype, like.device)
             self._masks[key] = mask if mask is None else mask.repeat(repeats, 1)
         return self._masks[key]
 
-    def _additive_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    def _additive_mask(
+        self, window: int | None, chunk: int | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
         if not self.num_staged:  # committed tokens only, which the caller has narrowed to the window
             return None
         num_tokens, length = self.num_tokens, self.sequence.length
         staged_mask, staged_positions = to_device((self.staged_mask_for(window), self.staged_positions), device)
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
         allowed = torch.cat((prefix, staged_mask), dim=1)
-        if window is not None:
-            key_positions = torch.cat((torch.arange(length, device=device), staged_positions))
-            query_positions = staged_positions[-num_tokens:]
-            allowed = allowed & (query_positions[:, None] - key_positions[None, :] < window)
+        if window is not None or chunk is not None:
+            keys = torch.cat((torch.arange(length, device=device), staged_positions))
+            queries = staged_positions[-num_tokens:, None]
+            if window is not None:
+                allowed = allowed & (queries - keys < window)
+            if chunk is not None:
+                allowed = allowed & (queries // chunk == keys // chunk)
         # On another device, reading the mask would make the host wait.
         if num_tokens == 1 and device.type == "cpu" and bool(allowed.all()):
             return None

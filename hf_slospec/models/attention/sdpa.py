@@ -18,6 +18,7 @@ def sdpa_attention(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Return attention of each sequence over its own slots, which are sliced from the pool, not padded or gathered."""
     num_heads, num_tokens, head_dim = query.shape
@@ -28,11 +29,11 @@ def sdpa_attention(
         key, value = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
         if softcap is None and sinks is None:
             # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa on CPU.
-            mask = span.mask(window, query, groups)
+            mask = span.mask(window, query, groups, chunk)
             grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
             own = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask, scale=scaling)
             own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA the heads may be the inner dimension
         else:
-            own = dense_attention(own_query, key, value, span.mask(window, query), scaling, softcap, sinks)
+            own = dense_attention(own_query, key, value, span.mask(window, query, chunk=chunk), scaling, softcap, sinks)
         out[span.begin : span.end] = own.transpose(0, 1)
     return out

@@ -11,8 +11,8 @@ import torch
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.attention import AttentionLayer, active_forward
-from hf_slospec.models.kv_cache.pool import KVPool, LayerShape
+from hf_slospec.models.attention import AttentionLayer, Span, active_forward
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
 from hf_slospec.models.new_tokens import tree_after_chain
 from hf_slospec.models.packed import PackedModel
 from tests.support.tiny_models import ragged_prompts, tiny_model
@@ -33,6 +33,25 @@ def test_chain_and_tree_masks_against_paths() -> None:
                 seen.add(node + 2)
                 node = int(TREE.parents[node])
         assert set(np.flatnonzero(mask[row]).tolist()) == seen
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (4, None), (None, 4), (None, 1), (5, 3)])
+@pytest.mark.parametrize("length", [0, 3, 6])
+def test_sparse_masks_by_brute_force(length: int, window: int | None, chunk: int | None) -> None:
+    """Of each node of a tree whose nodes lie on both sides of an edge of chunks, in steps of two forwards."""
+    tree_mask, offsets = tree_after_chain(2, TREE)
+    positions = (length + offsets).tolist()
+    sequence, num_nodes = CachedSequence(0, 99, length), len(positions)
+    for num_tokens in (num_nodes, 3):  # all at once, or the last ones after those staged before
+        span = Span(sequence, 0, num_tokens, torch.from_numpy(tree_mask[-num_tokens:]), torch.tensor(positions))
+        mask = span.mask(window, torch.zeros(1), chunk=chunk)
+        assert mask is not None and mask.shape == (num_tokens, length + num_nodes)
+        for row, node in enumerate(range(num_nodes - num_tokens, num_nodes)):
+            for column, position in enumerate([*range(length), *positions]):
+                is_before = column < length or bool(tree_mask[node, column - length])
+                is_near = window is None or positions[node] - position < window
+                is_alike = chunk is None or positions[node] // chunk == position // chunk
+                assert (mask[row, column] == 0) == (is_before and is_near and is_alike)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt-oss"])  # sdpa and eager, padded by mask

@@ -50,12 +50,14 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernel_choice, "KERNELS", (request.param,))
 
 
-def agrees(backend: Any, made: Case, window: Any = None, softcap: Any = None, has_sinks: bool = False) -> None:
+def agrees(
+    backend: Any, made: Case, window: Any = None, softcap: Any = None, has_sinks: bool = False, chunk: Any = None
+) -> None:
     query = torch.randn(NUM_HEADS, len(made.tokens), made.keys.shape[-1])
     sinks = torch.randn(NUM_HEADS) if has_sinks else None
-    out = backend(query, made.keys, made.values, made.row, 0.3, window, softcap, sinks)
+    out = backend(query, made.keys, made.values, made.row, 0.3, window, softcap, sinks, chunk)
     assert out.shape == (len(made.tokens), NUM_HEADS, made.values.shape[-1])
-    torch.testing.assert_close(out, made.expected(query, 0.3, window, softcap, sinks))
+    torch.testing.assert_close(out, made.expected(query, 0.3, window, softcap, sinks, chunk))
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 40])
@@ -67,6 +69,17 @@ def test_every_kind_of_row(
     monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     for name, spans in ROWS.items():
         agrees(backend, case(spans, NUM_KV_HEADS, DIM, DIM, in_order=name != "every-kind"), window, softcap, has_sinks)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 40])  # trees begin at positions 0, 2, 7 and 9: on both sides of an edge
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("backend", [masked_attention, sdpa_attention, FlashAttention("stand-in")])
+def test_chunks_of_positions(backend: Any, chunk: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
+    for name, spans in ROWS.items():
+        made = case(spans, NUM_KV_HEADS, DIM, DIM, in_order=name != "every-kind")
+        agrees(backend, made, chunk=chunk, has_sinks=has_sinks)
+        agrees(backend, made, has_sinks=has_sinks)  # masks of layers without chunks are others
 
 
 @pytest.mark.parametrize("backend", [masked_attention, sdpa_attention, FlashAttention("stand-in")])
@@ -166,8 +179,10 @@ def test_routed_to_sdpa_with_a_debug_log(monkeypatch: pytest.MonkeyPatch, caplog
             agrees(backend, case(SPANS, NUM_KV_HEADS, DIM, DIM), softcap=2.0)
             agrees(backend, case(SPANS, NUM_KV_HEADS, DIM, 6))
             agrees(backend, case(SPANS, NUM_KV_HEADS, 6, 6))
+            agrees(backend, case(SPANS, NUM_KV_HEADS, DIM, DIM), chunk=4)
     said = [record.getMessage() for record in caplog.records if "sdpa instead" in record.getMessage()]
-    assert len(said) == 3 and "softcap" in said[0] and "values of size 6" in said[1] and "heads of size 6" in said[2]
+    words = ["softcap", "values of size 6", "heads of size 6", "chunked attention"]
+    assert len(said) == len(words) and all(word in one for word, one in zip(words, said, strict=True))
 
 
 @pytest.mark.parametrize(
