@@ -229,7 +229,8 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
     Raises:
         InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
     """
-    limit, counts_all = target.max_positions, target.has_states or any(layer.window for layer in target.layers)
+    counts_all = target.has_states or any(layer.window or layer.chunk for layer in target.layers)
+    limit = target.max_positions
     for request in rows.requests:
         if request.prompt_len == 0:
             raise UnsupportedInputError(
@@ -244,8 +245,8 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
         own = rows.prompt.mask[request.index]
         if counts_all and bool((own[:-1] & ~own[1:]).any()):
             raise UnsupportedOptionError(
-                f"attention_mask masks tokens inside row {request.index}, which a sliding window or a recurrent state "
-                "would count; pad on the left only, or call generate without slo_tpot"
+                f"attention_mask masks tokens inside row {request.index}, which a sliding window, a chunk or a "
+                "recurrent state would count; pad on the left only, or call generate without slo_tpot"
             )
     _check_rope(rows.requests, target.model.config.get_text_config())
     ids = rows.prompt.tokens

@@ -123,9 +123,19 @@ def _registered_name(original: str | None) -> str:
     name = f"hf_slospec:{original}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         if original in ALL_MASK_ATTENTION_FUNCTIONS:
-            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, _watched_or(ALL_MASK_ATTENTION_FUNCTIONS[original]))
         ALL_ATTENTION_FUNCTIONS.register(name, _packed_or(original))
     return name
+
+
+def _watched_or(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a builder of masks that asks the active forward, if it builds masks, and ``plain`` otherwise."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        own = getattr(_active.get(), "build_mask", plain)
+        return own(*args, **kwargs)
+
+    return build
 
 
 def _packed_or(original: str) -> Attention:

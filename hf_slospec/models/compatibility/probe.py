@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import AttentionLayer, active_forward
 from hf_slospec.models.compatibility.hooks import is_compiled
+from hf_slospec.models.compatibility.reach import Reach, reach_of
 from hf_slospec.models.kv_cache.pool import LayerShape, Stored
 from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
 from hf_slospec.models.recurrent.calls import CONVOLUTION, Key, Mixer, StateCache
@@ -46,11 +48,17 @@ def input_device(model: Any) -> torch.device:
     return torch.device("meta" if device is None else device)
 
 
-def run_model(model: Any, forward: Any, position_ids: torch.Tensor, **inputs: Any) -> Any:
-    """Return what the model returns for a packed batch, with ``forward`` as its cache and attention."""
+def run_model(
+    model: Any, forward: Any, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
+) -> Any:
+    """Return what the model returns for a packed batch, with ``forward`` as its cache and attention.
+
+    Without ``attention_mask``, the model is given one that keeps it from building masks.
+    """
     if "past_key_values" in signature(model.forward).parameters:
-        unread_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
-        inputs |= {"past_key_values": forward, "attention_mask": unread_mask, "position_ids": position_ids}
+        if attention_mask is None:
+            attention_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
+        inputs |= {"past_key_values": forward, "attention_mask": attention_mask, "position_ids": position_ids}
     else:  # all layers keep a state, and know positions by the order of tokens
         inputs["cache_params"] = forward
     with active_forward(model, forward):
@@ -113,8 +121,28 @@ def refuse_by_declaration(model: Any) -> None:
             "attention cannot be used; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
         )
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention", *STATE_KINDS, *NO_MIXING}:
+    if unknown := kinds - {"full_attention", "sliding_attention", "chunked_attention", *STATE_KINDS, *NO_MIXING}:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
+
+
+def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> None:
+    """Raise UnsupportedModelError if the cache of stock decoding drops K/V that the masks of its prefill let see."""
+    config = model.config.get_text_config()
+    cached = DynamicCache(config=config).layers
+    for layer, reach in reaches.items():
+        kept = getattr(cached[layer], "sliding_window", None) if layer < len(cached) else None
+        if kept is None or kept >= getattr(config, "max_position_embeddings", math.inf):
+            continue
+        if (seen := reach.window or reach.chunk) is None or seen > kept:
+            raise cannot_be_packed(
+                model,
+                f"the cache of layer {layer} keeps the last {kept} positions while decoding, but the prompt's tokens "
+                "see more of them",
+            )
+
+
+def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    return tensor.data_ptr() == of.data_ptr()  # masks have one element
 
 
 class _Probe(StateCache):
@@ -129,8 +157,28 @@ class _Probe(StateCache):
         self._latent: set[int] = set()
         self._has_own_mask = False
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._built: list[tuple[torch.Tensor, Reach | None]] = []  # masks that the model had built
+        self.reaches: dict[int, Reach | None] = {}  # by layer that attends with one of them; None: of another kind
 
     is_initialized = False
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def build_mask(
+        self,
+        mask_function: Callable[..., torch.Tensor],
+        local_size: int | None = None,
+        device: torch.device | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return a mask that tells which of the model's masks a layer attends with; its values are not read."""
+        mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=device)
+        self._built.append((mask, reach_of(mask_function, local_size)))
+        return mask
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
@@ -159,6 +207,10 @@ class _Probe(StateCache):
                 self._latent.add(layer)  # these K and V were made from what the layer has just cached
         if layer is not None:  # layers that share K and V have the same window
             self._windows.setdefault(layer, window)
+        if layer is not None and mask is not None:
+            for built, reach in self._built:
+                if _is_view(mask, built):
+                    self.reaches.setdefault(layer, reach)
         self._has_own_mask |= mask is not None and (mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE)
         # A single token attends to itself only, so its attention is its value, repeated for the query heads of a group.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
@@ -178,8 +230,13 @@ class _Probe(StateCache):
             self._mixed[key] = found[1].nbytes
         return found
 
-    def layers(self, model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    def layers(
+        self, model: Any, reaches: Mapping[int, Reach | None]
+    ) -> tuple[list[AttentionLayer], list[StateLayer]]:
         """Return the layers that attend and those that keep a state, by index; some do both.
+
+        ``reaches`` are those of the layers that attend with masks of transformers; the windows of others are read from
+        their calls and the config.
 
         Raises:
             UnsupportedModelError: recorded calls cannot be packed.
@@ -202,9 +259,11 @@ class _Probe(StateCache):
             )
         if self._has_own_mask:
             raise cannot_be_packed(model, "its layers add values of their own to the attention mask")
+        found = {layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices}
+        _refuse_if_cache_keeps_less(model, found)
         attending = [
-            AttentionLayer(self._shapes[layer], self._window(model, layer), layer in self._latent, layer)
-            for layer in indices
+            AttentionLayer(self._shapes[layer], window, layer in self._latent, chunk, layer)
+            for layer, (window, chunk) in found.items()
         ]
         return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
 
@@ -212,29 +271,35 @@ class _Probe(StateCache):
         keys = tuple(sorted(key for key in self._mixed if key[0] == layer))
         return StateLayer(layer, keys, self._state_shapes.get(layer, ()), sum(self._mixed[key] for key in keys))
 
-    def _window(self, model: Any, layer: int) -> int | None:
+    def _declared_reach(self, model: Any, layer: int) -> Reach:
         """Return the layer's sliding window: the one passed to its attention function, or else the config's."""
         config = model.config.get_text_config()
         kinds, declared = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if kinds and kinds[layer] == "chunked_attention":
+            raise cannot_be_packed(model, f"layer {layer} has chunked attention by a mask of its own")
         if kinds and "sliding" not in kinds[layer]:
-            return None
+            return Reach()
         passed = self._windows[layer]
         is_reached = declared and declared < getattr(config, "max_position_embeddings", math.inf)
         if is_reached and passed is None and not kinds:
             raise cannot_be_packed(
                 model, f"layer {layer} may have a sliding window, but does not pass it to its attention function"
             )
-        return declared if passed is None else passed
+        return Reach(declared if passed is None else passed)
 
 
 @torch.no_grad()
 def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
-    """Return the model's layers that attend and those that keep a state, as seen in a forward of one token.
+    """Return the model's layers that attend and those that keep a state.
+
+    They are seen in two forwards of one token, without masks and with those of transformers.
 
     Raises:
         UnsupportedModelError: the forward failed, or not every layer attends through transformers' interface.
     """
-    probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    probe, watch = _Probe(), _Probe()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
     with evaluating(model), refused_if_it_fails(model):
         run_model(model, probe, input_ids=zero, position_ids=zero)
-        return probe.layers(model)
+        run_model(model, watch, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero))
+        return probe.layers(model, watch.reaches)

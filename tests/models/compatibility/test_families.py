@@ -28,7 +28,8 @@ REFUSED = {
     "T5ForConditionalGeneration": "encoder-decoder",
     "WhisperForCausalLM": "attention interface",
     "WhisperForConditionalGeneration": "encoder-decoder",
-    "Llama4ForCausalLM": "chunked_attention",
+    "AXK2ForCausalLM": "indexed_attention",
+    "MoshiForCausalLM": "cache of layer 0 keeps the last 9 positions",
     "DiffLlamaForCausalLM": "cannot be packed",
     "DogeForCausalLM": "attention mask",
 }
