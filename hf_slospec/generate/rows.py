@@ -107,6 +107,8 @@ class Rows:
             max_new_tokens = criteria.max_length - input_ids.shape[1]
             request = Request(row, tokens, max_new_tokens, own_stages, stop, arrived_s, bool(config.do_sample))
             self.requests.append(request)
+        for request in self.requests:
+            request.num_padding = max(other.prompt_len for other in self.requests) - request.prompt_len
         self.steps: list[StepEvent] = []
         self._num_streamed = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from transformers.cache_utils import (
 from transformers.generation import GenerationMode
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -29,6 +26,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.generate.rows import Rows
 from hf_slospec.models.drafters.methods import DraftMethod
+from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed import PackedModel
 
 # Keyword arguments from stock that are handled here, or that do not affect the text.
@@ -248,7 +246,7 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
                 f"attention_mask masks tokens inside row {request.index}, which a sliding window, a chunk or a "
                 "recurrent state would count; pad on the left only, or call generate without slo_tpot"
             )
-    _check_rope(rows.requests, target.model.config.get_text_config())
+    _check_rope(rows, target)
     ids = rows.prompt.tokens
     if int(ids.max()) >= target.vocab_size or int(ids.min()) < 0:
         raise InvalidInputError(
@@ -262,32 +260,24 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
         )
 
 
-def check_rope_alone(request: Request, config: Any) -> None:
-    """Refuse a request of the batcher whose RoPE frequencies would depend on the requests in the same forward."""
-    for kind, trained in _varying_ropes(config):
-        if (length := request.prompt_len + request.max_new_tokens) > trained:
+def _check_rope(rows: Rows, target: PackedModel) -> None:
+    """Refuse texts in which RoPE changes and a model computes its K/V anew there, or its rotary embedding is unknown.
+
+    Models that compute it anew have their own way to prepare inputs.
+    """
+    model: Any = target.model
+    is_plain = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    longest, padded_len = max(request.prompt_len for request in rows.requests), rows.input_ids.shape[1]
+    end = padded_len + max(request.max_new_tokens for request in rows.requests)
+    for kind, trained in varying_ropes(model.config.get_text_config()):
+        if end > trained and not target.rope.modules:
             raise UnsupportedOptionError(
-                f"this model's {kind} RoPE changes beyond {trained} tokens, and the request may have {length}; lower "
-                "max_new_tokens, or use generate"
+                f"this model's {kind} RoPE changes beyond {trained} tokens, and none of its modules has a rope_type; "
+                f"lower max_new_tokens to at most {max(trained - padded_len, 0)}, or call generate without slo_tpot"
             )
-
-
-def _varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield kinds of RoPE whose frequencies depend on the longest sequence of a forward, and from which length on."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
-            yield kind, parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-
-
-def _check_rope(requests: list[Request], config: Any) -> None:
-    """Refuse lengths at which RoPE frequencies depend on the longest sequence: a packed batch mixes several."""
-    for kind, trained in _varying_ropes(config):
-        shortest, longest = (pick(r.prompt_len + r.max_new_tokens for r in requests) for pick in (min, max))
-        prompts = [request.prompt_len for request in requests]
-        is_beyond = kind == "longrope" and min(prompts) > trained and max(prompts) <= CHUNK  # each is one chunk
-        if longest > trained and not is_beyond:
+        if longest <= trained < end and not is_plain:
             raise UnsupportedOptionError(
-                f"this model's {kind} RoPE changes with the length of the text beyond {trained} tokens, and rows of "
-                f"{shortest} to {longest} tokens would mix; lower max_new_tokens, or call generate without slo_tpot"
+                f"this model's {kind} RoPE changes beyond {trained} tokens, where stock computes the K/V of the text "
+                f"anew, and the prompt of {longest} tokens may grow to {end}; lower max_new_tokens to at most "
+                f"{max(trained - padded_len, 0)}, or call generate without slo_tpot"
             )

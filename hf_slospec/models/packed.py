@@ -39,6 +39,7 @@ from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
+from hf_slospec.models.length_rope import LengthRope
 from hf_slospec.models.memory import holders_of_idle_memory
 
 
@@ -75,6 +76,7 @@ class PackedModel:
         refuse_by_declaration(model)
         self.layers, self.state_layers = probe_layers(model)
         self.backend = backend_for(attention, self.layers)
+        self.rope = LengthRope(model)
         self.prepacked = PrepackedLayers(model, prepack)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
         # Other backends, and layers with a state, read the packed batch itself.
@@ -209,11 +211,12 @@ class PackedModel:
             feature_layers: hidden states that are wanted, numbered as in the model's ``output_hidden_states``.
         """
         num_tokens, num_logits = sum(len(part.input_ids) for part in parts), len(logit_rows)
-        larger = self._padded(pool, parts, logit_rows)
+        rope_lengths = self.rope.lengths(parts)
+        larger = self._padded(pool, parts, logit_rows) if rope_lengths is None else None
         parts, logit_rows = larger or (parts, logit_rows)
         batch = PackedBatch.of(parts, is_padded=larger is not None)
         inputs = self._inputs(batch, parts, logit_rows, feature_layers)
-        with self.prepacked.in_use():
+        with self.prepacked.in_use(), self.rope.following(rope_lengths):
             outputs = None
             if larger is not None and inputs.plans:
                 outputs = self._replayed(pool, inputs)

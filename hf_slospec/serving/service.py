@@ -26,7 +26,6 @@ from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator, clock
-from hf_slospec.generate.validation import check_rope_alone
 from hf_slospec.models.compatibility.probe import trained_len, vocab_size
 from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
@@ -196,7 +195,6 @@ class BatchingService:
         if len(call.rows.requests) != 1:
             raise UnsupportedOptionError("num_return_sequences must be 1; submit once per sequence, with seeds")
         (request,) = call.rows.requests
-        check_rope_alone(request, self.decoder.model.config.get_text_config())
         request.index = next(self._index)
         request.ttft_slo_s, request.priority = options.slo_ttft, options.priority
         request.is_best_effort, request.cache_salt = options.best_effort, options.cache_salt

@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from hf_slospec import (
     InvalidInputError,
     InvalidTypeError,
     SLOSpecConfig,
     SLOSpecGenerator,
-    UnsupportedOptionError,
 )
 from tests.support.enabled_model import OPTIONS, with_slo
 from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
@@ -99,22 +94,6 @@ def test_prompts_longer_than_a_chunk(
     model = tiny_model(family)
     generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve"))
     assert_same_as_stock(model, generator.generate, ragged_prompts(4), **OPTIONS | options)
-
-
-@pytest.mark.parametrize(("kind", "max_new_tokens"), [("longrope", 30), ("dynamic", 30)])
-def test_rope_that_follows_the_longest_text(kind: str, max_new_tokens: int) -> None:
-    rope: dict[str, Any] = dict(rope_type=kind, rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
-    if kind == "longrope":
-        rope |= dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4)
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=128, rope_parameters=rope,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    generator = SLOSpecGenerator(model, model)
-    with pytest.raises(UnsupportedOptionError, match=kind):
-        generator.generate(**ragged_prompts(2), do_sample=False, max_new_tokens=max_new_tokens)
-    assert_same_as_stock(model, generator.generate, ragged_prompts(2), do_sample=False, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("kept", [1, 3])

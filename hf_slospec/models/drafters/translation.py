@@ -289,6 +289,8 @@ class DraftText:
         """Tokens that the request may still emit; in the draft's tokens they may be more or fewer."""
         return self._request.num_left
 
+    prompt_len = num_padding = 0  # stock decoding has no such text
+
     @property
     def cache_salt(self) -> str:
         """Salt of the request."""

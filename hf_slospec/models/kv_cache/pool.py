@@ -51,7 +51,8 @@ class CachedSequence:
     start: int = 0
     capacity: int = 0
     length: int = 0  # committed tokens; their positions are 0 .. length - 1
-    prompt_len: int = 0
+    prompt_len: int = 0  # tokens that stock decoding forwards together, with RoPE by their number if it varies
+    num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
     states: RecurrentStates | None = None  # of layers that keep no K and V, if the model has such
 
     def truncate(self, length: int) -> None:

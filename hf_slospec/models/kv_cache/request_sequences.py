@@ -31,10 +31,6 @@ class RequestText(Hashable, Protocol):
         """Prompt and committed tokens."""
 
     @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-
-    @property
     def num_left(self) -> int:
         """Tokens that may still be added, as far as that is known."""
 
@@ -45,6 +41,14 @@ class RequestText(Hashable, Protocol):
     @property
     def error(self) -> BaseException | None:
         """Error that ended the request."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens by which the prompt is shorter than the longest one of its batch."""
 
 
 class RequestSequences:
@@ -129,10 +133,7 @@ class RequestSequences:
             self._keep_at_most(limit - needed)
             # Sequences of others in the same pool do not count.
             limit += self.cache.num_held - sum(held.values()) - self._kept.num_tokens
-        sequences = {
-            request: self._by_request.get(request) or CachedSequence(prompt_len=request.prompt_len)
-            for request in capacities
-        }
+        sequences = {request: self._by_request.get(request) or CachedSequence() for request in capacities}
         slots = {sequences[request]: slots for request, slots in capacities.items()}
         try:
             self._reserve(slots, limit)
@@ -142,7 +143,8 @@ class RequestSequences:
             self._keep_at_most(0)
             self._reserve(slots, limit)
         self._by_request |= sequences
-        for request in capacities:
+        for request, sequence in sequences.items():
+            sequence.prompt_len, sequence.num_padding = request.prompt_len, request.num_padding
             self._states.setdefault(request, self.packed.fingerprint.state)
 
     def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:
@@ -219,12 +221,13 @@ class RequestSequences:
 
     def _beginning_alike(self, request: RequestText) -> tuple[KeptText | CachedSequence | None, int]:
         """Return the text, kept or of another request, that begins like this one for longest, and for how long."""
-        if not self.max_kept:
+        if not self.max_kept or not self._is_plain(request.prompt_len + request.num_padding):
             return None, 0
         self.packed.fingerprint.notice()
         if self._kept_state != self.packed.fingerprint.state:
             self._keep_at_most(0)
-        wanted, found = request.tokens[:-1], list[tuple[KeptText | CachedSequence, int]]()
+        wanted = request.tokens[:-1][: self.packed.rope.max_plain]
+        found = list[tuple[KeptText | CachedSequence, int]]()
         kept, length = self._kept.longest(wanted, request.cache_salt)
         if kept is not None and (length == len(kept.tokens) or not self.packed.has_states):
             found.append((kept, length))
@@ -237,7 +240,12 @@ class RequestSequences:
         return max(found, key=lambda pair: pair[1], default=(None, 0))
 
     def _is_shareable(self, sequence: CachedSequence, state: int | None) -> bool:
-        return bool(self.max_kept) and sequence.length >= MIN_SHARED and state == self.packed.fingerprint.state
+        is_known = sequence.length >= MIN_SHARED and state == self.packed.fingerprint.state
+        return bool(self.max_kept) and is_known and self._is_plain(sequence.prompt_len + sequence.num_padding)
+
+    def _is_plain(self, length: int) -> bool:
+        """Return whether the K of a prompt is that of other prompts, or its RoPE depends on its length."""
+        return self.packed.rope.max_plain is None or length <= self.packed.rope.max_plain
 
     def _is_room_beside(self, text: KeptText, request: RequestText) -> bool:
         if self.max_slots is None:
@@ -249,6 +257,7 @@ class RequestSequences:
         self._kept.remove(text)
         text.sequence.length = length
         text.sequence.capacity = min(text.sequence.capacity, max(length, self._capacity(request, 0)))
+        text.sequence.prompt_len, text.sequence.num_padding = request.prompt_len, request.num_padding
         self._by_request[request], self._states[request] = text.sequence, self._kept_state
 
     def _copy(self, source: CachedSequence, request: RequestText, length: int) -> None:

@@ -1,0 +1,146 @@
+"""Rotary embeddings whose frequencies depend on the length of the text (``longrope``, ``dynamic``), per token.
+
+transformers computes such frequencies in every forward, from its largest position, and keeps the K of earlier forwards
+as they were rotated. A packed forward holds tokens of several texts, and of several forwards of stock decoding, so here
+each token gets the frequencies that it would get there: a token of the prompt those of the whole prompt, a later one
+those of the text up to itself; in a batch, those of its longest row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.cuda.transfer import to_device
+
+KINDS = ("longrope", "dynamic")
+
+
+def varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield the kinds of RoPE in a text config that depend on the length, and the length beyond which they do."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        if (kind := parameters.get("rope_type")) in KINDS:
+            yield kind, parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+class LengthRope:
+    """The rotary embeddings of a model that depend on the length of the text; a model may have none."""
+
+    def __init__(self, model: torch.nn.Module):
+        """Find them by the types of RoPE that modules keep."""
+        config: Any = model.config
+        self.max_plain = min((length for _, length in varying_ropes(config.get_text_config())), default=None)
+        self.modules = [module for module in model.modules() if _varies(getattr(module, "rope_type", None))]
+
+    def lengths(self, parts: Sequence[NewTokens]) -> torch.Tensor | None:
+        """Return the length of the text that decides each token's frequencies; None if they are the plain ones.
+
+        Returns:
+            [num_tokens] int64, on the host.
+        """
+        if self.max_plain is None:
+            return None
+        lengths = torch.cat([_lengths(part).cpu() for part in parts])
+        # At max_plain itself, a module still uses the frequencies of a longer text before.
+        return lengths if int(lengths.max()) >= self.max_plain else None
+
+    @contextlib.contextmanager
+    def following(self, lengths: torch.Tensor | None) -> Iterator[None]:
+        """Let forwards in this context, in this thread only, rotate tokens by the frequencies of these lengths."""
+        if lengths is None or self.max_plain is None:
+            yield
+            return
+        groups = [(length, torch.nonzero(lengths == length)[:, 0]) for length in lengths.unique().tolist()]
+        rotations = {id(module): functools.partial(_rotated, _fresh(module), groups) for module in self.modules}
+        token = _active.set(rotations)
+        _take(self.modules)
+        try:
+            yield
+        finally:
+            _give_back(self.modules)
+            _active.reset(token)
+
+
+def _lengths(part: NewTokens) -> torch.Tensor:
+    own = part.positions[-len(part.input_ids) :] + 1
+    return own.clamp(min=part.sequence.prompt_len) + part.sequence.num_padding
+
+
+def _varies(kind: Any) -> bool:
+    return any(one in KINDS for one in (kind.values() if isinstance(kind, dict) else [kind]))
+
+
+def _fresh(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy, as forwards change the frequencies that a module keeps; it shares the config."""
+    config: Any = getattr(module, "config", None)
+    copied = copy.deepcopy(module, {id(config): config})
+    vars(copied).pop("forward", None)
+    return copied
+
+
+def _rotated(
+    module: torch.nn.Module,
+    groups: Sequence[tuple[int, torch.Tensor]],
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return the module's output, group by group: as of a forward whose last position is that of the group's length.
+
+    Args:
+        groups: lengths, and the tokens [num_tokens_of_group] int64 whose frequencies they decide.
+        x: hidden states, of which the module reads dtype and device.
+        position_ids: [1, num_tokens] int64.
+    """
+    outputs, order = [], torch.cat([tokens for _, tokens in groups])
+    for length, tokens in groups:
+        first, last = position_ids.new_zeros(1, 1), position_ids.new_full((1, 1), length - 1)
+        module(x, first, *args, **kwargs)  # forgets the frequencies of longer texts
+        own = position_ids[:, to_device(tokens, position_ids.device)]
+        output = module(x, torch.cat((own, last), dim=1), *args, **kwargs)
+        outputs.append(output if isinstance(output, tuple) else (output,))
+    places = to_device(order.argsort(), position_ids.device)
+    pairs = zip(*outputs, strict=True)
+    merged = tuple(torch.cat([part[:, :-1] for part in parts], dim=1)[:, places] for parts in pairs)
+    return merged if isinstance(output, tuple) else merged[0]
+
+
+_active: ContextVar[dict[int, Any]] = ContextVar("hf_slospec_rotary_embeddings", default={})  # noqa: B039  never changed
+_lock = threading.Lock()
+_users: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()  # contexts a module is taken by
+_own: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()  # its forward, if the instance's
+
+
+def _take(modules: Sequence[torch.nn.Module]) -> None:
+    """Let modules ask for the active rotation in their forwards; other threads get their own."""
+    with _lock:
+        for module in modules:
+            if not _users.get(module):
+                _own[module] = vars(module).get("forward")
+                module.forward = functools.partial(_forward, id(module), module.forward)
+            _users[module] = _users.get(module, 0) + 1
+
+
+def _give_back(modules: Sequence[torch.nn.Module]) -> None:
+    with _lock:
+        for module in modules:
+            _users[module] -= 1
+            if not _users[module]:
+                del module.forward
+                if (own := _own.pop(module)) is not None:
+                    module.forward = own
+
+
+def _forward(key: int, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    return _active.get().get(key, plain)(*args, **kwargs)
