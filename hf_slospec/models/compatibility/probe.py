@@ -230,9 +230,7 @@ class _Probe(StateCache):
             self._mixed[key] = found[1].nbytes
         return found
 
-    def layers(
-        self, model: Any, reaches: Mapping[int, Reach | None]
-    ) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    def layers(self, model: Any, reaches: Mapping[int, Reach | None]) -> tuple[list[AttentionLayer], list[StateLayer]]:
         """Return the layers that attend and those that keep a state, by index; some do both.
 
         ``reaches`` are those of the layers that attend with masks of transformers; the windows of others are read from

@@ -280,11 +280,6 @@ class DraftText:
         self._cuts = [Cut(0, 0)]  # in ascending order
 
     @property
-    def prompt_len(self) -> int:
-        """Return 0: stock ``generate`` knows no such text."""
-        return 0
-
-    @property
     def num_left(self) -> int:
         """Tokens that the request may still emit; in the draft's tokens they may be more or fewer."""
         return self._request.num_left
