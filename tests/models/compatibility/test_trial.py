@@ -87,7 +87,7 @@ def test_running_out_of_memory_says_nothing_about_the_model(monkeypatch: pytest.
         SLOSpecGenerator(model)
 
 
-def test_a_check_takes_four_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_takes_five_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = copy.deepcopy(tiny_model("llama")), []
     forward = model.forward
 
@@ -98,7 +98,7 @@ def test_a_check_takes_four_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model, "forward", counted)
     CheckedModel(model, SLOSpecConfig(), measure_s=0.0)
-    assert shapes == [(1, 1), (1, 7), (1, 7), (3, 7)]  # the probe, both prompts, both trees, and the plain forward
+    assert shapes == [(1, 1), (1, 1), (1, 7), (1, 7), (3, 7)]  # the probes, both prompts, both trees, and the plain forward
 
 
 def test_padding_does_not_change_plain_logits() -> None:

@@ -27,6 +27,7 @@ class Packed:
 
     def __init__(self) -> None:
         self.fingerprint = SimpleNamespace(state=0, notice=lambda: None)
+        self.has_states = False
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
 
     def keep_if_captured(self, cache: KVCache) -> None:
