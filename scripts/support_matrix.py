@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import hf_slospec
-from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, load_drafter
+from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, UnsupportedInputError, load_drafter
 from hf_slospec.generate.load_drafter import NAMES
 from hf_slospec.models.drafters.methods import DraftMethod, HeadMethod
 from hf_slospec.models.heads.mtp import MtpHead, ShippedMtpHead
@@ -236,7 +236,14 @@ def compare(name: str, model: Any, draft: Any, rows: list[torch.Tensor]) -> tupl
         for batch in batches:
             for sampling in ({}, SAMPLING):
                 kind = f"{'sampled' if sampling else 'greedy'}, batch of {len(batch)}"
-                expected, got = generated(stock, batch, **sampling), generated(ours.generate, batch, **sampling)
+                expected = generated(stock, batch, **sampling)
+                try:
+                    got = generated(ours.generate, batch, **sampling)
+                except UnsupportedInputError:
+                    if len(batch) == 1:
+                        raise
+                    notes.append("batch 1 only: padded rows are refused")
+                    break
                 check_equal(model, kind, batch, expected, got)
         drafters, reasons = working_drafters(name, model, rows[0])
     except DifferentError as difference:

@@ -86,7 +86,7 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     prompt = PromptInputs.of(stock.input_ids, stock.model_kwargs, stock.config, model.get_input_embeddings())
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
     rows = Rows(stock.input_ids, prompt, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer"))
-    check_prompts(rows, speculator.target.packed)
+    check_prompts(rows, speculator.target)
     return Call(rows, stock, speculator)
 
 

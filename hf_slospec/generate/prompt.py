@@ -125,15 +125,15 @@ class PromptInputs:
                 states = None
                 if layers := sequences.packed.state_layers:
                     states = RecurrentStates(len(cached), read_states(self.cache, layers, request.index))
-                sequences.load(request, self._cached_pairs(request.index, cached), len(cached), states)
+                sequences.load(request, self._cached_tensors(request.index, cached), len(cached), states)
                 request.num_cached = len(cached)
 
-    def _cached_pairs(self, row: int, columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _cached_tensors(self, row: int, columns: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Yield K, V and an indexer's keys, if it has one, of every layer, [num_heads, num_given, dim] each."""
         for layer in self._cached_layers():
-            yield (
-                _columns(layer.keys[row], columns, self.num_cached),
-                _columns(layer.values[row], columns, self.num_cached),
-            )
+            index_keys = getattr(layer, "indexer_keys", None)
+            held = [layer.keys[row], layer.values[row], *([] if index_keys is None else [index_keys[row][None]])]
+            yield [_columns(tensor, columns, self.num_cached) for tensor in held]
 
     def fill(self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int) -> None:
         """Append the K/V that the call's cache lacks, of all columns but the last, as stock does; padding is zeros.
@@ -148,15 +148,17 @@ class PromptInputs:
             new = torch.arange(length, length + num_new - 1, device=columns.device)
             places.append(torch.cat((columns[columns >= self.num_cached], new)) - self.num_cached)
         own = [sequences.read(request) for request in requests]
-        for layer, pairs in zip(sequences.packed.layers, zip(*own, strict=True), strict=True):
+        for layer, stored in zip(sequences.packed.layers, zip(*own, strict=True), strict=True):
             filled = []
-            for tensors in zip(*pairs, strict=True):  # of K, then of V: [num_heads, length, dim] per request
+            for tensors in zip(*stored, strict=True):  # K, V, index keys: [num_heads, length, dim] per request
                 num_heads, _, dim = tensors[0].shape
                 lacking = tensors[0].new_zeros(len(requests), num_heads, length + num_new - 1 - self.num_cached, dim)
                 for row, own_places, tensor in zip(lacking, places, tensors, strict=True):
                     row[:, own_places.to(row.device)] = tensor[:, tensor.shape[1] - len(own_places) :]
                 filled.append(lacking)
-            cache.update(*filled, layer.layer_idx)
+            cache.update(*filled[:2], layer.layer_idx)
+            if len(filled) > 2:
+                cache.update_indexer(filled[2][:, 0], layer.layer_idx)
         states = [found.states for request in requests if (found := sequences.states(request)) is not None]
         if states:
             write_states(cache, sequences.packed.state_layers, states)

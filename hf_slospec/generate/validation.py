@@ -25,6 +25,7 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.rows import Rows
+from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed import PackedModel
@@ -221,12 +222,13 @@ def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, A
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
 
 
-def check_prompts(rows: Rows, target: PackedModel) -> None:
+def check_prompts(rows: Rows, checked: CheckedModel) -> None:
     """Refuse prompts that the target cannot process, or not exactly.
 
     Raises:
         InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
     """
+    target = checked.packed
     counts_all = target.has_states or any(layer.window or layer.chunk for layer in target.layers)
     limit = target.max_positions
     for request in rows.requests:
@@ -240,7 +242,19 @@ def check_prompts(rows: Rows, target: PackedModel) -> None:
                 f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
                 f"{max(limit - request.prompt_len + 1, 0)}"
             )
+        longest = request.prompt_len + request.max_new_tokens
+        if target.num_selected is not None and longest > target.num_selected:
+            raise UnsupportedInputError(
+                f"row {request.index} may get {longest} tokens long, and beyond {target.num_selected} this model's "
+                "layers select keys, of which equal scores leave the choice open; lower max_new_tokens to at most "
+                f"{max(target.num_selected - request.prompt_len, 0)}, or call generate without slo_tpot"
+            )
         own = rows.prompt.mask[request.index]
+        if not bool(own.all()) and checked.counts_padding:
+            raise UnsupportedInputError(
+                f"attention_mask masks tokens of row {request.index}, and {type(target.model).__name__} counts them as "
+                "text, so its output would depend on the other rows; pass rows of one length, or one row at a time"
+            )
         if counts_all and bool((own[:-1] & ~own[1:]).any()):
             raise UnsupportedOptionError(
                 f"attention_mask masks tokens inside row {request.index}, which a sliding window, a chunk or a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.models.compatibility.hooks import changing_hooks
 from hf_slospec.models.compatibility.probe import evaluating, input_device
-from hf_slospec.models.compatibility.trial import check_by_trial
+from hf_slospec.models.compatibility.trial import check_by_trial, counts_padding
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.cpu.threads import release_openmp_threads, warn_if_oversubscribed
@@ -53,6 +54,11 @@ class CheckedModel:
                     packed.fingerprint = self._packed.fingerprint
                 self._packed, self._placement, self._cost = packed, placement, None
             return self._packed
+
+    @functools.cached_property
+    def counts_padding(self) -> bool:
+        """Return whether a row of stock's batches depends on its padding."""
+        return counts_padding(self.packed)
 
     @property
     def cost(self) -> ForwardCost:

@@ -18,6 +18,7 @@ from hf_slospec.models.attention import (
     MAX_DENSE,
     AttentionLayer,
     FlashAttention,
+    GatheredForward,
     NewTokens,
     PackedBatch,
     PackedForward,
@@ -117,7 +118,7 @@ class PackedModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes, over all layers."""
-        return sum(stored.num_bytes for layer in self.layers for stored in layer.shape)
+        return sum(stored.num_bytes for layer in self.layers for stored in layer.shape.stored)
 
     @property
     def has_states(self) -> bool:
@@ -130,11 +131,19 @@ class PackedModel:
         return sum(layer.num_bytes for layer in self.state_layers)
 
     @property
+    def num_selected(self) -> int | None:
+        """Keys that each token attends to at most, as selected by the layers' indexers; None without indexers."""
+        if all(layer.shape.index_key is None for layer in self.layers):
+            return None
+        return int(self.model.config.get_text_config().index_topk)
+
+    @property
     def max_positions(self) -> int | None:
         """Length of the longest sequence that a learned position table can serve; None if the model has none."""
         config = self.model.config.get_text_config()
         is_rotary = getattr(config, "rope_parameters", None) is not None
-        return None if is_rotary else getattr(config, "max_position_embeddings", None)
+        names = ("max_position_embeddings", "max_target_positions")
+        return None if is_rotary else next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
     def clamp_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Clamp the positions of tokens that will not be committed to those of a learned position table."""
@@ -270,7 +279,12 @@ class PackedModel:
         return self._compute(pool, PlannedBatch(inputs.plans), inputs)
 
     def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Outputs:
-        forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers, inputs.position_ids)
+        forward: PackedForward | GatheredForward
+        if any(layer.is_own for layer in self.layers):
+            assert isinstance(batch, PackedBatch), "such forwards are not captured"
+            forward = GatheredForward(pool, batch, inputs.own_slots, inputs.position_ids)
+        else:
+            forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers, inputs.position_ids)
         options: dict[str, Any] = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
         if inputs.feature_layers:
             options["output_hidden_states"] = list(inputs.feature_layers)
@@ -283,7 +297,7 @@ class PackedModel:
 
 
 def _is_on_one_device(layers: Sequence[AttentionLayer], device: torch.device) -> bool:
-    return {stored.device for layer in layers for stored in layer.shape} == {device}
+    return {stored.device for layer in layers for stored in layer.shape.stored} == {device}
 
 
 _packed_models: WeakSet[PackedModel] = WeakSet()

@@ -28,10 +28,11 @@ SIZES: dict[str, Any] = {
         4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads hc_lowrank "
         "attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads num_experts "
         "num_local_experts n_routed_experts moe_num_experts kv_channels rotary_dim qk_rope_head_dim qk_nope_head_dim "
-        "laurel_rank hidden_size_per_layer_input index_block_size index_topk gated_norm_rank adapter_rank",
+        "laurel_rank hidden_size_per_layer_input index_block_size gated_norm_rank adapter_rank",
         8: "head_dim attention_head_size d_head dim_head v_head_dim q_lora_rank kv_lora_rank swa_head_dim d_rel "
         "index_head_dim query_pre_attn_scalar mamba_d_head mamba_d_state mamba_chunk_size mamba_n_heads o_lora_rank "
         "linear_head_dim linear_key_head_dim linear_value_head_dim",
+        64: "index_topk",  # longer than texts of the tests, as longer ones are refused
         1: "bos_token_id n_group topk_group num_expert_group n_shared_experts num_shared_experts num_dense_layers "
         "moe_num_shared_experts first_k_dense_replace",
         0: "pad_token_id num_kv_shared_layers",
@@ -60,6 +61,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "JambaConfig": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "Lfm2Config": dict(layer_types=["conv", "full_attention"]),
     "Lfm2MoeConfig": dict(layer_types=["conv", "full_attention"]),
+    "Llama4TextConfig": dict(no_rope_layers=[1, 0], floor_scale=4),  # a temperature that depends on positions
     "Mamba2Config": dict(num_heads=8),
     "MiniMaxConfig": dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2),
     "MiniMaxM3VLTextConfig": dict(layer_types=["full_attention", "minimax_m3_sparse"]),

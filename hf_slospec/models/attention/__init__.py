@@ -4,22 +4,29 @@ from hf_slospec.models.attention.backends import backend_for
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
+from hf_slospec.models.attention.gathered import GatheredForward, MaskSource, own_attention
 from hf_slospec.models.attention.hook import active_forward
 from hf_slospec.models.attention.packed_batch import AttentionLayer, NewTokens, PackedBatch, PlannedBatch, Span
 from hf_slospec.models.attention.packing import MAX_DENSE
+from hf_slospec.models.attention.positions import Positions, given_positions
 from hf_slospec.models.attention.sdpa import sdpa_attention
 
 __all__ = [
     "MAX_DENSE",
     "AttentionLayer",
     "FlashAttention",
+    "GatheredForward",
+    "MaskSource",
     "NewTokens",
     "PackedBatch",
     "PackedForward",
     "PlannedBatch",
+    "Positions",
     "Span",
     "active_forward",
     "backend_for",
+    "given_positions",
     "masked_attention",
+    "own_attention",
     "sdpa_attention",
 ]

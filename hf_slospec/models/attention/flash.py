@@ -20,7 +20,9 @@ MAX_DIM, DIM_STEP = 256, 8  # head sizes of FlashAttention-2 and torch's version
 
 def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
     """Return the kernel for a layer, judging by its K/V shape, or a message with the reason for having none."""
-    key, value = layer.shape
+    if layer.is_own:
+        return "the model's layers attend by themselves"
+    key, value = layer.shape.key, layer.shape.value
     # A latent layer attends with K and V of other sizes than it caches.
     dims = (DIM_STEP, DIM_STEP) if layer.is_latent else (key.dim, value.dim)
     return _kernel_for(

@@ -22,6 +22,8 @@ class AttentionLayer(NamedTuple):
     is_latent: bool = False  # multi-head latent attention: what is cached is expanded into K and V after caching
     chunk: int | None = None  # chunked attention: positions are divided into chunks so long, and no token looks beyond
     layer_idx: int = 0  # of the model's layer; others may keep a state instead
+    is_own: bool = False  # the layer attends by itself, to keys gathered for it
+    counts_tokens: bool = False  # it asks the cache for its place, so that stock counts padding too
 
 
 @dataclass(eq=False)
@@ -96,6 +98,14 @@ class Span:
     ) -> torch.Tensor | None:
         if not self.num_staged:  # committed tokens only, which the caller has narrowed to the window
             return None
+        allowed = self.seen(window, chunk, device)
+        # On another device, reading the mask would make the host wait.
+        if self.num_tokens == 1 and device.type == "cpu" and bool(allowed.all()):
+            return None
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+
+    def seen(self, window: int | None, chunk: int | None, device: torch.device) -> torch.Tensor:
+        """Return which visible slots each token may attend to.  -> [num_tokens, num_visible] bool"""
         num_tokens, length = self.num_tokens, self.sequence.length
         staged_mask, staged_positions = to_device((self.staged_mask_for(window), self.staged_positions), device)
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
@@ -107,10 +117,7 @@ class Span:
                 allowed = allowed & (queries - keys < window)
             if chunk is not None:
                 allowed = allowed & (queries // chunk == keys // chunk)
-        # On another device, reading the mask would make the host wait.
-        if num_tokens == 1 and device.type == "cpu" and bool(allowed.all()):
-            return None
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+        return allowed
 
 
 @dataclass(eq=False)

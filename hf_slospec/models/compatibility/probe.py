@@ -12,7 +12,14 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.models.attention import AttentionLayer, active_forward
+from hf_slospec.models.attention import (
+    AttentionLayer,
+    MaskSource,
+    Positions,
+    active_forward,
+    given_positions,
+    own_attention,
+)
 from hf_slospec.models.compatibility.hooks import is_compiled
 from hf_slospec.models.compatibility.reach import Reach, reach_of
 from hf_slospec.models.kv_cache.pool import LayerShape, Stored
@@ -20,12 +27,32 @@ from hf_slospec.models.memory import DEVICE_ERRORS, is_out_of_memory
 from hf_slospec.models.recurrent.calls import CONVOLUTION, Key, Mixer, StateCache
 from hf_slospec.models.recurrent.stock_cache import StateLayer
 
-# Layers that keep a state, or both a state and K and V; which of them can be packed is seen in the probe.
-STATE_KINDS = {"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding"}
 NO_MIXING = {"mlp", "moe"}  # layers that treat every token alone, and so keep nothing
+# Layers whose attention can be replaced, or that keep a state, or both; the probe sees which of them can be packed.
+INTERFACE_KINDS = NO_MIXING | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "mamba",
+    "mamba2",
+    "hybrid",
+    "hybrid_sliding",
+}
+OWN_KINDS = {"indexed_attention"}  # whose own masks are right for gathered keys
 
 # Mask builders return a 4D mask unchanged, and packed attention does not read it.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+FORWARD_ERRORS = (
+    TypeError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+)
 
 
 def vocab_size(model: Any) -> int:
@@ -53,16 +80,32 @@ def run_model(
 ) -> Any:
     """Return what the model returns for a packed batch, with ``forward`` as its cache and attention.
 
-    Without ``attention_mask``, the model is given one that keeps it from building masks.
+    Without ``attention_mask``, models that give masks to the attention interface get one that keeps them from building
+    others.
     """
-    if "past_key_values" in signature(model.forward).parameters:
-        if attention_mask is None:
-            attention_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
-        inputs |= {"past_key_values": forward, "attention_mask": attention_mask, "position_ids": position_ids}
-    else:  # all layers keep a state, and know positions by the order of tokens
-        inputs["cache_params"] = forward
-    with active_forward(model, forward):
-        return model(**inputs, use_cache=True, return_dict=True)
+    options = dict(inputs, use_cache=True, return_dict=True) | given_position_ids(model, position_ids)
+    if "cache_params" in signature(model.forward).parameters:  # all layers keep a state
+        with active_forward(model, forward):
+            return model(**options, cache_params=forward)
+    if isinstance(forward, MaskSource):
+        if any(name.endswith("token_type_ids") for name, _ in model.named_buffers()):
+            options["token_type_ids"] = torch.zeros_like(position_ids)  # the buffer may be shorter than a packed batch
+        with own_attention(forward), given_positions(model, forward.positions):
+            return model(**options, past_key_values=forward)
+    if attention_mask is None:
+        attention_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
+    with active_forward(model, forward), given_positions(model, Positions(position_ids)):
+        return model(**options, past_key_values=forward, attention_mask=attention_mask)
+
+
+def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the positions as an argument of the model's forward; nothing if it takes none and counts by itself."""
+    return {"position_ids": position_ids} if takes_position_ids(model) else {}
+
+
+def takes_position_ids(model: Any) -> bool:
+    """Return whether the model's forward names ``position_ids``, which stock ``generate`` then gives to it."""
+    return "position_ids" in signature(model.forward).parameters
 
 
 def hidden_states(found: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -77,7 +120,7 @@ def refused_if_it_fails(model: Any) -> Iterator[None]:
         yield
     except DEVICE_ERRORS:
         raise
-    except (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
+    except FORWARD_ERRORS as error:
         if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
             raise
         raise cannot_be_packed(model, f"its forward failed on a packed batch with {error!r}") from error
@@ -115,13 +158,12 @@ def refuse_by_declaration(model: Any) -> None:
     is_encoder = getattr(model.config, "is_decoder", None) is False
     if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
-    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False):
+    if any(getattr(module, "attention_type", None) == "block_sparse" for module in model.modules()):
         raise UnsupportedModelError(
-            f"{name} does not use transformers' attention interface (_supports_attention_backend is not set), so tree "
-            "attention cannot be used; use a model class that does, such as Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
+            f"{name} attends to blocks of keys by their place; load it with attention_type='original_full' in its "
+            "config"
         )
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention", "chunked_attention", *STATE_KINDS, *NO_MIXING}:
+    if unknown := _layer_types(model) - INTERFACE_KINDS - OWN_KINDS:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
 
 
@@ -155,7 +197,8 @@ class _Probe(StateCache):
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # by layer that attends, as passed to the attention function
         self._latent: set[int] = set()
-        self._has_own_mask = False
+        self._has_own_mask = self._attends_again = False
+        self._counting: set[int] = set()  # layers that ask for their place
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._built: list[tuple[torch.Tensor, Reach | None]] = []  # masks that the model had built
         self.reaches: dict[int, Reach | None] = {}  # by layer that attends with one of them; None: of another kind
@@ -180,7 +223,9 @@ class _Probe(StateCache):
         self._built.append((mask, reach_of(mask_function, local_size)))
         return mask
 
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        if layer_idx is not None:
+            self._counting.add(layer_idx)
         return 0
 
     def update(
@@ -203,8 +248,8 @@ class _Probe(StateCache):
         layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
         if layer is None and self._cached:
             layer = self._cached[-1][0]
-            if layer not in self._windows:
-                self._latent.add(layer)  # these K and V were made from what the layer has just cached
+            self._attends_again |= layer in self._windows
+            self._latent.add(layer)  # these K and V were made from what the layer has just cached
         if layer is not None:  # layers that share K and V have the same window
             self._windows.setdefault(layer, window)
         if layer is not None and mask is not None:
@@ -255,12 +300,21 @@ class _Probe(StateCache):
                 f"{len(indices)} of {num_layers} layers cache keys, {len(self._windows)} attend through the interface "
                 f"and {len(self._asked)} keep a state",
             )
+        if self._attends_again:
+            raise cannot_be_packed(model, "a layer attends more than once to keys and values that it did not cache")
         if self._has_own_mask:
             raise cannot_be_packed(model, "its layers add values of their own to the attention mask")
         found = {layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices}
         _refuse_if_cache_keeps_less(model, found)
         attending = [
-            AttentionLayer(self._shapes[layer], window, layer in self._latent, chunk, layer)
+            AttentionLayer(
+                self._shapes[layer],
+                window,
+                layer in self._latent,
+                chunk,
+                layer,
+                counts_tokens=layer in self._counting,
+            )
             for layer, (window, chunk) in found.items()
         ]
         return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
@@ -278,12 +332,80 @@ class _Probe(StateCache):
         if kinds and "sliding" not in kinds[layer]:
             return Reach()
         passed = self._windows[layer]
-        is_reached = declared and declared < getattr(config, "max_position_embeddings", math.inf)
-        if is_reached and passed is None and not kinds:
+        if _is_reached(declared, config) and passed is None and not kinds:
             raise cannot_be_packed(
                 model, f"layer {layer} may have a sliding window, but does not pass it to its attention function"
             )
         return Reach(declared if passed is None else passed)
+
+
+class _OwnProbe(MaskSource):
+    """Cache and masks for one forward of one token in which the model's layers attend by themselves."""
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        self.positions = Positions(position_ids, position_ids[0])
+        self._shapes: dict[int, LayerShape] = {}
+        self._windows: set[int | None] = set()  # of the masks that were built
+        self._counting: set[int] = set()  # layers that ask for their place
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        if layer_idx is not None:
+            self._counting.add(layer_idx)
+        return super().get_seq_length(layer_idx)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        index_key = self._shapes[layer_idx].index_key if layer_idx in self._shapes else None
+        self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value), index_key)
+        return key, value
+
+    def update_indexer(self, index_keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        self._shapes[layer_idx] = self._shapes[layer_idx]._replace(index_key=Stored.like(index_keys[:, None]))
+        return index_keys
+
+    def allowed(self, mask_function: Any, window: int | None) -> torch.Tensor:
+        self._windows.add(window)
+        return torch.ones(1, 1, dtype=torch.bool, device=self.positions.of_tokens.device)
+
+    def layers(self, model: Any) -> list[AttentionLayer]:
+        """Return the layers by index, or raise UnsupportedModelError if they cannot attend to gathered keys."""
+        indices = sorted(self._shapes)
+        if not indices or indices != list(range(len(indices))):
+            raise cannot_be_packed(model, f"{len(indices)} of its layers keep K and V in a cache of transformers'")
+        if not self._windows:
+            raise cannot_be_packed(model, "it builds masks of its own, not by transformers.masking_utils")
+        config, kinds = model.config.get_text_config(), _layer_types(model)
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        expects = kinds & {"sliding_attention", "chunked_attention"} if kinds else True
+        if self._windows == {None} and expects and any(_is_reached(window, config) for window in windows):
+            raise cannot_be_packed(model, "it may have a sliding window, which is not in its masks")
+        if place := next((name for name, buffer in model.named_buffers() if _is_mask_by_place(buffer)), None):
+            raise cannot_be_packed(model, f"its buffer {place} masks keys by their place, not by their position")
+        window = min(filter(None, self._windows), default=None)
+        return [
+            AttentionLayer(
+                self._shapes[layer],
+                window,
+                layer_idx=layer,
+                is_own=True,
+                counts_tokens=layer in self._counting,
+            )
+            for layer in indices
+        ]
+
+
+def _is_reached(window: int | None, config: Any) -> bool:
+    return bool(window and window < getattr(config, "max_position_embeddings", math.inf))
+
+
+def _is_mask_by_place(buffer: torch.Tensor) -> bool:
+    is_mask = buffer.dtype in (torch.bool, torch.uint8) and buffer.dim() > 1
+    return is_mask and buffer.shape[-2] == buffer.shape[-1] > 1
+
+
+def _layer_types(model: Any) -> set[str]:
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
 @torch.no_grad()
@@ -293,11 +415,26 @@ def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
     They are seen in two forwards of one token, without masks and with those of transformers.
 
     Raises:
-        UnsupportedModelError: the forward failed, or not every layer attends through transformers' interface.
+        UnsupportedModelError: the forward failed, or its layers can neither have their attention replaced nor attend
+            by themselves.
     """
-    probe, watch = _Probe(), _Probe()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
-    with evaluating(model), refused_if_it_fails(model):
+    with evaluating(model):
+        if _layer_types(model) <= INTERFACE_KINDS:
+            try:
+                return _probed_interface(model, zero)
+            except UnsupportedModelError:
+                if getattr(model, "_is_stateful", False):
+                    raise  # its states need the interface
+        with refused_if_it_fails(model):
+            probe = _OwnProbe(zero)
+            run_model(model, probe, input_ids=zero, position_ids=zero)
+            return probe.layers(model), []
+
+
+def _probed_interface(model: Any, zero: torch.Tensor) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    with refused_if_it_fails(model):
+        probe, watch = _Probe(), _Probe()
         run_model(model, probe, input_ids=zero, position_ids=zero)
         run_model(model, watch, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero))
         return probe.layers(model, watch.reaches)

@@ -8,7 +8,13 @@ import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.compatibility.probe import cannot_be_packed, evaluating, refused_if_it_fails
+from hf_slospec.models.compatibility.probe import (
+    cannot_be_packed,
+    evaluating,
+    given_position_ids,
+    refused_if_it_fails,
+    takes_position_ids,
+)
 from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import PackedModel
 
@@ -18,6 +24,7 @@ NOISE = 4.0  # times the error between two plain forwards of different shapes, w
 DRAWS = 5  # of tokens, if the first shows errors: a mixture of experts may route a token elsewhere, a fault stays
 PROMPTS = (5, 4)  # lengths of two sequences in one packed batch
 PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))  # of their trees: one branches after its root, one is a chain
+PADDING = 3  # tokens
 LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); their paths hold all nodes
 
 
@@ -37,8 +44,27 @@ def check_by_trial(packed: PackedModel) -> None:
             )
 
 
+def counts_padding(packed: PackedModel) -> bool:
+    """Return whether padding on the left, masked as stock ``generate`` masks it, changes what the model computes.
+
+    Models that are given positions do not count padding. Of the others, some count it as text.
+    """
+    model = packed.model
+    if any(layer.counts_tokens for layer in packed.layers):  # with an effect that may begin after thousands of tokens
+        return True
+    if takes_position_ids(model):
+        return False
+    text = np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
+    ids = torch.tensor([[text[0]] * PADDING + text], device=packed.device)
+    mask = (torch.arange(ids.shape[1], device=packed.device) >= PADDING)[None].long()
+    with evaluating(model), torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1:].cpu()
+        error = _relative(padded, _plain(packed, [text])[0][-1:])
+    return not float(error) <= max(_tolerance(packed), NOISE * _noise(packed))
+
+
 def _tolerance(packed: PackedModel) -> float:
-    dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape}
+    dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
     return TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
 
 
@@ -76,8 +102,8 @@ def _plain(packed: PackedModel, texts: list[list[int]]) -> list[torch.Tensor]:
     """
     length = max(map(len, texts))
     input_ids = torch.tensor([text + text[:1] * (length - len(text)) for text in texts], device=packed.device)
-    position_ids = torch.arange(length, device=packed.device)[None]
-    logits: torch.Tensor = packed.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    options = given_position_ids(packed.model, torch.arange(length, device=packed.device)[None])
+    logits: torch.Tensor = packed.model(input_ids=input_ids, use_cache=False, **options).logits
     return [own[: len(text)] for own, text in zip(logits.cpu(), texts, strict=True)]
 
 

@@ -96,27 +96,26 @@ class KVCache:
     def load(
         self,
         sequence: CachedSequence,
-        layers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        layers: Iterable[Sequence[torch.Tensor]],
         length: int,
         states: RecurrentStates | None = None,
     ) -> None:
         """Copy in the K/V of a sequence's first ``length`` tokens, and take over the states after them.
 
         Args:
-            layers: K and V of each layer, [num_heads, num_given, dim]: of all the tokens, or of the last ones where a
-                sliding window has dropped the others.
+            layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the tokens, or of the last
+                ones where a sliding window has dropped the others.
         """
         pool, end = self.pool, sequence.start + length
-        for *own, given in zip(pool.keys, pool.values, layers, strict=True):
+        for own, given in zip(pool.layers, layers, strict=True):
             for stored, tensor in zip(own, given, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
         sequence.length, sequence.states = length, states
 
-    def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of the K and V of a sequence's cached tokens, [num_heads, length, dim] for each layer."""
-        pool, own = self.pool, slice(sequence.start, sequence.start + sequence.length)
-        pairs = zip(pool.keys, pool.values, strict=True)
-        return [(key[own].transpose(0, 1), value[own].transpose(0, 1)) for key, value in pairs]
+    def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
+        """Return views of a sequence's cached K, V and index keys, [num_heads, length, dim] each, for each layer."""
+        own = slice(sequence.start, sequence.start + sequence.length)
+        return [tuple(stored[own].transpose(0, 1) for stored in layer) for layer in self.pool.layers]
 
 
 @contextlib.contextmanager

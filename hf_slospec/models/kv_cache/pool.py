@@ -34,10 +34,16 @@ class Stored(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """K and V that one attention layer stores per token."""
+    """Shapes of all that one attention layer stores per token."""
 
     key: Stored
     value: Stored
+    index_key: Stored | None = None  # key of an indexer, which chooses the keys that the layer attends to
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Return the shapes of all that is stored."""
+        return [shape for shape in self if shape is not None]
 
 
 @dataclass(eq=False)
@@ -78,7 +84,7 @@ class KVPool:
     def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_padding_slots: int = 0):
         """Allocate ``num_slots`` slots for sequences, and ``num_padding_slots`` behind them that padding writes to."""
         self.num_slots, self.num_padding_slots = num_slots, num_padding_slots
-        kinds = [shape.key for shape in layout] + [shape.value for shape in layout]
+        kinds = [stored for shape in layout for stored in shape.stored]
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
         with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
             self._stacks = {
@@ -93,8 +99,10 @@ class KVPool:
                 for kind in set(kinds)
             }
         layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
-        views = [next(layers[kind]) for kind in kinds]  # each [num_slots + num_padding_slots, num_heads, dim]
-        self.keys, self.values = views[: len(layout)], views[len(layout) :]
+        # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots, num_heads, dim].
+        self.layers = [[next(layers[kind]) for kind in shape.stored] for shape in layout]
+        self.keys, self.values = [own[0] for own in self.layers], [own[1] for own in self.layers]
+        self.index_keys = [own[2] if len(own) > 2 else None for own in self.layers]
         self.sequences = WeakSet[CachedSequence]()
         devices = {stack.device for stack in self._stacks.values() if stack.device.type == "cuda"}
         self._streams = {device: torch.cuda.current_stream(device) for device in devices}  # that used the pool last

@@ -322,14 +322,14 @@ class RequestSequences:
     def load(
         self,
         request: RequestText,
-        layers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        layers: Iterable[Sequence[torch.Tensor]],
         length: int,
         states: RecurrentStates | None = None,
     ) -> None:
         """Copy in the K/V of the request's first ``length`` tokens, see :meth:`KVCache.load`."""
         self.cache.load(self.of(request), layers, length, states)
 
-    def read(self, request: RequestText) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def read(self, request: RequestText) -> list[tuple[torch.Tensor, ...]]:
         """Return views of the K/V of the request's cached tokens, each layer's [num_heads, length, dim]."""
         return self.cache.read(self.of(request))
 

@@ -23,15 +23,13 @@ REFUSED = {
     "RwkvForCausalLM": "recurrent",
     "JambaForCausalLM": "recurrent",
     "FalconH1ForCausalLM": "recurrent",
-    "BloomForCausalLM": "attention interface",
-    "FalconForCausalLM": "attention interface",
+    "CpmAntForCausalLM": "masks of its own",
+    "OpenAIGPTLMHeadModel": "0 of its layers",
     "T5ForConditionalGeneration": "encoder-decoder",
-    "WhisperForCausalLM": "attention interface",
     "WhisperForConditionalGeneration": "encoder-decoder",
-    "AXK2ForCausalLM": "indexed_attention",
-    "MoshiForCausalLM": "cache of layer 0 keeps the last 9 positions",
-    "DiffLlamaForCausalLM": "cannot be packed",
-    "DogeForCausalLM": "attention mask",
+    "MiniMaxM3VLForCausalLM": "minimax_m3_sparse",
+    "MoshiForCausalLM": "cannot be packed",
+    "ProphetNetForCausalLM": "its forward failed",
 }
 
 

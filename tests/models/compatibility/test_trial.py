@@ -98,7 +98,13 @@ def test_a_check_takes_five_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model, "forward", counted)
     CheckedModel(model, SLOSpecConfig(), measure_s=0.0)
-    assert shapes == [(1, 1), (1, 1), (1, 7), (1, 7), (3, 7)]  # the probes, both prompts, both trees, and the plain forward
+    assert shapes == [
+        (1, 1),
+        (1, 1),
+        (1, 7),
+        (1, 7),
+        (3, 7),
+    ]  # the probes, both prompts, both trees, and the plain forward
 
 
 def test_padding_does_not_change_plain_logits() -> None:

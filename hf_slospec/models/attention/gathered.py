@@ -1,0 +1,174 @@
+"""Packed forwards of models whose layers attend by themselves, as attention cannot be replaced in them.
+
+The layers get the K and V of all visible slots of all sequences, and a mask of the whole batch. A layer therefore costs
+num_tokens * num_keys, of which the keys of other sequences are masked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from hf_slospec.models.attention.packed_batch import PackedBatch, Slots
+from hf_slospec.models.attention.positions import Positions
+from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.kv_cache.pool import KVPool
+
+MASKING = ("eager", "sdpa")  # attention implementations that read a mask
+
+MaskFunction = Callable[..., torch.Tensor]  # of batch, head, query and key indices: True = may attend
+
+
+class MaskSource:
+    """Base of a model's cache during a packed forward in which its layers attend by themselves."""
+
+    positions: Positions
+
+    # Read from a transformers cache by mask building and models.
+    is_compileable = False
+    is_initialized = True
+
+    def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
+        """Return the mask of the forward for layers with this mask function, which applies their window if any.
+
+        Returns:
+            [num_tokens, num_keys] bool, True = may attend.
+        """
+        raise NotImplementedError
+
+    @property
+    def _num_keys(self) -> int:
+        assert self.positions.of_keys is not None
+        return len(self.positions.of_keys)
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """Return the number of keys before the batch's own, over all sequences.
+
+        A layer that asks, with its index, adds the places of tokens in the batch to it, for their positions. It gets
+        what makes this right, [num_tokens] int64.
+        """
+        if layer_idx is None:
+            return self.num_earlier
+        positions = self.positions.of_tokens[0]
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    @property
+    def num_earlier(self) -> int:
+        """Number of keys before the batch's own."""
+        return self._num_keys - self.positions.of_tokens.shape[1]
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        """Return the number of keys before the batch's own."""
+        return self.num_earlier
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        """Return the number of keys, and the index of the first one."""
+        return self._num_keys, 0
+
+
+class GatheredForward(MaskSource):
+    """One forward of a packed batch: the cache of a model whose layers attend by themselves.
+
+    Its keys are those of earlier tokens, sequence after sequence, then those of the batch, in its order. That is what a
+    layer sees of a single sequence, so that a causal mask of its own, by places, hides no visible key.
+    """
+
+    def __init__(self, pool: KVPool, batch: PackedBatch, own_slots: torch.Tensor, position_ids: torch.Tensor):
+        """Begin a forward.
+
+        Args:
+            pool: storage of the batch's sequences.
+            batch: its tokens, and what each of them sees.
+            own_slots: [num_tokens] int64, slots in which the batch's K and V are staged.
+            position_ids: [1, num_tokens] int64.
+        """
+        self.pool, self.batch, self._own_slots = pool, batch, Slots(own_slots)
+        before = [torch.arange(slots.start, slots.stop - span.num_tokens) for span, slots in self._spans()]
+        self._visible_slots = Slots(torch.cat([*(slots.to(own_slots) for slots in before), own_slots]))
+        places = [torch.arange(span.sequence.length) for span, _ in self._spans()]
+        staged = [span.staged_positions[: -span.num_tokens] for span, _ in self._spans()]
+        earlier = to_device([own for pair in zip(places, staged, strict=True) for own in pair], position_ids.device)
+        self.positions = Positions(position_ids, torch.cat([*earlier, position_ids[0]]))
+
+    def _spans(self) -> Any:
+        return zip(self.batch.spans, self.batch.visible, strict=True)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stage a layer's K and V of the batch, and return those of all keys, each [1, num_kv_heads, num_keys, dim]."""
+        keys, values = self.pool.keys[layer_idx], self.pool.values[layer_idx]
+        return self._staged(keys, key[0].transpose(0, 1)), self._staged(values, value[0].transpose(0, 1))
+
+    def update_indexer(self, index_keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Stage the keys of a layer's indexer, [1, num_tokens, dim], and return all.  -> [1, num_keys, dim]"""
+        stored = self.pool.index_keys[layer_idx]
+        assert stored is not None, "the probe saw no indexer in this layer"
+        return self._staged(stored, index_keys[0].unsqueeze(1))[:, 0]
+
+    def _staged(self, stored: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Write [num_tokens, num_heads, dim] to the batch's slots and return all visible ones, heads first."""
+        stored.index_copy_(0, self._own_slots.on(stored.device), own)
+        return stored[self._visible_slots.on(stored.device)].transpose(0, 1)[None]
+
+    @functools.cached_property
+    def _seen(self) -> torch.Tensor:
+        """Keys that each token sees without a window.  [num_tokens, num_keys] bool"""
+        num_tokens, device = self.positions.of_tokens.shape[1], self.positions.of_tokens.device
+        seen = torch.zeros(num_tokens, self._num_keys, dtype=torch.bool, device=device)
+        begin = 0  # of the sequence's earlier keys
+        for span in self.batch.spans:
+            end = begin + span.num_visible - span.num_tokens
+            own = span.seen(None, None, device)
+            seen[span.begin : span.end, begin:end] = own[:, : end - begin]
+            seen[span.begin : span.end, self.num_earlier + span.begin :][:, : span.num_tokens] = own[:, end - begin :]
+            begin = end
+        return seen
+
+    def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
+        """Return what tokens see of keys that the mask function allows by position, as for a sliding window."""
+        assert self.positions.of_keys is not None
+        zero = self.positions.of_keys.new_zeros(())
+        rule = mask_function(zero, zero, self.positions.of_tokens[0][:, None], self.positions.of_keys[None])
+        return self._seen & rule
+
+
+_source: ContextVar[MaskSource | None] = ContextVar("hf_slospec_mask_source", default=None)
+
+
+@contextlib.contextmanager
+def own_attention(source: MaskSource) -> Iterator[None]:
+    """Make transformers' mask builders return masks of ``source`` inside this context, in this thread only."""
+    _register_masks()
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+@functools.cache
+def _register_masks() -> None:
+    """Replace the mask builders, for good, under their names, which layers compare with those that they know."""
+    for name in MASKING:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, _packed_or(ALL_MASK_ATTENTION_FUNCTIONS[name], name == "sdpa"))
+
+
+def _packed_or(plain: Callable[..., Any], is_bool: bool) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def mask(*arguments: Any, **options: Any) -> Any:
+        if (source := _source.get()) is None:
+            return plain(*arguments, **options)
+        allowed = source.allowed(options["mask_function"], options.get("local_size"))[None, None]
+        if is_bool:
+            return allowed
+        dtype = options["dtype"]
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+    return mask

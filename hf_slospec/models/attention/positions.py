@@ -1,0 +1,108 @@
+"""Positions of packed tokens, for modules that count tokens by their place in the input.
+
+At a model's first packed forward, the ``forward`` of such classes is wrapped, for good. The wrapped method differs from
+the plain one only while a packed forward runs, in its thread. Modules stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+KEY_BIASES = ("alibi", "position_bias")  # names of attention modules' arguments that hold a bias for each place
+
+
+class Positions(NamedTuple):
+    """Positions in a packed forward."""
+
+    of_tokens: torch.Tensor  # [1, num_tokens] int64
+    of_keys: torch.Tensor | None = None  # [num_keys] int64, where modules attend by themselves
+
+
+_positions: ContextVar[Positions | None] = ContextVar("hf_slospec_positions", default=None)
+_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose classes are
+
+
+@contextlib.contextmanager
+def given_positions(model: nn.Module, positions: Positions) -> Iterator[None]:
+    """Make position tables and key biases of the model go by these positions inside this context, in this thread."""
+    if model not in _wrapped:
+        for module in model.modules():
+            _wrap_class_of(module)
+        _wrapped.add(model)
+    token = _positions.set(positions)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+def _wrap_class_of(module: nn.Module) -> None:
+    kind: Any = type(module)  # mypy takes classes of modules for unhashable
+    if isinstance(module, nn.Embedding) and "position_ids" in _arguments(kind):
+        _wrap(kind, _set_position_ids)
+    # Of blocks that pass the bias on, only the innermost one reads it.
+    elif _has_bias(module) and not any(_has_bias(part) for part in module.modules() if part is not module):
+        _wrap(kind, _take_biases)
+
+
+@functools.cache
+def _arguments(kind: Any) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)
+
+
+def _has_bias(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return any(name in KEY_BIASES for name in _arguments(kind))
+
+
+@functools.cache
+def _wrap(kind: Any, change: Callable[[Positions, dict[str, Any]], None]) -> None:
+    plain = kind.forward
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if (positions := _positions.get()) is not None:
+            change(positions, options)
+        return plain(self, *arguments, **options)
+
+    kind.forward = forward
+
+
+def _set_position_ids(positions: Positions, options: dict[str, Any]) -> None:
+    # Given the packed positions, a table is right already. Otherwise they are given as one dimension, to which some
+    # tables add the one of the batch; embeddings of either shape are added to those of the tokens.
+    if options.get("position_ids") is not positions.of_tokens:
+        options["position_ids"] = positions.of_tokens[0]
+
+
+def _take_biases(positions: Positions, options: dict[str, Any]) -> None:
+    for name in KEY_BIASES:
+        bias = options.get(name)
+        # A bias of [..., 1, num_places] is the same for all queries.
+        if positions.of_keys is not None and bias is not None and bias.shape[-2] == 1:
+            options[name] = bias_by_position(bias, positions.of_keys)
+
+
+def bias_by_position(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the bias of keys at these positions, up to a constant, which softmax ignores.
+
+    The constant makes the bias 0 at the last position, as otherwise a table that ends with 0 would lose precision.
+
+    Args:
+        bias: [..., num_places], of keys at the places 0, 1, 2 ... of one sequence.
+        positions: [num_keys] int64.
+
+    Returns:
+        [..., num_keys].
+    """
+    places = positions.clamp(max=bias.shape[-1] - 1)  # only tokens that will not be committed are beyond
+    return bias[..., places] - bias[..., places.max()].unsqueeze(-1)
