@@ -37,7 +37,9 @@ class Chunk:
 
     @classmethod
     def of(cls, request: Request, limit: int) -> Chunk:
-        """Return the request's next uncached tokens, at most ``limit`` of them."""
+        """Return the request's next uncached tokens, at most ``limit`` of them; all of a prompt that is one piece."""
+        if request.prefill is not None and not request.num_cached:
+            limit = request.num_uncached
         return cls(request, min(request.num_uncached, limit), request.num_uncached <= limit)
 
 

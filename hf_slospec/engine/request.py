@@ -67,6 +67,7 @@ class Request:
     cache_salt: str = ""  # it shares K/V with requests of the same one only
     must_guarantee: bool = False  # it is refused unless its SLOs are guaranteed when it arrives
     num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
+    prefill: Callable[[], Any] | None = None  # processes its prompt as a whole, where that cannot be done in chunks
 
     num_resumed: int = 0  # new tokens that another engine had committed
     num_cached: int = 0  # tokens whose K/V the target holds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,14 +11,25 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
+from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot, parse_slo, stages_by_row
 from hf_slospec.generate.speculator import Speculator, clock
-from hf_slospec.generate.validation import check_arguments, check_evaluating, check_options, check_prompts, configured
+from hf_slospec.generate.validation import (
+    PREPARED,
+    check_arguments,
+    check_evaluating,
+    check_options,
+    check_prompts,
+    configured,
+)
+from hf_slospec.generate.whole_prompts import WholePrompts, names_beside_text
 from hf_slospec.models.coupling import Coupling
 from hf_slospec.models.sampling import StockSampler
+
+TEXT = {*PREPARED, "input_ids", "inputs"}
 
 
 class StockCall(NamedTuple):
@@ -81,12 +93,27 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     check_arguments(model, arguments)
     check_evaluating(model)
     speculator.renew()
-    stock: StockCall = stock_generate(model)(**_for_stock(model, arguments), custom_generate=_as_decoding_method)
-    check_options(stock.config, stock.model_kwargs)
-    prompt = PromptInputs.of(stock.input_ids, stock.model_kwargs, stock.config, model.get_input_embeddings())
+    # Stock encodes images here.
+    has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT})
+    with speculator.lock if has_images else contextlib.nullcontext():
+        stock = stock_generate(model)(**_for_stock(model, arguments), custom_generate=_as_decoding_method)
+    if not isinstance(stock, StockCall):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} decodes by a generate of its own, which cannot be speculated; call generate "
+            "without slo_tpot"
+        )
+    names = names_beside_text(model, {k: v for k, v in stock.model_kwargs.items() if k not in PREPARED})
+    check_options(stock.config, stock.model_kwargs, names)
+    prompt = PromptInputs.of(
+        stock.input_ids, stock.model_kwargs, stock.config, model.get_input_embeddings(), bool(names)
+    )
+    whole = WholePrompts.of(speculator.target.packed, prompt, stock.model_kwargs, names)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
     rows = Rows(stock.input_ids, prompt, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer"))
-    check_prompts(rows, speculator.target)
+    check_prompts(rows, speculator.target, has_placeholders=bool(names))
+    if whole is not None:
+        for row, request in enumerate(rows.requests):
+            request.prefill = whole.prefill(row)
     return Call(rows, stock, speculator)
 
 

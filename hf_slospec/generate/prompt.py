@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from hf_slospec.errors import InvalidInputError, UnsupportedInputError, Unsuppor
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.recurrent.states import RecurrentStates
 from hf_slospec.models.recurrent.stock_cache import read_states, write_states
+from hf_slospec.models.whole_prompts import cached_layers, cached_tensors
 
 
 @dataclass
@@ -29,9 +29,14 @@ class PromptInputs:
 
     @classmethod
     def of(
-        cls, input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig, embedding: torch.nn.Module
+        cls,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        config: GenerationConfig,
+        embedding: torch.nn.Module,
+        has_own_positions: bool = False,
     ) -> PromptInputs:
-        """Return the inputs that stock ``generate`` prepared.
+        """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions may be any.
 
         Raises:
             InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be speculated.
@@ -64,11 +69,12 @@ class PromptInputs:
             )
         prompt = cls(tokens, mask.bool(), embeds, cache, num_cached)
         prompt._check_cached_rows()
-        prompt._check_positions(model_kwargs.get("position_ids"))
+        if not has_own_positions:
+            prompt._check_positions(model_kwargs.get("position_ids"))
         return prompt
 
     def _check_cached_rows(self) -> None:
-        rows = {len(layer.keys) for layer in self._cached_layers()} if self.num_cached else set()
+        rows = {len(layer.keys) for layer in cached_layers(self.cache)} if self.num_cached else set()
         if rows - {len(self.tokens)}:
             raise InvalidInputError(
                 f"past_key_values holds {rows.pop()} rows, and this batch has {len(self.tokens)}; use a cache per batch"
@@ -91,10 +97,7 @@ class PromptInputs:
     @property
     def cached_shapes(self) -> list[tuple[int, int]]:
         """Heads and K size of each layer that a cache from an earlier call holds; empty without one."""
-        return [(layer.keys.shape[1], layer.keys.shape[-1]) for layer in self._cached_layers() if self.num_cached]
-
-    def _cached_layers(self) -> list[Any]:
-        return [layer for layer in getattr(self.cache, "layers", []) if getattr(layer, "keys", None) is not None]
+        return [(layer.keys.shape[1], layer.keys.shape[-1]) for layer in cached_layers(self.cache) if self.num_cached]
 
     def columns_of(self, row: int) -> torch.Tensor:
         """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64"""
@@ -125,15 +128,9 @@ class PromptInputs:
                 states = None
                 if layers := sequences.packed.state_layers:
                     states = RecurrentStates(len(cached), read_states(self.cache, layers, request.index))
-                sequences.load(request, self._cached_tensors(request.index, cached), len(cached), states)
+                tensors = cached_tensors(self.cache, request.index, cached, self.num_cached)
+                sequences.load(request, tensors, len(cached), states=states)
                 request.num_cached = len(cached)
-
-    def _cached_tensors(self, row: int, columns: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Yield K, V and an indexer's keys, if it has one, of every layer, [num_heads, num_given, dim] each."""
-        for layer in self._cached_layers():
-            index_keys = getattr(layer, "indexer_keys", None)
-            held = [layer.keys[row], layer.values[row], *([] if index_keys is None else [index_keys[row][None]])]
-            yield [_columns(tensor, columns, self.num_cached) for tensor in held]
 
     def fill(self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int) -> None:
         """Append the K/V that the call's cache lacks, of all columns but the last, as stock does; padding is zeros.
@@ -162,13 +159,6 @@ class PromptInputs:
         states = [found.states for request in requests if (found := sequences.states(request)) is not None]
         if states:
             write_states(cache, sequences.packed.state_layers, states)
-
-
-def _columns(tensor: torch.Tensor, columns: torch.Tensor, num_cached: int) -> torch.Tensor:
-    """Return columns of a cache layer [num_heads, n, dim] that may hold the last ones only (window) or spare room."""
-    held = tensor[:, :num_cached]
-    dropped = num_cached - held.shape[1]
-    return held[:, (columns[columns >= dropped] - dropped).to(tensor.device)]
 
 
 def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:

@@ -8,11 +8,12 @@ import torch
 
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
-from hf_slospec.errors import InvalidInputError
+from hf_slospec.errors import InvalidInputError, UnsupportedModelError
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.compatibility.probe import evaluating, vocab_size
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.models.whole_prompts import sees_later_tokens
 
 
 @torch.no_grad()
@@ -26,8 +27,14 @@ def prompt_logprobs(speculator: Speculator, tokens: Sequence[int], num_top: int)
 
     Raises:
         InvalidInputError: a token is outside of the vocabulary, or the prompt is longer than the model can be.
+        UnsupportedModelError: tokens of the model's prompts see those behind them.
         MemoryError: there is no room for the prompt's K/V.
     """
+    if sees_later_tokens(speculator.target.model):
+        raise UnsupportedModelError(
+            f"{type(speculator.target.model).__name__} sees a prompt from both sides, so its tokens have no log "
+            "probabilities given those before"
+        )
     speculator.renew()
     packed, size = speculator.target.packed, vocab_size(speculator.target.model)
     if max(tokens) >= size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -204,8 +205,14 @@ def _check_lookup(num_tokens: Any) -> None:
         raise InvalidInputError(f"prompt_lookup_num_tokens must be a positive integer, got {num_tokens!r}")
 
 
-def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse options that tree speculation cannot honour, on the prepared generation config."""
+def check_options(
+    generation_config: GenerationConfig, model_kwargs: dict[str, Any], names_beside_text: Sequence[str] = ()
+) -> None:
+    """Refuse options that tree speculation cannot honour, on the prepared generation config.
+
+    ``names_beside_text`` are inputs that only the model's own forward reads, as of images.
+    """
+    known = {*PREPARED, *names_beside_text, "mm_token_type_ids"}
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedOptionError(
@@ -218,12 +225,14 @@ def check_options(generation_config: GenerationConfig, model_kwargs: dict[str, A
                 f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
                 "call generate without slo_tpot"
             )
-    if extra := sorted(k for k, v in model_kwargs.items() if k not in PREPARED and v is not None and v != {}):
+    if extra := sorted(k for k, v in model_kwargs.items() if k not in known and v is not None and v != {}):
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
 
 
-def check_prompts(rows: Rows, checked: CheckedModel) -> None:
+def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = False) -> None:
     """Refuse prompts that the target cannot process, or not exactly.
+
+    With ``has_placeholders``, tokens outside of the vocabulary may stand for images.
 
     Raises:
         InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
@@ -262,7 +271,7 @@ def check_prompts(rows: Rows, checked: CheckedModel) -> None:
             )
     _check_rope(rows, target)
     ids = rows.prompt.tokens
-    if int(ids.max()) >= target.vocab_size or int(ids.min()) < 0:
+    if (int(ids.max()) >= target.vocab_size and not has_placeholders) or int(ids.min()) < 0:
         raise InvalidInputError(
             f"input_ids holds ids outside 0 .. {target.vocab_size - 1}; is it another model's tokenizer?"
         )

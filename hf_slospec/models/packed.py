@@ -269,7 +269,8 @@ class PackedModel:
         embeds = [part.embeds for part in parts if part.embeds is not None]
         assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
         tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
-        position_ids = torch.cat([part.positions[-len(part.input_ids) :] for part in parts])[None]
+        own = [part.positions[-len(part.input_ids) :] + part.sequence.position_offset for part in parts]
+        position_ids = torch.cat(own)[None]
         plans = {key: key[0](batch, *key[2:]) for key in self._requested_plans} if self._has_plans else {}
         name = "inputs_embeds" if embeds else "input_ids"
         return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans, feature_layers)

@@ -11,11 +11,17 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.models.compatibility.trial import relative_error, tolerance
 from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.request_sequences import MIN_SHARED, RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.sampling import PendingChoices
+from hf_slospec.models.whole_prompts import Prefilled
+
+# Times the trial's tolerance: one token of a mixture of experts may be routed elsewhere, where the trial takes medians.
+WHOLE_TOLERANCE = 4.0
 
 
 class Sampler(Protocol):
@@ -89,6 +95,7 @@ class PackedTarget:
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
     ) -> Sequence[Chooser]:
         self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)])
+        expected = {request: logits for request in requests if (logits := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
         parts, logit_rows, begin = [], [], 0
         for request, tree in zip(requests, trees, strict=True):
@@ -104,9 +111,49 @@ class PackedTarget:
             begin += len(tokens)
         wanted = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
         layers = self._reader.feature_layers if self._reader is not None else ()
-        logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
+        try:
+            logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
+        except BaseException:  # nothing has changed, as the engine expects
+            for request in expected:
+                self.sequences.of(request).truncate(0)
+            raise
         choices, choosers = self.sampler.choose(requests, logits, trees)
-        return choosers(choices.tolist())  # the host waits for the device here, and where processors read the text
+        found = choosers(choices.tolist())  # the host waits for the device here, and where processors read the text
+        if not expected:
+            return found
+        roots = np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist()
+        return [
+            chooser if (own := expected.get(request)) is None else self._checked(chooser, logits[root], own)
+            for request, chooser, root in zip(requests, found, roots, strict=True)
+        ]
+
+    def _prefill_whole(self, request: Request) -> torch.Tensor | None:
+        """Let the model's own forward process a prompt that it must, if it has not yet; return its logits [vocab]."""
+        if request.prefill is None or self.sequences.num_cached(request):
+            return None
+        found: Prefilled = request.prefill()
+        self.sequences.load(request, found.layers, found.length, found.position_offset, found.states)
+        self.sequences.withhold(request)  # equal tokens may stand for other images
+        return found.logits if len(self.sequences.uncached(request)) == 1 else None
+
+    def _checked(self, chooser: Chooser, logits: torch.Tensor, expected: torch.Tensor) -> Chooser:
+        """Return a request's chooser, or one that raises if its logits are not those of the model's own forward.
+
+        Either is of the prompt's last token, [vocab].
+        """
+        packed = self.sequences.packed
+        error = float(relative_error(logits[None].cpu(), expected[None].cpu()))
+        if error <= WHOLE_TOLERANCE * tolerance(packed):
+            return chooser
+
+        def refuse(node: int) -> int:
+            raise UnsupportedModelError(
+                f"{type(packed.model).__name__} cannot be used with slo_tpot and this prompt: behind it, logits of a "
+                f"packed forward differ from the model's own by {error:.1%}, so its layers do something with the "
+                "inputs beside the text that a packed forward does not do; call generate without slo_tpot"
+            )
+
+        return refuse
 
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
@@ -141,6 +188,8 @@ class PackedTarget:
         self._features = None
 
     def reuse(self, request: Request) -> int:
+        if request.prefill is not None:  # equal tokens may stand for other images
+            return self.sequences.num_cached(request)
         before, found = self.sequences.num_cached(request), self.sequences.reuse(request)
         reuse_drafts = getattr(self._reader, "reuse", None)
         if found > before and reuse_drafts is not None:
@@ -151,7 +200,7 @@ class PackedTarget:
         return found
 
     def num_reusable(self, request: Request) -> int:
-        return self.sequences.num_reusable(request)
+        return 0 if request.prefill is not None else self.sequences.num_reusable(request)
 
     @property
     def num_kept(self) -> int:

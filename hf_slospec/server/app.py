@@ -36,6 +36,7 @@ from hf_slospec.server.choices import Choice, NothingToDecode, Piece, merged
 from hf_slospec.server.engine import Decoding, Order, ServedEngine
 from hf_slospec.server.messages import PlainParts, TemplateParts
 from hf_slospec.server.orders import (
+    PromptInputs,
     SLOLimits,
     asked_slos,
     chat_prompt,
@@ -199,7 +200,7 @@ class _Server:
         """Return the answer to a chat."""
         body = await self._read(request, ChatBody)
 
-        def prompts() -> list[list[int]]:
+        def prompts() -> list[PromptInputs]:
             return [
                 chat_prompt(
                     body.messages, self.engine, add_generation_prompt=body.add_generation_prompt,
@@ -217,7 +218,7 @@ class _Server:
         return await self._answer(request, body, lambda: [prompt_of(p, body, self.engine) for p in body.prompts])
 
     async def _answer(
-        self, request: Request, body: SamplingBody, make_prompts: Callable[[], list[list[int]]]
+        self, request: Request, body: SamplingBody, make_prompts: Callable[[], list[PromptInputs]]
     ) -> Response:
         answer = Answer(
             self.settings.model_name, isinstance(body, ChatBody), self._token_text,
@@ -230,7 +231,7 @@ class _Server:
         try:
             for prompt in prompts:
                 orders = [order_of(body, prompt, slos, self.engine, number) for number in range(body.n)]
-                echo = await self._echo(body, prompt)
+                echo = await self._echo(body, prompt.tokens)
                 for order in orders:
                     order = replace(order, request_id=answer.id)
                     choices.append(await self._choice(len(choices), order, body, echo))
@@ -324,7 +325,7 @@ class _Server:
         body = await self._read(request, TokenizeBody)
         if body.messages is not None:
             chat = partial(chat_prompt, add_generation_prompt=body.add_generation_prompt)
-            ids = await asyncio.to_thread(chat, body.messages, self.engine)
+            ids = (await asyncio.to_thread(chat, body.messages, self.engine)).tokens
         else:
             tokenize = partial(self.engine.tokenizer, add_special_tokens=body.add_special_tokens)
             ids = (await asyncio.to_thread(tokenize, body.prompt))["input_ids"]

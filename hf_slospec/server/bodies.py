@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_slospec.generate.slo import LEAST_S
+from hf_slospec.server.images import check_data_url, decoded
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
@@ -136,19 +137,53 @@ class Text(BaseModel):
     text: str
 
 
+class ImageUrl(BaseModel):
+    """Where an image is: in the URL itself."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Annotated[str, AfterValidator(check_data_url)]
+    detail: Literal["auto", "low", "high"] = "auto"  # without effect: the processor decides
+
+
+class ImagePart(BaseModel):
+    """An image among the parts of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class Message(BaseModel):
     """A message of a chat. Fields beside these are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Text] | None = None
+    content: str | list[Annotated[Text | ImagePart, Field(discriminator="type")]] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, its text in one piece."""
+    @property
+    def has_images(self) -> bool:
+        """Return whether there are images among the parts."""
+        return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+
+    def for_template(self, in_parts: bool = False) -> dict[str, Any]:
+        """Return the message as chat templates expect it, its text in one piece, or ``in_parts`` with its images.
+
+        Raises:
+            InvalidInputError: an image cannot be read.
+        """
         given = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            given["content"] = "".join(part.text for part in self.content)
+        if in_parts and self.content is not None:
+            parts = [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+            given["content"] = [
+                {"type": "text", "text": part.text} if isinstance(part, Text)
+                else {"type": "image", "image": decoded(part.image_url.url)}
+                for part in parts
+            ]  # fmt: skip
+        elif isinstance(self.content, list):
+            given["content"] = "".join(part.text for part in self.content if isinstance(part, Text))
         if isinstance(calls := given.get("tool_calls"), list):  # templates want arguments as a mapping
             given["tool_calls"] = [_with_arguments(call) for call in calls]
         return given

@@ -56,6 +56,7 @@ class ServedEngine(Protocol):
     """A model behind the server: in this process, or replicas of it."""
 
     tokenizer: Any
+    processor: Any  # of messages with images; None: they are refused
     max_len: int  # tokens of prompt and output at most
     generation_config: Any
     vocab_size: int
@@ -86,7 +87,7 @@ class LocalEngine:
     def __init__(self, generator: SLOSpecGenerator, template: dict[str, Any] | None = None):
         """``template`` replaces the response template of the tokenizer or of the kind of model."""
         self.response_template = template or response_template(generator.model, generator.tokenizer)
-        self.generator, self.tokenizer = generator, generator.tokenizer
+        self.generator, self.tokenizer, self.processor = generator, generator.tokenizer, generator.processor
         self.max_len = generator.max_len
         self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)
         self._grammars = Grammars(self.tokenizer, self.vocab_size, model_end_tokens(self.generation_config))

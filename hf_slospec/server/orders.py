@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from pydantic import Field
@@ -13,6 +13,7 @@ from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from hf_slospec.server.engine import Order, ServedEngine, model_end_tokens
+from hf_slospec.serving.submission import tensors_of_one
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 DEFAULT_CHAT_TOKENS = 4096  # of chats; every request counts with its longest output, so it is not all that fits
@@ -65,17 +66,24 @@ def asked_slos(body: SamplingBody, headers: Mapping[str, str]) -> dict[str, floa
     return found
 
 
-def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> list[int]:
+class PromptInputs(NamedTuple):
+    """A prompt as the model takes it."""
+
+    tokens: list[int]
+    beside: dict[str, Any] = {}  # noqa: RUF012  what belongs to its images, as arguments of submit; never written
+
+
+def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> PromptInputs:
     """Return the token ids of a completion's prompt."""
     if isinstance(prompt, str):
         adds = body.add_special_tokens is not False
         ids: list[int] = engine.tokenizer(prompt, add_special_tokens=adds)["input_ids"]
         if not ids:
             raise InvalidInputError("prompt is empty; give it at least one token")
-        return ids
+        return PromptInputs(ids)
     if max(prompt) >= engine.vocab_size:
         raise InvalidInputError(f"prompt has token {max(prompt)}, and the vocabulary has {engine.vocab_size} tokens")
-    return prompt
+    return PromptInputs(prompt)
 
 
 def chat_prompt(
@@ -86,24 +94,29 @@ def chat_prompt(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: dict[str, Any] | None = None,
-) -> list[int]:
-    """Return the token ids of messages in the tokenizer's chat template.
+) -> PromptInputs:
+    """Return messages in the tokenizer's chat template, or with images in the processor's.
 
     Raises:
         InvalidInputError: there is no template, or it refuses the messages.
     """
-    if getattr(engine.tokenizer, "chat_template", None) is None:
+    has_images = any(message.has_images for message in messages)
+    if has_images and engine.processor is None:
+        raise InvalidInputError("messages: this server takes no images (image_url); send text only")
+    maker: Any = engine.processor if has_images else engine.tokenizer
+    if getattr(maker, "chat_template", None) is None:
         raise InvalidInputError("the model has no chat template; use /v1/completions, or start with --chat-template")
-    own = inspect.signature(engine.tokenizer.apply_chat_template).parameters
+    own = inspect.signature(maker.apply_chat_template).parameters
+    as_tensors = {"return_tensors": "pt", "tokenize": True} if has_images else {}
     if refused := [name for name in template_kwargs or {} if name in own]:
         raise InvalidInputError(
             f"chat_template_kwargs: {', '.join(refused)} cannot be given; only the template's own can"
         )
     try:
-        found = engine.tokenizer.apply_chat_template(
-            [message.for_template() for message in messages], tools=tools, return_dict=True,
+        found = maker.apply_chat_template(
+            [message.for_template(has_images) for message in messages], tools=tools, return_dict=True,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message, **template_kwargs or {},
+            continue_final_message=continue_final_message, **as_tensors, **template_kwargs or {},
         )  # fmt: skip
     except (
         TemplateError,
@@ -114,22 +127,26 @@ def chat_prompt(
         ArithmeticError,
         RecursionError,
     ) as error:  # of the template's code
+        if isinstance(error, InvalidInputError):  # of an image
+            raise
         raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
-    ids: list[int] = found["input_ids"]
+    beside = tensors_of_one(found) if has_images else {"inputs": found["input_ids"]}
+    ids = beside.pop("inputs")
+    ids = ids[0].tolist() if has_images else ids
     if not ids:
         raise InvalidInputError("messages: the chat template made no tokens of them")
-    return ids
+    return PromptInputs(ids, beside)
 
 
 def order_of(
-    body: SamplingBody, prompt: list[int], slos: dict[str, float | None], engine: ServedEngine, choice: int
+    body: SamplingBody, made: PromptInputs, slos: dict[str, float | None], engine: ServedEngine, choice: int
 ) -> Order:
     """Return the order of one choice of a request.
 
     Raises:
         InvalidInputError: a field cannot be served.
     """
-    arguments = _sampling(body, engine.generation_config) | slos
+    prompt, arguments = made.tokens, _sampling(body, engine.generation_config) | slos | made.beside
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
     arguments |= {"priority": -body.priority, "best_effort": body.best_effort, "cache_salt": body.cache_salt}
     if body.seed is not None:

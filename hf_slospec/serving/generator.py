@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -46,6 +49,7 @@ class SLOSpecGenerator:
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         drafter: what :func:`load_drafter` returns, or an object of your own that proposes token trees, see
             :class:`Drafter`.
+        processor: of texts with images, for :meth:`submit`; its tokenizer is used if none is given.
         make_policy, fallback: as in :func:`enable`.
 
     Raises:
@@ -60,15 +64,17 @@ class SLOSpecGenerator:
         config: SLOSpecConfig | None = None,
         *,
         drafter: Drafter | DraftMethod | None = None,
+        processor: Any = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
     ):
         self.decoder = Decoder(
             model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
         )
-        self.model, self.assistant_model, self.tokenizer = model, assistant_model, tokenizer
+        self.model, self.assistant_model, self.processor = model, assistant_model, processor
+        self.tokenizer = tokenizer or getattr(processor, "tokenizer", None)
         self.config = self.decoder.config
-        self._service = BatchingService(self.decoder, tokenizer)
+        self._service = BatchingService(self.decoder, self.tokenizer, processor)
 
     @classmethod
     def from_pretrained(
@@ -82,13 +88,15 @@ class SLOSpecGenerator:
         fallback: bool = False,
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
+        images: bool = False,
         **model_kwargs: Any,
     ) -> SLOSpecGenerator:
         """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
         ``drafter`` may also be a source for :func:`load_drafter`, such as ``"suffix"``, ``"lookup+mtp"`` or the name of
-        a trained head. ``dtype``, ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and
-        the assistant model, further arguments to the target's ``from_pretrained``.
+        a trained head. With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
+        ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model,
+        further arguments to the target's ``from_pretrained``.
 
         Raises:
             InvalidInputError: there are a drafter and an assistant model.
@@ -98,13 +106,18 @@ class SLOSpecGenerator:
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
         tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
-        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
+        processor = AutoProcessor.from_pretrained(model, **hub, **revision) if images else None
+        kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        target = kind.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
         draft = None
         if assistant_model is not None:
             draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
         if isinstance(drafter, (str, list)):
             drafter = load_drafter(drafter, target, tokenizer=tokenizer)
-        return cls(target, draft, tokenizer, config, drafter=drafter, make_policy=make_policy, fallback=fallback)
+        return cls(
+            target, draft, tokenizer, config,
+            drafter=drafter, processor=processor, make_policy=make_policy, fallback=fallback,
+        )  # fmt: skip
 
     def generate(
         self,
@@ -141,6 +154,7 @@ class SLOSpecGenerator:
         self,
         prompt: Prompt,
         *,
+        images: Sequence[Any] | None = None,
         slo_tpot: SLOTpot = None,
         slo_ttft: float | None = None,
         priority: int = 0,
@@ -161,6 +175,8 @@ class SLOSpecGenerator:
 
         Args:
             prompt: a text or chat messages (with a tokenizer), or token ids of one request.
+            images: of a text with placeholders, for the generator's processor. Chat messages have them among the parts
+                of their content, and with token ids go the processor's tensors (``pixel_values``, ...), as ``kwargs``.
             slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no SLO.
             slo_ttft: seconds from now to the first token.
             priority: requests of higher priority are guaranteed, and served, first.
@@ -188,7 +204,7 @@ class SLOSpecGenerator:
             slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block),
             timeout=timeout, logprobs=logprobs, cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
         )  # fmt: skip
-        return self._service.submit(prompt, slo_tpot, options, kwargs)
+        return self._service.submit(prompt, slo_tpot, options, kwargs, images)
 
     def start(self) -> SLOSpecGenerator:
         """Start the batcher unless it runs. Measures step times first if no profile is kept."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from transformers import LlamaForCausalLM
+from transformers import AutoProcessor, LlamaForCausalLM
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, SLOSpecError
@@ -37,7 +37,7 @@ class ModelOptions:
     device: str = "cpu"
     allow_pickle: bool = True  # weights that are not safetensors, which may run code; never of a drafter
     share_texts: bool = False  # suffix trees hold the outputs of other requests with the same cache_salt, too
-    images: bool = False  # the target is loaded with its image encoder
+    images: bool = False  # load the target with what encodes images, and its processor
 
     def __post_init__(self) -> None:
         if self.assistant is not None and self.drafter is not None:
@@ -54,6 +54,8 @@ class ModelOptions:
                 f"--drafter {self.drafter}: {ASSISTANT!r} is the embedded draft; with --target write the draft model's "
                 "name or folder in its place"
             )
+        if self.images and self.target is None:
+            raise InvalidInputError("--images needs a model that takes images; give --target, too")
         if self.share_texts and "suffix" not in self.parts:
             raise InvalidInputError("--share-texts has no effect without suffix trees; give --drafter suffix, too")
         if self.images and self.target is None:
@@ -99,6 +101,11 @@ class ModelOptions:
     def generator(self, config: SLOSpecConfig, chat_template: str | None = None) -> SLOSpecGenerator:
         """Return a generator with the models; ``chat_template`` replaces the tokenizer's, if it is given."""
         pair = self.load()
+        processor = AutoProcessor.from_pretrained(self.target) if self.images else None
         if chat_template is not None:
             pair.tokenizer.chat_template = chat_template
-        return SLOSpecGenerator(pair.target, None, pair.tokenizer, config, drafter=self.method(pair))
+            if processor is not None:
+                processor.chat_template = chat_template
+        return SLOSpecGenerator(
+            pair.target, None, pair.tokenizer, config, drafter=self.method(pair), processor=processor
+        )

@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -26,13 +26,14 @@ from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator, clock
+from hf_slospec.generate.whole_prompts import keeping_rope_deltas
 from hf_slospec.models.compatibility.probe import trained_len, vocab_size
 from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.submission import Prompt, SubmitOptions, check_arguments_of_one, prompt_ids
+from hf_slospec.serving.submission import Prompt, SubmitOptions, check_arguments_of_one, inputs_of
 from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ FREE_SHARE = 0.4  # share of the free memory for K/V; a pool that grows is there
 class BatchingService:
     """Runs submitted requests on a decoder's models."""
 
-    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None):
+    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, processor: Any = None):
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, decoder.config
+        self.processor = processor  # of prompts with images
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
@@ -138,7 +140,7 @@ class BatchingService:
     def on_end(self, request: Request) -> None:
         """Count a request that ended, and drop its sampler."""
         self._samplers.remove(request)
-        request.noise = None  # a handle that is kept must not keep the noise
+        request.noise = request.prefill = None  # a handle that is kept must not keep noise and images
         self.telemetry.on_end(request)
 
     def stats(self) -> Stats:
@@ -159,16 +161,26 @@ class BatchingService:
     # ---- requests
 
     def submit(
-        self, prompt: Prompt, slo_tpot: SLOTpot, options: SubmitOptions, arguments: dict[str, Any]
+        self,
+        prompt: Prompt,
+        slo_tpot: SLOTpot,
+        options: SubmitOptions,
+        arguments: dict[str, Any],
+        images: Sequence[Any] | None = None,
     ) -> RequestHandle:
         """Prepare one request and queue it; see :meth:`SLOSpecGenerator.submit`."""
         batcher = self.batcher
         check_arguments_of_one(arguments)
         streamer = arguments.pop("streamer", None)
-        ids = torch.tensor([prompt_ids(prompt, self.tokenizer)], device=self.decoder.model.device)
-        own = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
-        call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own)
+        own = inputs_of(prompt, images, self.tokenizer, self.processor)
+        own["attention_mask"] = torch.ones_like(own["inputs"])
+        own = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
+               for name, value in own.items()}  # fmt: skip
+        with keeping_rope_deltas(self.decoder.model):
+            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own)
         request = self._request(call, options)
+        if request.prefill is not None:  # this thread has encoded images
+            call.speculator.lock.rest()
         call.rows.record.num_top = options.logprobs
         if options.resume is not None:
             self._resume(call, request, options.resume)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,56 @@ def check_arguments_of_one(arguments: dict[str, Any]) -> None:
         raise UnsupportedOptionError(
             f"{', '.join(given)} cannot be given to submit, which takes one text and returns its tokens; use generate"
         )
+
+
+def inputs_of(
+    prompt: Prompt, images: Sequence[Any] | None, tokenizer: PreTrainedTokenizerBase | None, processor: Any
+) -> dict[str, Any]:
+    """Return the tensors of one prompt as arguments of ``generate``, ``inputs`` [1, length] int64 among them.
+
+    Args:
+        images: those of a text, in order; chat messages have them among their parts.
+        processor: of texts with images; None: there are none.
+
+    Raises:
+        InvalidInputError, InvalidTypeError: the prompt or its images cannot be processed.
+    """
+    is_chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(message, dict) for message in prompt)
+    if images is None and not (is_chat and any(map(_has_images, prompt))):
+        return {"inputs": torch.tensor([prompt_ids(prompt, tokenizer)])}
+    if processor is None:
+        raise InvalidInputError(
+            "images need a processor; give SLOSpecGenerator one (processor=AutoProcessor.from_pretrained(...)), or "
+            "submit token ids with the processor's tensors (pixel_values=..., ...)"
+        )
+    if images is not None and not isinstance(prompt, str):
+        raise InvalidInputError(
+            "images goes with a text that has the processor's placeholders; in chat messages, images are parts of the "
+            'content: {"type": "image", "image": ...}'
+        )
+    try:
+        if images is None:
+            found = processor.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            found = processor(text=[prompt], images=list(images), return_tensors="pt")
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError) as error:  # of the processor
+        raise InvalidInputError(f"the processor refused the prompt and its images: {error}") from error
+    return tensors_of_one(found)
+
+
+def tensors_of_one(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor made of one prompt as arguments of ``generate``."""
+    inputs = {name: value for name, value in found.items() if name not in ("input_ids", "attention_mask")}
+    return inputs | {"inputs": found["input_ids"]}
+
+
+def _has_images(message: dict[str, Any]) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, (list, tuple)) and any(
+        isinstance(part, dict) and part.get("type") not in (None, "text") for part in parts
+    )
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

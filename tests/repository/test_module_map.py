@@ -33,7 +33,7 @@ def test_modules_are_listed_with_their_layer() -> None:
 
 def test_the_files_to_look_at_first_exist() -> None:
     questions = re.findall(r"^\| (.+\?) \| `(.+)` \|$", section("Where to look first"), re.MULTILINE)
-    assert len(questions) == 16
+    assert len(questions) == 17
     assert all((PACKAGE / file).exists() for _, file in questions)
 
 

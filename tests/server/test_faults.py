@@ -58,8 +58,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "chat/completions",
         dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
-        "type",
+        "image_url.url",
     ),
+    ("chat/completions", dict(messages=[{"role": "user", "content": [{"type": "video_url"}]}]), "type"),
 ]
 
 

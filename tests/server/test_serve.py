@@ -28,6 +28,8 @@ START_S = 240.0
         (["--default-slo-tpot", "-1"], "default_tpot"),
         (["--target", "./nowhere"], "--assistant"),
         (["--share-texts"], "--drafter suffix"),
+        (["--images"], "--target"),
+        (["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"], "--replicas"),
         (["--share-texts", "--drafter", "lookup+mtp"], "--drafter suffix"),
         (["--drafter", "pickled"], "safetensors"),
         (["--metrics-prefix", "no name"], "metrics_prefix"),

@@ -20,6 +20,7 @@ from hf_slospec.cli.options import (
     errors_shown,
     settings_of,
 )
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.serving.loading import ModelOptions
 
 MISSING = "the server needs further packages; install them with: pip install 'hf_slospec[serve]'"
@@ -37,6 +38,9 @@ def serve(
             help="With suffix: draft from other requests' outputs, too, those with the same cache_salt, whatever their "
             "key; requests without a salt have the same one. Response times may then tell clients about others' texts.",
         ),
+    ] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="Take images in messages, as data URLs; the target must take them.")
     ] = False,
     size: Size = "tiny",
     dtype: DType = "fast",
@@ -88,9 +92,11 @@ def serve(
         from hf_slospec.server.serve import ServeOptions
         from hf_slospec.server.serve import serve as run
 
+        if images and replicas is not None:
+            raise InvalidInputError("--images cannot be combined with --replicas, which take no images")
         limits = SLOLimits(default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot)
         options = ServeOptions(
-            ModelOptions(target, assistant, drafter, size, dtype, device, allow_pickle, share_texts),
+            ModelOptions(target, assistant, drafter, size, dtype, device, allow_pickle, share_texts, images),
             host, port, served_model_name, tuple(api_key), api_key_file, no_api_key, tuple(allowed_origin),
             chat_template, response_template, root_path, metrics_prefix, limits, settings_of(config),
         )  # fmt: skip

@@ -16,8 +16,9 @@ from hf_slospec.models.cpu.packed_layers import plain_class
 
 OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
 # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's
-# attention implementation is ours while a forward runs. Weights are read separately.
-PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers"}
+# attention implementation is ours while a forward runs. Weights are read separately. Stock `generate` leaves the
+# positions of its last prompt with images in `rope_deltas`, which packed forwards do not read.
+PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas"}
 NO_SETTINGS = PASSING | OWN
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address

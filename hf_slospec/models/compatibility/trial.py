@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.compatibility.probe import (
@@ -17,6 +18,7 @@ from hf_slospec.models.compatibility.probe import (
 )
 from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.whole_prompts import cached_tensors, own_cache, sees_later_tokens
 
 # Relative error of a node's logits: above rounding, and far below the error of attending to a wrong token.
 TOLERANCE, REDUCED_TOLERANCE = 5e-3, 0.1
@@ -32,11 +34,11 @@ def check_by_trial(packed: PackedModel) -> None:
     """Raise UnsupportedModelError unless a packed batch with two trees gives the logits of plain forwards."""
     with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
         errors = _errors(packed, 0)
-        if bool((errors <= _tolerance(packed)).all()):
+        if bool((errors <= tolerance(packed)).all()):
             return
         errors = torch.stack([errors, *(_errors(packed, draw) for draw in range(1, DRAWS))]).median(0).values
         error = float(errors.nan_to_num(nan=torch.inf).max())
-        if error > max(_tolerance(packed), NOISE * _noise(packed)):
+        if error > max(tolerance(packed), NOISE * _noise(packed)):
             raise cannot_be_packed(
                 packed.model,
                 f"on a trial tree its logits differed from those of its own forward (by {error:.1%}), so its layers do "
@@ -59,11 +61,12 @@ def counts_padding(packed: PackedModel) -> bool:
     mask = (torch.arange(ids.shape[1], device=packed.device) >= PADDING)[None].long()
     with evaluating(model), torch.no_grad():
         padded = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1:].cpu()
-        error = _relative(padded, _plain(packed, [text])[0][-1:])
-    return not float(error) <= max(_tolerance(packed), NOISE * _noise(packed))
+        error = relative_error(padded, _plain(packed, [text])[0][-1:])
+    return not float(error) <= max(tolerance(packed), NOISE * _noise(packed))
 
 
-def _tolerance(packed: PackedModel) -> float:
+def tolerance(packed: PackedModel) -> float:
+    """Return the relative error of logits that rounding may cause."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
     return TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
 
@@ -75,24 +78,32 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     trees = [_tree(text[-1], parents, tokens) for text, parents in zip(texts, PARENTS, strict=True)]
     cache, num_nodes = packed.kv_cache, [tree.num_nodes for tree in trees]
     with cache.temporary([len(text) + nodes for text, nodes in zip(texts, num_nodes, strict=True)]) as sequences:
-        parts = [chain(packed, own, text[:-1]) for own, text in zip(sequences, texts, strict=True)]
-        packed.forward(cache.pool, parts, torch.tensor([0]))
-        for own, text in zip(sequences, texts, strict=True):
-            own.length = len(text) - 1
+        if sees_later_tokens(packed.model):
+            for own, text in zip(sequences, texts, strict=True):
+                cache.load(own, _plain_tensors(packed, text), len(text) - 1)
+        else:
+            parts = [chain(packed, own, text[:-1]) for own, text in zip(sequences, texts, strict=True)]
+            packed.forward(cache.pool, parts, torch.tensor([0]))
+            for own, text in zip(sequences, texts, strict=True):
+                own.length = len(text) - 1
         triples = zip(sequences, texts, trees, strict=True)
         parts = [chain_and_tree(packed, own, text[-1:], tree) for own, text, tree in triples]
         ours = packed.forward(cache.pool, parts, torch.arange(sum(num_nodes))).cpu().split(num_nodes)
 
     paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
-    plain = _plain(packed, [[*texts[index][:-1], *trees[index].tokens[path].tolist()] for index, path in paths])
+    following = [(texts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
+    if sees_later_tokens(packed.model):
+        plain = [_plain_steps(packed, *each)[0] for each in following]
+    else:
+        plain = _plain(packed, [[*text, *tokens] for text, tokens in following])
     pairs = zip(paths, plain, strict=True)
-    return torch.cat([_relative(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs])
+    return torch.cat([relative_error(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs])
 
 
 def _noise(packed: PackedModel) -> float:
     """Return the error between plain forwards of a text alone and as a batch of copies."""
     text = np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
-    return float(_relative(_plain(packed, [text] * 8)[0], _plain(packed, [text])[0]).max())
+    return float(relative_error(_plain(packed, [text] * 8)[0], _plain(packed, [text])[0]).max())
 
 
 def _plain(packed: PackedModel, texts: list[list[int]]) -> list[torch.Tensor]:
@@ -107,7 +118,28 @@ def _plain(packed: PackedModel, texts: list[list[int]]) -> list[torch.Tensor]:
     return [own[: len(text)] for own, text in zip(logits.cpu(), texts, strict=True)]
 
 
-def _relative(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+def _plain_steps(packed: PackedModel, text: list[int], tokens: list[int]) -> tuple[torch.Tensor, DynamicCache]:
+    """Return the logits after a text and after each token behind it, and the cache, as ``generate`` forwards them.
+
+    Returns:
+        [len(tokens) + 1, vocab], and the K/V of all of them.
+    """
+    cache, logits, begin = own_cache(packed.model), list[torch.Tensor](), 0
+    for piece in (text, *([token] for token in tokens)):
+        input_ids = torch.tensor([piece], device=packed.device)
+        position_ids = torch.arange(begin, begin + len(piece), device=packed.device)[None]
+        found = packed.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        logits.append(found.logits[0, -1].cpu())
+        begin += len(piece)
+    return torch.stack(logits), cache
+
+
+def _plain_tensors(packed: PackedModel, text: list[int]) -> Iterator[list[torch.Tensor]]:
+    """Yield K and V of all tokens but the last of a text that is forwarded as a whole."""
+    return cached_tensors(_plain_steps(packed, text, [])[1], 0, torch.arange(len(text) - 1), len(text))
+
+
+def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """Return the relative error of each token's centred logits.  -> [num_tokens] f64"""
     ours, plain = (logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain))
     errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1)

@@ -56,7 +56,8 @@ class CachedSequence:
 
     start: int = 0
     capacity: int = 0
-    length: int = 0  # committed tokens; their positions are 0 .. length - 1
+    length: int = 0  # committed tokens
+    position_offset: int = 0  # of new tokens, from their places: tokens of an image may share positions
     prompt_len: int = 0  # tokens that stock decoding forwards together, with RoPE by their number if it varies
     num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
     states: RecurrentStates | None = None  # of layers that keep no K and V, if the model has such
@@ -157,7 +158,7 @@ class KVPool:
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence's slots; KeyError if it has none here."""
         self.sequences.remove(sequence)
-        sequence.start = sequence.capacity = sequence.length = 0
+        sequence.start = sequence.capacity = sequence.length = sequence.position_offset = 0
         sequence.states = None
 
     def repack(self, capacities: Mapping[CachedSequence, int]) -> None:
@@ -189,7 +190,7 @@ class KVPool:
         for stack in self._stacks.values():
             tokens = stack[:, source.start : source.start + length]
             stack[:, destination.start : destination.start + length] = tokens
-        destination.length = length
+        destination.length, destination.position_offset = length, source.position_offset
         if source.states is not None:
             source.states.take_in(length)
             destination.states = source.states.copy()

@@ -324,10 +324,16 @@ class RequestSequences:
         request: RequestText,
         layers: Iterable[Sequence[torch.Tensor]],
         length: int,
+        position_offset: int = 0,
         states: RecurrentStates | None = None,
     ) -> None:
-        """Copy in the K/V of the request's first ``length`` tokens, see :meth:`KVCache.load`."""
-        self.cache.load(self.of(request), layers, length, states)
+        """Copy in the K/V of the request's first ``length`` tokens, see :meth:`KVCache.load`.
+
+        ``position_offset`` is the difference between the positions of the tokens behind them and their places.
+        """
+        sequence = self.of(request)
+        self.cache.load(sequence, layers, length, states)
+        sequence.position_offset = position_offset
 
     def read(self, request: RequestText) -> list[tuple[torch.Tensor, ...]]:
         """Return views of the K/V of the request's cached tokens, each layer's [num_heads, length, dim]."""

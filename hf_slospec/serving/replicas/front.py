@@ -41,6 +41,7 @@ class ReplicatedEngine:
         self.handle, self.streams, self.running = handle, handle.options(stream=True), running
         self.tokenizer, self.generation_config = description.tokenizer, description.generation_config
         self.vocab_size, self.max_len = description.vocab_size, description.max_len
+        self.processor = None  # replicas take no images
         self.response_template, self._max_nodes = description.response_template, description.max_nodes
         self.name = uuid.uuid4().hex[:12]
         self._number = itertools.count()

@@ -113,7 +113,8 @@ class ReplicaOptions(InputModel):
     @property
     def models(self) -> ModelOptions:
         """Return the options of the models in each replica."""
-        return ModelOptions(**{field.name: getattr(self, field.name) for field in fields(ModelOptions)})
+        names = [field.name for field in fields(ModelOptions) if field.name != "images"]  # replicas take none
+        return ModelOptions(**{name: getattr(self, name) for name in names})
 
     @property
     def name(self) -> str:

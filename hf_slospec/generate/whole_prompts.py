@@ -1,0 +1,169 @@
+"""Prompts of a call that the model's own forward processes: with images, audio or video, or seen from both sides."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.models.compatibility.probe import vocab_size
+from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.recurrent.states import RecurrentStates
+from hf_slospec.models.recurrent.stock_cache import StateLayer, read_states
+from hf_slospec.models.whole_prompts import Prefilled, cached_tensors, own_cache, sees_later_tokens
+
+
+def names_beside_text(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
+    """Return which of these inputs of a model are of images, audio or video, or say where in the text they are."""
+    modalities = model.input_modalities
+    if not set([modalities] if isinstance(modalities, str) else modalities) - {"text"}:
+        return []
+    names = [name for name, value in model_kwargs.items() if _holds_tensors(value)]
+    if names == ["mm_token_type_ids"] and not bool(model_kwargs["mm_token_type_ids"].any()):
+        return []  # processors name the kinds of all tokens, of a text too
+    return names
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, torch.Tensor) or any(map(_holds_tensors, parts))
+
+
+@contextlib.contextmanager
+def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
+    """Set back what stock ``generate`` leaves on a model for a call that continues its cache, after this context."""
+    owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
+    before = [owner.rope_deltas for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, deltas in zip(owners, before, strict=True):
+            owner.rope_deltas = deltas
+
+
+class WholePrompts:
+    """The prompts of one call, processed as stock ``generate`` does: by one forward of the model, with all inputs.
+
+    Prompts of one call share that forward. A prompt that is processed again, as after preemption, takes another one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: PromptInputs,
+        model_kwargs: dict[str, Any],
+        names: Sequence[str],
+        state_layers: Sequence[StateLayer],
+    ):
+        """Keep the inputs that stock ``generate`` prepared; ``names`` are of those beside the text.
+
+        Raises:
+            UnsupportedOptionError, UnsupportedInputError: they cannot be speculated.
+        """
+        self._model: Any = model
+        self._prompt, self._state_layers = prompt, state_layers
+        self._inputs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+        self._inputs["use_cache"] = True
+        what = ", ".join(names) or f"{type(model).__name__}, whose prompts are seen from both sides"
+        if prompt.embeds is not None:
+            raise UnsupportedOptionError(
+                f"inputs_embeds cannot be combined with slo_tpot and {what}; pass input_ids, or call generate without "
+                "slo_tpot"
+            )
+        if prompt.num_cached:
+            raise UnsupportedOptionError(
+                f"past_key_values that holds tokens cannot be combined with slo_tpot and {what}; pass the whole text "
+                "with all of its images, without the cache"
+            )
+        if names:
+            self._check_ends()
+        self._of_rows: dict[int, Prefilled] = {}  # of rows that have not taken theirs
+
+    @classmethod
+    def of(
+        cls, packed: PackedModel, prompt: PromptInputs, model_kwargs: dict[str, Any], names: list[str]
+    ) -> WholePrompts | None:
+        """Return the prompts of a call, or None if they can be processed in chunks."""
+        if not names and not sees_later_tokens(packed.model):
+            return None
+        return cls(packed.model, prompt, model_kwargs, names, packed.state_layers)
+
+    def _check_ends(self) -> None:
+        """Refuse prompts that end with an image: their last token is verified like the new ones, as text."""
+        kinds, last = self._inputs.get("mm_token_type_ids"), self._prompt.tokens[:, -1]
+        is_text = last < vocab_size(self._model)
+        for placeholder in _placeholders(self._model.config):
+            is_text &= last != placeholder
+        if kinds is not None:
+            is_text &= kinds[:, -1] == 0
+        if not bool(is_text.all()):
+            raise UnsupportedInputError(
+                f"row {int(is_text.int().argmin())} of input_ids ends with an image, audio or video, which cannot be "
+                "combined with slo_tpot; end the prompt with text, as chat templates do"
+            )
+
+    def prefill(self, row: int) -> Callable[[], Prefilled]:
+        """Return the function that processes one row's prompt; to be called with the model's lock held."""
+        return functools.partial(self._take, row)
+
+    def _take(self, row: int) -> Prefilled:
+        if row not in self._of_rows:
+            self._of_rows = dict(enumerate(self._process()))
+        return self._of_rows.pop(row)
+
+    @torch.no_grad()
+    def _process(self) -> list[Prefilled]:
+        """Return what the model's own forward makes of all rows.
+
+        The last token is verified like new ones. It is left out where layers keep states, which cannot be taken back.
+        """
+        cache, ids = own_cache(self._model), self._prompt.tokens
+        num_left_out = 1 if self._state_layers else 0
+        end = ids.shape[1] - num_left_out
+        # Models add what they have encoded to the outputs of encoders.
+        inputs = {name: dict(value) if isinstance(value, dict) else value for name, value in self._inputs.items()}
+        inputs |= {name: value[:, :end] for name, value in inputs.items() if _is_by_token(value, ids)}
+        inputs = self._model.prepare_inputs_for_generation(
+            ids[:, :end], past_key_values=cache, is_first_iteration=True, **inputs
+        )
+        logits = self._model(**inputs, return_dict=True).logits[:, -1]
+        found = []
+        for row in range(len(ids)):
+            columns = self._prompt.columns_of(row)
+            length = len(columns) - 1
+            tensors = list(cached_tensors(cache, row, columns[:-1], end))
+            last = _last_position(inputs.get("position_ids"), row, length - num_left_out)
+            states = None
+            if self._state_layers:
+                states = RecurrentStates(length, read_states(cache, self._state_layers, row))
+            offset = last + num_left_out - length
+            found.append(Prefilled(tensors, length, offset, states, None if num_left_out else logits[row]))
+        return found
+
+
+def _is_by_token(value: Any, ids: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == ids.shape
+
+
+def _placeholders(config: Any) -> list[int]:
+    """Return the tokens that stand for images, audio or video."""
+    names = [f"{kind}_token_{key}" for kind in ("image", "video", "audio") for key in ("id", "index")]
+    return [value for name in names if isinstance(value := getattr(config, name, None), int)]
+
+
+def _last_position(position_ids: torch.Tensor | None, row: int, place: int) -> int:
+    """Return the position of a row's last token, which is ``place`` if the model counts positions itself.
+
+    Args:
+        position_ids: [batch, length] int64, or [num_axes, batch, length]; text has the same position on all axes.
+    """
+    if position_ids is None:
+        return place
+    own = position_ids[..., min(row, position_ids.shape[-2] - 1), -1].reshape(-1)
+    return int(own[-1])

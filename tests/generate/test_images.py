@@ -1,0 +1,191 @@
+"""Prompts with images: the output of stock ``generate``, token for token, on tiny models of many families."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_slospec import (
+    FallbackWarning,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.generate import whole_prompts
+from hf_slospec.generate.speculator import MEASURE_S
+from hf_slospec.models.compatibility.probe import probe_layers
+from hf_slospec.models.whole_prompts import sees_later_tokens
+from tests.support.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
+from tests.support.tiny_models import assert_same_as_stock, tiny_model
+
+CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=24, max_depth=3, max_width=2)
+OPTIONS: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, eos_token_id=2)
+SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30)
+FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Mistral3 InternVL Idefics3 SmolVLM
+PaliGemma""".split()
+
+
+@pytest.fixture(autouse=True)
+def _hardly_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MEASURE_S, "target", 0.02)  # dozens of models
+    monkeypatch.setitem(MEASURE_S, "draft", 0.02)
+
+
+def name_of(family: str) -> str:
+    return f"{family}ForConditionalGeneration"
+
+
+def stock(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    torch.manual_seed(7)
+    return type(model).generate(model, **copy.deepcopy(inputs), **OPTIONS | options)
+
+
+def other_images(inputs: dict[str, Any]) -> dict[str, Any]:
+    pixels = inputs["pixel_values"]
+    return inputs | {"pixel_values": torch.rand_like(pixels) * (pixels != 0)}
+
+
+def first_scores(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+    options = dict(max_new_tokens=1, output_scores=True, return_dict_in_generate=True)
+    return stock(model, inputs, **options).scores[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_exact(family: str) -> None:
+    model, inputs = image_inputs(name_of(family), seed=1, images=(1, 2))
+    ours = SLOSpecGenerator(model, tiny_image_model(name_of(family), noise=0.03), config=CONFIG)
+    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS)
+    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, **SAMPLING)
+    scores = [first_scores(model, own) for own in (inputs, other_images(inputs))]
+    assert (scores[0] - scores[1]).abs().max() > 0.01, "the images have no effect"
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Gemma3", "Idefics3"])
+def test_rows_without_images_and_other_drafts(family: str) -> None:
+    model = tiny_image_model(name_of(family))
+    inputs = prompts_with_images(model, 2, (2, 0, 1))
+    expected = stock(model, inputs, **SAMPLING)
+    for draft in (None, tiny_model("llama")):  # prompt lookup, and a model of text only
+        ours = SLOSpecGenerator(model, draft, config=CONFIG)
+        torch.manual_seed(7)
+        assert torch.equal(ours.generate(**inputs, **OPTIONS, **SAMPLING), expected)
+
+
+class ReadsFeatures:
+    """Drafts nothing, and records of which tokens it got hidden states."""
+
+    feature_layers = (1, 2)
+
+    def __init__(self) -> None:
+        self.places: dict[int, list[int]] = {}
+
+    def take_features(self, request: Any, begin: int, features: torch.Tensor) -> None:
+        self.places.setdefault(request.index, []).extend(range(begin, begin + len(features)))
+
+    def draft(self, requests: Any, plan: Any) -> list[TokenTree]:
+        return [TokenTree.root_only(request.tokens[-1]) for request in requests]
+
+    def release(self, request: Any) -> None:
+        """Keep nothing."""
+
+
+def test_features_begin_with_the_last_token_of_the_prompt() -> None:
+    model, inputs = image_inputs(name_of("Qwen2VL"), seed=1, images=(1, 2))
+    drafter, options = ReadsFeatures(), OPTIONS | dict(eos_token_id=None)
+    ours = SLOSpecGenerator(model, drafter=drafter, config=CONFIG)
+    assert torch.equal(ours.generate(**inputs, **options), stock(model, inputs, **options))
+    for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
+        places = drafter.places[row]
+        assert places == list(range(length - 1, length - 1 + len(places))) and len(places) > 5
+
+
+def test_options_of_generate() -> None:
+    model, inputs = image_inputs(name_of("Qwen2VL"), images=(2, 1))
+    ours = SLOSpecGenerator(model, config=CONFIG)
+    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, output_scores=True, repetition_penalty=1.3)
+    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, **SAMPLING, num_return_sequences=2)
+    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, use_cache=False, suppress_tokens=[IMAGE])
+    chosen = model.generation_config
+    try:
+        model.generation_config = copy.deepcopy(chosen)
+        model.generation_config.cache_implementation = "static"
+        assert torch.equal(ours.generate(**inputs, **OPTIONS), stock(model, inputs))
+    finally:
+        model.generation_config = chosen
+
+
+def test_stock_generate_continues_as_if_nothing_had_run() -> None:
+    model, inputs = image_inputs(name_of("Qwen3VL"), seed=3)
+    ours = SLOSpecGenerator(model, config=CONFIG)
+    more = torch.randint(3, IMAGE, (1, 5), generator=torch.Generator().manual_seed(0))
+
+    def two_turns(generate: Any) -> torch.Tensor:
+        first = generate(**copy.deepcopy(inputs), **OPTIONS, return_dict_in_generate=True)
+        ids = torch.cat((first.sequences, more), dim=1)
+        mask = torch.ones_like(ids)
+        second = type(model).generate
+        return second(model, input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values, **OPTIONS)
+
+    assert torch.equal(two_turns(ours.generate), two_turns(type(model).generate.__get__(model)))
+
+
+def test_text_without_images_is_not_processed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_image_model(name_of("Qwen2VL"))
+    inputs = prompts_with_images(model, 4, (0, 0))
+    expected = stock(model, inputs)
+    monkeypatch.setattr(whole_prompts.WholePrompts, "_process", None)
+    assert torch.equal(SLOSpecGenerator(model, config=CONFIG).generate(**inputs, **OPTIONS), expected)
+
+
+def test_texts_that_are_seen_from_both_sides() -> None:
+    model = tiny_image_model(name_of("PaliGemma"))
+    assert sees_later_tokens(model) and probe_layers(model)
+    assert not sees_later_tokens(tiny_image_model(name_of("Gemma3")))
+    ours = SLOSpecGenerator(model, tiny_image_model(name_of("PaliGemma"), noise=0.03), config=CONFIG)
+    ids = torch.randint(3, IMAGE, (1, 17), generator=torch.Generator().manual_seed(0))
+    for sampling in ({}, SAMPLING):
+        assert_same_as_stock(model, ours.generate, {"input_ids": ids}, **OPTIONS, **sampling)
+    with pytest.raises(UnsupportedModelError, match="prompt"):
+        ours.prompt_logprobs(ids)
+
+
+def test_a_model_that_packed_forwards_do_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = image_inputs(name_of("Qwen2VL"))
+    expected, right = stock(model, inputs), whole_prompts._last_position
+    monkeypatch.setattr(whole_prompts, "_last_position", lambda *arguments: right(*arguments) + 5)
+    ours = SLOSpecGenerator(model, config=CONFIG)
+    with pytest.raises(UnsupportedModelError, match="logits of a packed forward differ"):
+        ours.generate(**inputs, **OPTIONS)
+    with pytest.warns(FallbackWarning, match="logits of a packed forward differ"):
+        assert torch.equal(ours.generate(**inputs, **OPTIONS, fallback=True), expected)
+
+
+def test_what_cannot_be_combined_with_images() -> None:
+    model, inputs = image_inputs(name_of("Qwen2VL"))
+    ours = SLOSpecGenerator(model, config=CONFIG)
+    end = int((inputs["input_ids"][0] == IMAGE).nonzero()[-1]) + 1
+    shape = inputs["input_ids"].shape
+    cut = {name: value[:, :end] if value.shape == shape else value for name, value in inputs.items()}
+    with pytest.raises(UnsupportedInputError, match="row 0 of input_ids ends with an image"):
+        ours.generate(**cut, **OPTIONS)
+    with pytest.raises(UnsupportedOptionError, match="num_beams"):
+        ours.generate(**inputs, **OPTIONS, num_beams=2)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with pytest.raises(UnsupportedOptionError, match="inputs_embeds cannot be combined"):
+        ours.generate(**inputs, inputs_embeds=embeds, **OPTIONS)
+    first = type(model).generate(model, **inputs, **OPTIONS, return_dict_in_generate=True)
+    ids = torch.cat((first.sequences, inputs["input_ids"]), dim=1)
+    both = {name: torch.cat((inputs[name], inputs[name])) for name in ("pixel_values", "image_grid_thw")}
+    both |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+    with pytest.raises(UnsupportedOptionError, match="past_key_values that holds tokens"):
+        ours.generate(**both, past_key_values=first.past_key_values, **OPTIONS)
+    text = SLOSpecGenerator(tiny_model("llama"), config=CONFIG)
+    with pytest.raises(ValueError, match="pixel_values"):
+        text.generate(**inputs, **OPTIONS)
