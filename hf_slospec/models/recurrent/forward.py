@@ -79,24 +79,21 @@ class RecurrentForward(StateCache):
         **_: Any,
     ) -> torch.Tensor:
         """Return the convolution [1, channels, num_tokens] of inputs of that shape, weight [channels, kernel_size]."""
-        out = torch.empty_like(hidden_states)
-        before = weight.shape[-1] - 1
+        inputs = hidden_states.transpose(1, 2)
+        out, before = torch.empty_like(inputs), weight.shape[-1] - 1
         for group in self._groups_on(hidden_states.device):
-            own = group.of(hidden_states, 2)
-            state = group.state(key, lambda: own.new_zeros(own.shape[1], before))  # noqa: B023 - called at once
+            own, earlier = group.of(inputs), group.earlier(key)
+            state = group.state(key, lambda: own.new_zeros(before, own.shape[-1]))  # noqa: B023 - called at once
+            staged = own if earlier is None else torch.cat((*earlier, own), 1)
+            rows = torch.cat((state, staged), 1)
             if group.is_long_chain:
-                columns = torch.cat((state, own), -1)
-                mixed = plain(columns, weight, bias, activation=activation)[..., before:]
-                group.stage(key, Inputs(own))
+                mixed = plain(rows.transpose(1, 2), weight, bias, activation=activation)[..., before:].transpose(1, 2)
             else:
-                earlier = group.earlier(key)
-                staged = own if earlier is None else torch.cat((*earlier, own), -1)
-                columns = torch.cat((state, staged), -1)
-                mixed = convolution(columns, group.windows(weight.shape[-1]), weight, bias)
+                mixed = convolution(rows, group.windows(before + 1), weight, bias)
                 mixed = mixed if activation is None else ACT2FN[activation](mixed)
-                group.stage(key, Inputs(staged))
-            group.put(out, mixed, 2)
-        return out
+            group.stage(key, Inputs(staged))
+            group.put(out, mixed)
+        return out.transpose(1, 2)
 
     def _delta_rule(
         self,
@@ -121,7 +118,7 @@ class RecurrentForward(StateCache):
         out = torch.empty_like(value)
         shape = value.shape[2], key.shape[3], value.shape[3]
         for group in self._groups_on(value.device):
-            own = [group.of(tensor, 1) for tensor in (query, key, value, g, beta)]
+            own = [group.of(tensor) for tensor in (query, key, value, g, beta)]
             state = group.state(key_of_layer, lambda: value.new_zeros(shape, dtype=torch.float32))
             if group.is_long_chain:
                 q, k, v, decay, rate = own
@@ -136,7 +133,7 @@ class RecurrentForward(StateCache):
                     use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 )
                 group.stage_whole(key_of_layer, after)
-                group.put(out, mixed, 1)
+                group.put(out, mixed)
                 continue
             q, k, v, decay, rate = (tensor.float().movedim(1, 2) for tensor in own)
             if use_qk_l2norm_in_kernel:
@@ -179,7 +176,7 @@ class RecurrentForward(StateCache):
             dt = torch.where(self._is_prompt.to(dt.device)[:, None], dt.clamp(*dt_limit), dt)
         out, num_heads = torch.empty_like(hidden_states), hidden_states.shape[2]
         for group in self._groups_on(hidden_states.device):
-            x, step, keys, queries = (group.of(tensor, 1) for tensor in (hidden_states, dt, B, C))
+            x, step, keys, queries = (group.of(tensor) for tensor in (hidden_states, dt, B, C))
             shape = num_heads, B.shape[3], hidden_states.shape[3]
             state = group.state(key, lambda: x.new_zeros(shape, dtype=torch.float32))  # noqa: B023 - called at once
             if group.is_long_chain:
@@ -195,7 +192,7 @@ class RecurrentForward(StateCache):
                     return_final_states=True,
                 )
                 group.stage_whole(key, after.transpose(-1, -2))
-                group.put(out, mixed, 1)
+                group.put(out, mixed)
                 continue
             step = step.float()
             k, q = (x.float().repeat_interleave(num_heads // x.shape[2], dim=2) for x in (keys, queries))
@@ -225,7 +222,7 @@ class RecurrentForward(StateCache):
         mixed, updates = linear_recurrence(query, key, value, decay, beta, state, group.mask, known)
         group.stage(key_of_layer, updates)
         mixed = mixed.movedim(1, 2)
-        group.put(out, mixed if skipped is None else mixed + skipped, 1)
+        group.put(out, mixed if skipped is None else mixed + skipped)
 
     def _selective_scan(
         self,
@@ -251,23 +248,24 @@ class RecurrentForward(StateCache):
         """
         step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
         step = nn.functional.softplus(step) if delta_softplus else step
-        decays = torch.exp(A[None, None] * step.transpose(1, 2)[..., None])  # [1, num_tokens, channels, state_size]
-        added = (step * hidden_states.float()).transpose(1, 2)[..., None] * B.float().transpose(1, 2)[:, :, None]
-        out = torch.empty_like(hidden_states, dtype=torch.float32)
+        by_token = [x.transpose(1, 2) for x in (step, (step * hidden_states.float()), B.float(), C)]
+        out = torch.empty_like(by_token[1])
         for group in self._groups_on(hidden_states.device):
-            own = [group.of(tensor, 1) for tensor in (decays, added, C.transpose(1, 2))]
+            steps, inputs, keys, read = map(group.of, by_token)
+            decays, added = torch.exp(A * steps[..., None]), inputs[..., None] * keys[..., None, :]
             state = group.state(key, lambda: A.new_zeros(A.shape, dtype=torch.float32))
             if group.is_long_chain:
-                mixed, after = selective_chain(state[0], *(tensor[0] for tensor in own))
+                mixed, after = selective_chain(state[0], decays[0], added[0], read[0])
                 group.stage_whole(key, after[None])
-                group.put(out, mixed[None], 2)
+                group.put(out, mixed[None])
                 continue
             earlier = group.earlier(key)
             known = state.new_empty(len(state), 0, *A.shape) if earlier is None else earlier[0]
-            scans = [selective_tree(*trees) for trees in zip(state, known, *own, group.parents, strict=True)]
-            mixed, after = (torch.stack(tensors) for tensors in zip(*scans, strict=True))
+            parts = zip(state, known, decays, added, read, group.parents, strict=True)
+            mixed, after = (torch.stack(own) for own in zip(*(selective_tree(*part) for part in parts), strict=True))
             group.stage(key, Snapshots(after))
-            group.put(out, mixed, 2)
+            group.put(out, mixed)
+        out = out.transpose(1, 2)
         if D is not None:
             out = out + hidden_states * D[:, None]
         if z is not None:

@@ -34,26 +34,19 @@ class Group:
         return [parents(mask) for mask in self.mask]
 
     def windows(self, kernel_size: int) -> torch.Tensor:
-        """Return the columns that a convolution reads, see :func:`windows`."""
+        """Return the inputs that a convolution reads, see :func:`windows`."""
         if kernel_size not in self._windows:
             self._windows[kernel_size] = windows(self.mask, kernel_size)
         return self._windows[kernel_size]
 
-    def of(self, packed: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the group's part of a tensor of the whole batch, whose ``dim`` are tokens.
+    def of(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the group's part [batch, N, ...] of a tensor of the whole batch, [1, num_tokens, ...]."""
+        own = packed[0].index_select(0, self.rows)
+        return own.view(*self.mask.shape[:2], *own.shape[1:])
 
-        Args:
-            packed: [1, ...], with num_tokens at ``dim``.
-
-        Returns:
-            [batch, ...], with N at ``dim``.
-        """
-        own = packed[0].index_select(dim - 1, self.rows).unflatten(dim - 1, tuple(self.mask.shape[:2]))
-        return torch.movedim(own, dim - 1, 0)
-
-    def put(self, out: torch.Tensor, own: torch.Tensor, dim: int) -> None:
-        """Write the group's part [batch, ...] of a tensor [1, ...] of the whole batch."""
-        out[0].index_copy_(dim - 1, self.rows, own.movedim(0, dim - 1).flatten(dim - 1, dim).to(out.dtype))
+    def put(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Write the group's part [batch, N, ...] of a tensor [1, num_tokens, ...] of the whole batch."""
+        out[0].index_copy_(0, self.rows, own.flatten(0, 1).to(out.dtype))
 
     def state(self, key: Key, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the states of all sequences in one layer.  -> [batch, ...]"""

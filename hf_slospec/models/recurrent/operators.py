@@ -22,11 +22,11 @@ import torch
 
 
 class Updates(NamedTuple):
-    """Keys and values that staged nodes add to the state of a linear recurrence, per head."""
+    """Keys and values that staged nodes add to the state of a linear recurrence; a batch has one dimension more."""
 
-    keys: torch.Tensor  # [..., heads, S, key_dim]
-    values: torch.Tensor  # [..., heads, S, value_dim]
-    decays: torch.Tensor  # [..., heads, S, 1 or key_dim], logarithms
+    keys: torch.Tensor  # [heads, S, key_dim]
+    values: torch.Tensor  # [heads, S, value_dim]
+    decays: torch.Tensor  # [heads, S, 1 or key_dim], logarithms
     totals: torch.Tensor  # same shape: sums of the decays from the state up to the node
 
     def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
@@ -38,8 +38,8 @@ class Updates(NamedTuple):
         """
         keys, values, _, totals = (tensor.index_select(-2, path) for tensor in self)
         total = totals[..., -1:, :]
-        kept: torch.Tensor = state * total.transpose(-1, -2).exp()
-        return kept + (keys * (total - totals).exp()).transpose(-1, -2) @ values
+        kept = state * total.transpose(-1, -2).exp()
+        return torch.baddbmm(kept, (keys * (total - totals).exp()).transpose(-1, -2), values)
 
 
 def linear_recurrence(
@@ -80,61 +80,65 @@ def linear_recurrence(
             return rows @ keys.transpose(-1, -2) * between[..., 0]
         return torch.einsum("...nd,...sd,...nsd->...ns", rows, keys, between)
 
-    if beta is not None:
+    reach = own_totals.exp()
+    if beta is None:
+        out = (query * reach) @ state
+    else:
+        # The state is large: it is read once for both.
+        recalled, out = (torch.cat((key * reach, query * reach), -2) @ state).split(query.shape[-2], -2)
         overlaps = beta * scores(key)
-        value = beta * (value - (key * own_totals.exp()) @ state)
+        value = beta * (value - recalled)
         if earlier is not None:
             value = value - overlaps[..., :num_earlier] @ earlier.values
         system = overlaps[..., num_earlier:]  # its diagonal is taken as 1
         value = torch.linalg.solve_triangular(system, value, upper=False, unitriangular=True)
     values = value if earlier is None else torch.cat((earlier.values, value), -2)
-    out = (query * own_totals.exp()) @ state + scores(query) @ values
-    return out, Updates(keys, values, decays, totals)
+    return out + scores(query) @ values, Updates(keys, values, decays, totals)
 
 
 class Inputs(NamedTuple):
     """Inputs of a causal convolution at staged nodes, whose state is the last inputs before them."""
 
-    columns: torch.Tensor  # [..., channels, S]
+    rows: torch.Tensor  # [..., S, channels]
 
     def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return the last inputs [channels, kernel_size - 1] after some nodes; see :meth:`Updates.after`."""
-        columns = torch.cat((state, self.columns.index_select(-1, path)), -1)
-        return columns[..., columns.shape[-1] - state.shape[-1] :]
+        """Return the last inputs [kernel_size - 1, channels] after some nodes; see :meth:`Updates.after`."""
+        rows = torch.cat((state, self.rows.index_select(-2, path)), -2)
+        return rows[..., rows.shape[-2] - state.shape[-2] :, :]
 
 
 def windows(mask: torch.Tensor, kernel_size: int) -> torch.Tensor:
-    """Return the columns that a causal convolution reads at each node, the node's own last.
+    """Return the inputs that a causal convolution reads at each node, the node's own last.
 
     Args:
         mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
 
     Returns:
-        [batch, N, kernel_size] int64 into the kernel_size - 1 columns of the state, followed by the staged ones.
+        [batch, N, kernel_size] int64 into the kernel_size - 1 inputs of the state, followed by the staged ones.
     """
     visible = torch.cat((mask.new_ones(*mask.shape[:-1], kernel_size - 1), mask), -1)
-    columns = torch.arange(visible.shape[-1], device=mask.device)
-    return torch.where(visible, columns, -1).topk(kernel_size, dim=-1).values.flip(-1)
+    places = torch.arange(visible.shape[-1], device=mask.device)
+    return torch.where(visible, places, -1).topk(kernel_size, dim=-1).values.flip(-1)
 
 
 def convolution(
-    columns: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    rows: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return a depthwise causal convolution at new nodes.
 
     Args:
-        columns: [batch, channels, kernel_size - 1 + S], the state and the staged inputs.
+        rows: [batch, kernel_size - 1 + S, channels], the state and the staged inputs.
         window: [batch, N, kernel_size], as :func:`windows` returns it.
         weight: [channels, kernel_size].
 
     Returns:
-        [batch, channels, N], in the weight's dtype.
+        [batch, N, channels], in the weight's dtype.
     """
-    (batch, num_nodes, kernel_size), channels = window.shape, columns.shape[1]
-    index = window.flatten(1)[:, None].expand(-1, channels, -1)
-    read = columns.to(weight.dtype).gather(2, index).view(batch, channels, num_nodes, kernel_size)
-    out = (read * weight[:, None]).sum(-1)
-    return out if bias is None else out + bias[:, None]
+    batch, num_rows, channels = rows.shape
+    begins = torch.arange(batch, device=rows.device)[:, None, None] * num_rows
+    read = rows.to(weight.dtype).flatten(0, 1).index_select(0, (begins + window).flatten())
+    out = (read.view(*window.shape, channels) * weight.T.contiguous()).sum(-2)
+    return out if bias is None else out + bias
 
 
 class Snapshots(NamedTuple):
@@ -198,13 +202,13 @@ def selective_tree(
         parents_: of each node, as :func:`parents` returns them.
 
     Returns:
-        [channels, N] and [S, channels, state_size].
+        [N, channels] and [S, channels, state_size].
     """
     after = list(known)
     for parent, decay, more in zip(parents_, decays, added, strict=True):
         after.append(decay * (state if parent < 0 else after[parent]) + more)
     states = torch.stack(after)
-    return torch.einsum("ncs,ns->cn", states[len(known) :], read.to(states)), states
+    return torch.einsum("ncs,ns->nc", states[len(known) :], read.to(states)), states
 
 
 def selective_chain(
@@ -213,10 +217,10 @@ def selective_chain(
     """Return the outputs of a selective scan along a chain, and the state after it; see :func:`selective_tree`.
 
     Returns:
-        [channels, N] and [channels, state_size].
+        [N, channels] and [channels, state_size].
     """
     outputs = []
     for decay, more, row in zip(decays, added, read.to(state), strict=True):
         state = decay * state + more
         outputs.append(state @ row)
-    return torch.stack(outputs, dim=1), state
+    return torch.stack(outputs), state

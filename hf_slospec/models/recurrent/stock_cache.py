@@ -35,7 +35,7 @@ def read_states(cache: Any, layers: Iterable[StateLayer], row: int) -> dict[Key,
     for layer in layers:
         own = cache.layers[layer.layer_idx]
         for state_idx, key in enumerate(layer.convolutions):
-            states[key] = own.conv_states[state_idx][row, :, 1:].clone()  # the first column is never read
+            states[key] = own.conv_states[state_idx][row, :, 1:].T.clone()  # the first column is never read
         if layer.recurrences:
             parts = own.recurrent_states[0][row].float().reshape(len(layer.recurrences), *layer.shape[-3:])
             for part, key in zip(parts, layer.recurrences, strict=True):
@@ -47,7 +47,7 @@ def write_states(cache: Any, layers: Iterable[StateLayer], rows: Sequence[Mappin
     """Replace the states of a cache by those of the rows."""
     for layer in layers:
         for state_idx, key in enumerate(layer.convolutions):
-            columns = torch.stack([own[key] for own in rows])
+            columns = torch.stack([own[key].T for own in rows])
             cache.update_conv_state(torch.nn.functional.pad(columns, (1, 0)), layer.layer_idx, state_idx=state_idx)
         if layer.recurrences:
             parts = [torch.stack([_turned(key, own[key]) for key in layer.recurrences]) for own in rows]

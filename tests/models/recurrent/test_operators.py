@@ -92,18 +92,19 @@ def test_linear_recurrence(
 @given(tree=trees(), seed=st.integers(0, 99), node=st.integers(0, 8), has_bias=st.booleans())
 def test_convolution(tree: list[int], seed: int, node: int, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(CHANNELS, len(tree), generator=generator)
-    state, weight = torch.randn(2, CHANNELS, KERNEL, generator=generator)
-    state, bias = state[:, 1:], torch.randn(CHANNELS, generator=generator) if has_bias else None
-    columns = torch.cat((state, inputs), 1)
-    out = convolution(columns[None], windows(ancestors(tree)[None], KERNEL), weight, bias)[0]
+    inputs = torch.randn(len(tree), CHANNELS, generator=generator)
+    state, weight = torch.randn(KERNEL - 1, CHANNELS, generator=generator), torch.randn(CHANNELS, KERNEL)
+    bias = torch.randn(CHANNELS, generator=generator) if has_bias else None
+    rows, window = torch.cat((state, inputs)), windows(ancestors(tree)[None], KERNEL)
+    others = torch.randn(1, *rows.shape)  # another sequence of the batch
+    out = convolution(torch.cat((others, rows[None])), window.expand(2, -1, -1), weight, bias)[1]
     for at in range(len(tree)):
-        text = torch.cat((state, inputs[:, path_to(tree, at)]), 1)
+        text = torch.cat((state, inputs[path_to(tree, at)])).T
         expected = torch.nn.functional.conv1d(text[None], weight[:, None], bias, groups=CHANNELS)[0, :, -1]
-        torch.testing.assert_close(out[:, at], expected)
+        torch.testing.assert_close(out[at], expected)
     path = path_to(tree, node % len(tree))
     after = Inputs(inputs).after(state, torch.tensor(path))
-    torch.testing.assert_close(after, torch.cat((state, inputs[:, path]), 1)[:, -(KERNEL - 1) :])
+    torch.testing.assert_close(after, torch.cat((state, inputs[path]))[-(KERNEL - 1) :])
 
 
 @given(tree=trees(), seed=st.integers(0, 99), split=st.integers(0, 8))
@@ -124,9 +125,7 @@ def test_selective_scan(tree: list[int], seed: int, split: int) -> None:
             )
             outs.append(out)
     torch.testing.assert_close(known, torch.stack(expected))
-    torch.testing.assert_close(
-        torch.cat(outs, 1), torch.stack([s @ r for s, r in zip(expected, read, strict=True)], dim=1)
-    )
+    torch.testing.assert_close(torch.cat(outs), torch.stack([s @ r for s, r in zip(expected, read, strict=True)]))
 
 
 def test_selective_chain_is_a_tree_without_branches() -> None:

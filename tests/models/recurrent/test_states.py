@@ -15,8 +15,8 @@ KEY: Key = (0, 0, CONVOLUTION)
 
 def staged(num_tokens: int = 4) -> RecurrentStates:
     """States of a convolution over 3 tokens, after 10 of them, with ``num_tokens`` staged."""
-    columns = torch.arange(1.0, 1 + num_tokens)[None]
-    return RecurrentStates(10, {KEY: torch.tensor([[-1.0, 0.0]])}, {KEY: Inputs(columns)})
+    rows = torch.arange(1.0, 1 + num_tokens)[:, None]
+    return RecurrentStates(10, {KEY: torch.tensor([[-1.0], [0.0]])}, {KEY: Inputs(rows)})
 
 
 def test_committed_nodes_are_taken_in_and_others_dropped() -> None:
@@ -24,13 +24,13 @@ def test_committed_nodes_are_taken_in_and_others_dropped() -> None:
     states.kept = [0, 2]
     states.take_in(12)
     assert states.length == 12 and not states.staged and states.kept is None
-    torch.testing.assert_close(states.states[KEY], torch.tensor([[1.0, 3.0]]))
+    torch.testing.assert_close(states.states[KEY], torch.tensor([[1.0], [3.0]]))
 
 
 def test_without_a_choice_the_first_nodes_are_taken_in() -> None:
     states = staged()
     states.take_in(13)
-    torch.testing.assert_close(states.states[KEY], torch.tensor([[2.0, 3.0]]))
+    torch.testing.assert_close(states.states[KEY], torch.tensor([[2.0], [3.0]]))
 
 
 def test_nodes_of_the_same_step_stay_staged() -> None:
@@ -65,7 +65,7 @@ def test_copies_share_states_and_go_on_apart() -> None:
     other = states.copy()
     assert other.states[KEY] is states.states[KEY] and not other.staged
     states.take_in(11)
-    torch.testing.assert_close(other.states[KEY], torch.tensor([[-1.0, 0.0]]))
+    torch.testing.assert_close(other.states[KEY], torch.tensor([[-1.0], [0.0]]))
 
 
 def test_truncation_keeps_what_was_not_taken_in_or_nothing() -> None:
