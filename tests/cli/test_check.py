@@ -17,8 +17,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    MambaConfig,
-    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 from typer.testing import CliRunner, Result
 
@@ -101,12 +101,12 @@ def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.Mo
 
 
 def test_a_refused_model_is_no_error(tmp_path: Path) -> None:
-    MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)).save_pretrained(tmp_path)
+    RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)).save_pretrained(tmp_path)
     load_tiny_pair()[2].save_pretrained(tmp_path)
     result = check(str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert re.match("### hf_slospec check: refused: MambaForCausalLM .*recurrent", result.stdout)
-    assert rows(result)["model"].startswith(f"{tmp_path}: MambaForCausalLM, ")
+    assert re.match("### hf_slospec check: refused: RwkvForCausalLM .*keeps states", result.stdout)
+    assert rows(result)["model"].startswith(f"{tmp_path}: RwkvForCausalLM, ")
 
 
 def test_pictures_are_compared(tmp_path: Path, prompts: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 import hf_slospec
@@ -106,8 +106,8 @@ def test_draft_on_another_device() -> None:
 
 def test_a_model_that_cannot_hold_a_tree_stays_as_it_was() -> None:
     """The other families are refused in tests/models/compatibility/test_families.py."""
-    model = MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2))
-    with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM .*recurrent"):
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(UnsupportedModelError, match=r"RwkvForCausalLM .*keeps states"):
         hf_slospec.enable(model, tiny_model("llama"))
     assert "generate" not in model.__dict__
 

@@ -19,10 +19,9 @@ from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_models import FAMILIES, ragged_prompts, tiny_model
 
 REFUSED = {
-    "MambaForCausalLM": "recurrent",
-    "RwkvForCausalLM": "recurrent",
-    "JambaForCausalLM": "recurrent",
-    "FalconH1ForCausalLM": "recurrent",
+    "RwkvForCausalLM": "keeps states in a way of its own",
+    "RecurrentGemmaForCausalLM": "1 of 3 layers cache keys",
+    "ZayaForCausalLM": "no known function updates",
     "CpmAntForCausalLM": "masks of its own",
     "OpenAIGPTLMHeadModel": "0 of its layers",
     "T5ForConditionalGeneration": "encoder-decoder",
