@@ -76,12 +76,6 @@ def measured(model: Any, num_images: int, dtype: torch.dtype, repeats: int) -> d
         "stock_first_token_s": round(median(own["stock", 1] for own in rounds), 2),
         "first_token_of_stock": round(median(own["ours", 1] / own["stock", 1] for own in rounds), 3),
         "speed_of_stock": round(median(own["stock", NEW] / own["ours", NEW] for own in rounds), 3),
-        "speed_behind_first_token": round(
-            median(
-                (own["stock", NEW] - own["stock", 1]) / max(own["ours", NEW] - own["ours", 1], 1e-9) for own in rounds
-            ),
-            3,
-        ),
         "same_tokens": is_same,
     }
 
