@@ -274,6 +274,8 @@ class RequestSequences:
             self._keep_at_most(0)
             self._kept_state = self.packed.fingerprint.state
         text.sequence.capacity = text.sequence.length
+        if text.sequence.states is not None:  # frees what is staged
+            text.sequence.states.take_in(text.sequence.length)
         for unneeded in self._kept.add(text):
             self.cache.release(unneeded.sequence)
         self._keep_at_most(self.max_kept)
