@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.tiny.inflate import SHAPES, inflate

@@ -10,7 +10,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import REPEATS, measure
 from hf_slospec.models.costs.profiles import save_profile
 from hf_slospec.models.packed import PackedModel

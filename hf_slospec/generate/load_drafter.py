@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError
 from hf_slospec.generate.validation import check_causal_lm
-from hf_slospec.models.compatibility.probe import input_device, vocab_size
+from hf_slospec.models.compatibility.running import input_device, vocab_size
 from hf_slospec.models.drafters.methods import (
     AssistantMethod,
     DraftMethod,

@@ -10,7 +10,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.models.compatibility.probe import evaluating, vocab_size
+from hf_slospec.models.compatibility.running import evaluating, vocab_size
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.models.whole_prompts import sees_later_tokens

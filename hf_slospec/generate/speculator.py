@@ -18,7 +18,7 @@ from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.compatibility.features import check_features
-from hf_slospec.models.compatibility.probe import vocab_size
+from hf_slospec.models.compatibility.running import vocab_size
 from hf_slospec.models.drafters.methods import DraftMethod, Room
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.models.packed import PackedModel

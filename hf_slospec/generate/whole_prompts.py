@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.models.compatibility.probe import vocab_size
+from hf_slospec.models.compatibility.running import vocab_size
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.recurrent.states import RecurrentStates
 from hf_slospec.models.recurrent.stock_cache import StateLayer, read_states

@@ -11,7 +11,7 @@ from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.models.compatibility.hooks import changing_hooks
-from hf_slospec.models.compatibility.probe import evaluating, input_device
+from hf_slospec.models.compatibility.running import evaluating, input_device
 from hf_slospec.models.compatibility.trial import check_by_trial, counts_padding
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile

@@ -26,14 +26,8 @@ from hf_slospec.models.attention import (
     backend_for,
 )
 from hf_slospec.models.compatibility.fingerprint import Fingerprint
-from hf_slospec.models.compatibility.probe import (
-    hidden_states,
-    input_device,
-    probe_layers,
-    refuse_by_declaration,
-    run_model,
-    vocab_size,
-)
+from hf_slospec.models.compatibility.probe import probe_layers, refuse_by_declaration
+from hf_slospec.models.compatibility.running import hidden_states, input_device, run_model, vocab_size
 from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded

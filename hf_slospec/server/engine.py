@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hf_slospec.engine.request import FinishReason, RequestMetrics
 from hf_slospec.generate.grammars import Grammars
-from hf_slospec.models.compatibility.probe import vocab_size
+from hf_slospec.models.compatibility.running import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.messages import response_template
 from hf_slospec.serving.generator import SLOSpecGenerator

@@ -27,7 +27,7 @@ from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.whole_prompts import keeping_rope_deltas
-from hf_slospec.models.compatibility.probe import trained_len, vocab_size
+from hf_slospec.models.compatibility.running import trained_len, vocab_size
 from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.policies import max_nodes_per_request

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_slospec.cli.benchmark import synchronize
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed import PackedModel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_slospec.models.compatibility.probe import cannot_be_packed, evaluating, refused_if_it_fails
+from hf_slospec.models.compatibility.running import cannot_be_packed, evaluating, refused_if_it_fails
 from hf_slospec.models.new_tokens import chain
 from hf_slospec.models.packed import PackedModel
 

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.compatibility.probe import (
+from hf_slospec.models.compatibility.running import (
     cannot_be_packed,
     evaluating,
     given_position_ids,

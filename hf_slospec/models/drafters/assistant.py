@@ -14,7 +14,7 @@ from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.drafters.beam import BeamLayer, Scores, Vocabulary, beam_search
 from hf_slospec.models.drafters.translation import DraftText, TokenTranslation
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences, RequestText

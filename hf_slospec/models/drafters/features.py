@@ -10,7 +10,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError
-from hf_slospec.models.compatibility.probe import evaluating, input_device, vocab_size
+from hf_slospec.models.compatibility.running import evaluating, input_device, vocab_size
 from hf_slospec.models.costs.measure import measure_by
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.drafters.block import BlockDrafter

@@ -14,7 +14,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import PackedBatch, Span, active_forward
 from hf_slospec.models.attention.backends import Backend
-from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import Size
 from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.drafters.beam import BeamLayer, Scores, beam_search

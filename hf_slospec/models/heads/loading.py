@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, SLOSpecError, UnsupportedModelError
-from hf_slospec.models.compatibility.probe import input_device, vocab_size
+from hf_slospec.models.compatibility.running import input_device, vocab_size
 from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
 from hf_slospec.models.heads.head import DraftHead, own_modules

@@ -17,8 +17,8 @@ from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, SAMPLED
 from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
 
-OWN = ["BloomForCausalLM", "MptForCausalLM", "GPTJForCausalLM", "DeepseekV32ForCausalLM", "Llama4ForCausalLM"]
-INTERFACE = ["BartForCausalLM", "BioGptForCausalLM"]
+OWN = ["BloomForCausalLM", "MptForCausalLM", "GPTJForCausalLM", "DeepseekV32ForCausalLM"]
+INTERFACE = ["BartForCausalLM", "BioGptForCausalLM", "Llama4ForCausalLM"]
 COUNTS_PADDING = ["BartForCausalLM", "Llama4ForCausalLM"]
 
 
@@ -47,10 +47,11 @@ def test_exact(name: str, sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*OWN, *INTERFACE])
 def test_the_probe_finds_out_how_to_attend(name: str) -> None:
-    layers = probe_layers(model(name))
+    layers, states = probe_layers(model(name))
+    assert not states
     assert {layer.is_own for layer in layers} == {name in OWN}
     assert any(layer.shape.index_key for layer in layers) == (name == "DeepseekV32ForCausalLM")
-    assert any(layer.window for layer in layers) == (name == "Llama4ForCausalLM")
+    assert any(layer.chunk for layer in layers) == (name == "Llama4ForCausalLM")
 
 
 def test_index_keys_of_a_given_cache_are_kept() -> None:

@@ -68,7 +68,10 @@ def test_texts_longer_than_windows_and_chunks(name: str, settings: dict[str, Any
     """Prompts of 12 to 24 tokens and 24 new ones: nodes of one tree lie on both sides of a chunk's edge."""
     model = model_of(name, settings)
     generator = SLOSpecGenerator(model, model_of(name, settings, noise=0.03), config=DRAFTS_ALWAYS)
-    out = assert_same_as_stock(model, generator.generate, ragged_prompts(3), **sampling, max_new_tokens=24)
+    prompts = ragged_prompts(3)
+    if name == "Llama4Text":  # whose padded rows are refused
+        prompts["attention_mask"][:] = 1
+    out = assert_same_as_stock(model, generator.generate, prompts, **sampling, max_new_tokens=24)
     assert sum(row.accepted for row in out.slo) > 0
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.compatibility.probe import evaluating
+from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed import PackedModel
