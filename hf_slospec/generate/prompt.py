@@ -87,7 +87,10 @@ class PromptInputs:
         expected = (self.mask.long().cumsum(-1) - 1).masked_fill(~self.mask, 0)
         given = position_ids[..., -expected.shape[1] :]
         if given.shape[-1] != expected.shape[1] or bool(((given != expected) & self.mask).any()):
-            raise UnsupportedOptionError("position_ids cannot be combined with slo_tpot; leave positions to generate")
+            raise UnsupportedOptionError(
+                "position_ids other than the places of tokens cannot be combined with slo_tpot; leave positions to "
+                "generate, and pass the whole text with its images in place of past_key_values of a text with images"
+            )
 
     @property
     def is_cache_given(self) -> bool:

@@ -128,7 +128,7 @@ class WholePrompts:
         end = ids.shape[1] - num_left_out
         # Models add what they have encoded to the outputs of encoders.
         inputs = {name: dict(value) if isinstance(value, dict) else value for name, value in self._inputs.items()}
-        inputs |= {name: value[:, :end] for name, value in inputs.items() if _is_by_token(value, ids)}
+        inputs |= {name: value[..., :end] for name, value in inputs.items() if _is_by_token(value, ids)}
         inputs = self._model.prepare_inputs_for_generation(
             ids[:, :end], past_key_values=cache, is_first_iteration=True, **inputs
         )
@@ -148,7 +148,8 @@ class WholePrompts:
 
 
 def _is_by_token(value: Any, ids: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == ids.shape
+    """Return whether an input has one number per token, as masks and positions, the latter on one or several axes."""
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[-2:] == ids.shape
 
 
 def _placeholders(config: Any) -> list[int]:

@@ -29,7 +29,7 @@ CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=24
 OPTIONS: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, eos_token_id=2)
 SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30)
 FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Mistral3 InternVL Idefics3 SmolVLM
-PaliGemma""".split()
+PaliGemma Qwen3_5 Qwen3_5Moe""".split()
 
 
 @pytest.fixture(autouse=True)

@@ -51,6 +51,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen2_5_VLTextConfig": dict(rope_parameters=MROPE),
     "Qwen2_5_VLVisionConfig": dict(window_size=SIDE, fullatt_block_indexes=[1]),
     "Qwen3VLTextConfig": dict(rope_parameters=MROPE),
+    "Qwen3_5TextConfig": dict(rope_parameters=MROPE | {"partial_rotary_factor": 1.0}),
+    "Qwen3_5MoeTextConfig": dict(rope_parameters=MROPE | {"partial_rotary_factor": 1.0}),
     "Qwen3VLVisionConfig": dict(deepstack_visual_indexes=[0, 1]),
     "VipLlavaConfig": dict(vision_feature_layers=[-1]),
 }  # fmt: skip

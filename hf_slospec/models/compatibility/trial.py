@@ -68,6 +68,7 @@ def counts_padding(packed: PackedModel) -> bool:
 def tolerance(packed: PackedModel) -> float:
     """Return the relative error of logits that rounding may cause."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
+    dtypes = dtypes or {packed.model.get_input_embeddings().weight.dtype}  # all layers keep states, in fp32
     return TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
 
 

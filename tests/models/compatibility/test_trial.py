@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hf_slospec import SLOSpecGenerator, UnsupportedModelError
@@ -17,6 +18,7 @@ from hf_slospec.models import new_tokens
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.compatibility import trial
 from hf_slospec.models.packed import PackedModel
+from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 chain_and_tree = trial.chain_and_tree
@@ -114,3 +116,12 @@ def test_padding_does_not_change_plain_logits() -> None:
         together, alone = trial._plain(packed, texts), [trial._plain(packed, [text])[0] for text in texts]
     for ours, own in zip(together, alone, strict=True):
         torch.testing.assert_close(ours, own)
+
+
+def test_states_alone_are_held_to_the_tolerance_of_the_weights() -> None:
+    """Such a model caches no K and V whose dtype would tell."""
+    config = tiny_config(transformers.Mamba2Config)
+    torch.manual_seed(0)
+    packed = PackedModel(transformers.Mamba2ForCausalLM(config).eval().bfloat16())
+    assert not packed.layers
+    trial.check_by_trial(packed)
