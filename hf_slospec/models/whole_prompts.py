@@ -12,7 +12,7 @@ from hf_slospec.models.recurrent.states import RecurrentStates
 
 
 class Prefilled(NamedTuple):
-    """What the model's own forward makes of one prompt."""
+    """K/V, states and logits that the model's own forward makes of one prompt."""
 
     layers: list[list[torch.Tensor]]  # of each, what it caches of all tokens but the last, [num_heads, length, dim]
     length: int

@@ -101,7 +101,7 @@ def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.Mo
 
 
 def test_a_refused_model_is_no_error(tmp_path: Path) -> None:
-    RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)).save_pretrained(tmp_path)
+    RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
     load_tiny_pair()[2].save_pretrained(tmp_path)
     result = check(str(tmp_path))
     assert result.exit_code == 0, result.output

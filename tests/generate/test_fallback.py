@@ -57,15 +57,15 @@ def test_fallback_runs_stock_generate_and_says_so() -> None:
 
 
 def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    model = BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=32, n_layer=2, n_head=4)).eval()
-    inputs = ragged_prompts(2)
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2)).eval()
+    inputs = {"input_ids": ragged_prompts(1)["input_ids"]}
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=6)
-    with pytest.raises(UnsupportedModelError, match="Bloom"):
+    with pytest.raises(UnsupportedModelError, match="Rwkv"):
         enable(model)
     enable(model, fallback=True)
-    with pytest.warns(FallbackWarning, match="Bloom"):
+    with pytest.warns(FallbackWarning, match="Rwkv"):
         assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=6, slo_tpot=0.1), expected)
 
 

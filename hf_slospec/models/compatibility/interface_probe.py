@@ -57,9 +57,11 @@ class InterfaceProbe(StateCache):
     is_initialized = False
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """Return the number of keys, and the place of the first one."""
         return query_length, 0
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
+        """Return 0: nothing is cached before."""
         return 0
 
     def build_mask(
@@ -75,6 +77,7 @@ class InterfaceProbe(StateCache):
         return mask
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Return 0, and note the layer that asks."""
         if layer_idx is not None:
             self._counting.add(layer_idx)
         return 0
@@ -82,6 +85,7 @@ class InterfaceProbe(StateCache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record the shapes of a layer\'s K and V, each [1, num_kv_heads, 1, dim], and return them."""
         self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value))
         self._cached.append((layer_idx, key, value))
         return key, value
@@ -96,6 +100,7 @@ class InterfaceProbe(StateCache):
         window: int | None,
         **_: Any,
     ) -> torch.Tensor:
+        """Record what a layer attends with; return its attention, [1, 1, num_heads, value_dim]."""
         layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
         if layer is None and self._cached:
             layer = self._cached[-1][0]

@@ -21,6 +21,7 @@ class OwnProbe(MaskSource):
         self._counting: set[int] = set()  # layers that ask for their place
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """Record the layer that asks; see :meth:`MaskSource.get_seq_length`."""
         if layer_idx is not None:
             self._counting.add(layer_idx)
         return super().get_seq_length(layer_idx)
@@ -28,15 +29,18 @@ class OwnProbe(MaskSource):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record the shapes of a layer\'s K and V, each [1, num_kv_heads, 1, dim], and return them."""
         index_key = self._shapes[layer_idx].index_key if layer_idx in self._shapes else None
         self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value), index_key)
         return key, value
 
     def update_indexer(self, index_keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Record the shape of a layer's index keys, [1, 1, dim], and return them."""
         self._shapes[layer_idx] = self._shapes[layer_idx]._replace(index_key=Stored.like(index_keys[:, None]))
         return index_keys
 
     def allowed(self, mask_function: Any, window: int | None) -> torch.Tensor:
+        """Record the window of a mask; see :meth:`MaskSource.allowed`."""
         self._windows.add(window)
         return torch.ones(1, 1, dtype=torch.bool, device=self.positions.of_tokens.device)
 

@@ -36,8 +36,10 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
         InvalidInputError: an option is invalid.
     """
     is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
+    models = asdict(options.models)
+    del models["images"]  # replicas take none
     return ReplicaOptions(
-        **asdict(options.models),
+        **models,
         chat_template=options.read_chat_template(),
         response_template=options.read_response_template(),
         config=options.config,

@@ -123,4 +123,4 @@ def test_layers_may_differ_in_shape() -> None:
     assert [tuple(key.shape) for key in pool.keys] == [(5, 2, 4), (5, 1, 8)]
     assert [tuple(value.shape) for value in pool.values] == [(5, 2, 4), (5, 1, 6)]
     layer = AttentionLayer(LayerShape(stored(2, 8), stored(2, 8)))
-    assert PackedModel(tiny_model("llama")).layers == [layer] * 2
+    assert PackedModel(tiny_model("llama")).layers == [layer, layer._replace(layer_idx=1)]

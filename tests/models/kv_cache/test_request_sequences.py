@@ -27,7 +27,7 @@ class Packed:
 
     def __init__(self) -> None:
         self.fingerprint = SimpleNamespace(state=0, notice=lambda: None)
-        self.has_states = False
+        self.has_states, self.rope = False, SimpleNamespace(max_plain=None)
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
 
     def keep_if_captured(self, cache: KVCache) -> None:
