@@ -110,6 +110,8 @@ def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
 def _join_or_start(options: ReplicaOptions) -> str | None:
     """Start a local Ray and return its folder, or join the cluster and return None."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Serve's controller ends a proxy that is not ready after 5 s, as on a busy machine, and does not try again.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
         return None
