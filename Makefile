@@ -20,7 +20,7 @@ check: lint
 
 test: $(VENV)/installed-dev
 	$(MAKE) --output-sync --jobs 2 lint docs
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
