@@ -12,7 +12,6 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
-from hf_slospec.models.recurrent.states import RecurrentStates
 from hf_slospec.models.recurrent.stock_cache import read_states, write_states
 from hf_slospec.models.whole_prompts import cached_layers, cached_tensors
 
@@ -128,9 +127,7 @@ class PromptInputs:
                 sequences.give_embeds(request, self.embeds[request.index, columns])
             cached = columns[columns < self.num_cached]
             if len(cached):
-                states = None
-                if layers := sequences.packed.state_layers:
-                    states = RecurrentStates(len(cached), read_states(self.cache, layers, request.index))
+                states = read_states(self.cache, sequences.packed.state_layers, request.index, len(cached))
                 tensors = cached_tensors(self.cache, request.index, cached, self.num_cached)
                 sequences.load(request, tensors, len(cached), states=states)
                 request.num_cached = len(cached)

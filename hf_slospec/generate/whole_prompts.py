@@ -14,7 +14,6 @@ from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.models.compatibility.running import vocab_size
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.recurrent.states import RecurrentStates
 from hf_slospec.models.recurrent.stock_cache import StateLayer, read_states
 from hf_slospec.models.whole_prompts import Prefilled, cached_tensors, own_cache, sees_later_tokens
 
@@ -139,9 +138,7 @@ class WholePrompts:
             length = len(columns) - 1
             tensors = list(cached_tensors(cache, row, columns[:-1], end))
             last = _last_position(inputs.get("position_ids"), row, length - num_left_out)
-            states = None
-            if self._state_layers:
-                states = RecurrentStates(length, read_states(cache, self._state_layers, row))
+            states = read_states(cache, self._state_layers, row, length)
             offset = last + num_left_out - length
             found.append(Prefilled(tensors, length, offset, states, None if num_left_out else logits[row]))
         return found

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.replaced import Place, ReplacedAttributes
 
 KINDS = ("longrope", "dynamic")
 
@@ -62,12 +61,12 @@ class LengthRope:
             return
         groups = [(length, torch.nonzero(lengths == length)[:, 0]) for length in lengths.unique().tolist()]
         rotations = {id(module): functools.partial(_rotated, _fresh(module), groups) for module in self.modules}
-        token = _active.set(rotations)
-        _take(self.modules)
+        token, places = _active.set(rotations), [(module, "forward") for module in self.modules]
+        _replaced.replace(places, _rotating)
         try:
             yield
         finally:
-            _give_back(self.modules)
+            _replaced.restore(places)
             _active.reset(token)
 
 
@@ -117,29 +116,12 @@ def _rotated(
 
 
 _active: ContextVar[dict[int, Any]] = ContextVar("hf_slospec_rotary_embeddings", default={})  # noqa: B039  never changed
-_lock = threading.Lock()
-_users: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()  # contexts a module is taken by
-_own: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()  # its forward, if the instance's
+_replaced = ReplacedAttributes()
 
 
-def _take(modules: Sequence[torch.nn.Module]) -> None:
-    """Let modules ask for the active rotation in their forwards; other threads get their own."""
-    with _lock:
-        for module in modules:
-            if not _users.get(module):
-                _own[module] = vars(module).get("forward")
-                module.forward = functools.partial(_forward, id(module), module.forward)
-            _users[module] = _users.get(module, 0) + 1
-
-
-def _give_back(modules: Sequence[torch.nn.Module]) -> None:
-    with _lock:
-        for module in modules:
-            _users[module] -= 1
-            if not _users[module]:
-                del module.forward
-                if (own := _own.pop(module)) is not None:
-                    module.forward = own
+def _rotating(plain: Any, place: Place) -> Any:
+    """Return a forward of a module that asks for the active rotation; other threads get their own."""
+    return functools.partial(_forward, id(place[0]), plain)
 
 
 def _forward(key: int, plain: Any, *args: Any, **kwargs: Any) -> Any:

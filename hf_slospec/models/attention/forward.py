@@ -11,6 +11,7 @@ import torch
 
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Slots
+from hf_slospec.models.attention.positions import Positions
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.forward import RecurrentForward
 
@@ -34,7 +35,7 @@ class PackedForward(RecurrentForward):
         super().__init__(lambda: batch.spans)
         self.pool, self.batch, self.backend = pool, batch, backend
         self._layers = {layer.layer_idx: (place, layer) for place, layer in enumerate(layers)}
-        self._own_slots, self._position_ids = Slots(own_slots), position_ids
+        self._own_slots, self._positions = Slots(own_slots), Positions(position_ids)
         self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> the layer that made them; others may share
         self._held: list[torch.Tensor] = []  # keeps those ids from being reused for other tensors
         self._latent: int | None = None  # a latent layer that has cached and not attended yet
@@ -56,17 +57,8 @@ class PackedForward(RecurrentForward):
     is_initialized = True
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Return 0, and to a layer that asks for its own length, what its tokens' indices lack of their positions.
-
-        Such a layer (Llama 4's without rotary embedding) computes positions as the index in the batch plus this.
-
-        Returns:
-            For a layer, [num_tokens] int64.
-        """
-        if layer_idx is None:
-            return 0
-        positions = self._position_ids[0]
-        return positions - torch.arange(len(positions), device=positions.device)
+        """Return 0; to a layer that asks for its own length, as Llama 4's do, :attr:`Positions.offsets`."""
+        return 0 if layer_idx is None else self._positions.offsets
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any

@@ -48,15 +48,8 @@ class MaskSource:
         return len(self.positions.of_keys)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Return the number of keys before the batch's own, over all sequences.
-
-        A layer that asks, with its index, adds the places of tokens in the batch to it, for their positions. It gets
-        what makes this right, [num_tokens] int64.
-        """
-        if layer_idx is None:
-            return self.num_earlier
-        positions = self.positions.of_tokens[0]
-        return positions - torch.arange(len(positions), device=positions.device)
+        """Return the number of keys before the batch's own, of all sequences; to a layer, :attr:`Positions.offsets`."""
+        return self.num_earlier if layer_idx is None else self.positions.offsets
 
     @property
     def num_earlier(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_slospec.models.recurrent.calls import MIXERS, Mixer
+from hf_slospec.models.replaced import Place, ReplacedAttributes
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # of a layer: its output and attention weights
 
@@ -30,82 +30,38 @@ _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
 @contextlib.contextmanager
 def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
     """Make the model's layers call ``forward.attend`` and ``forward.mix`` inside this context, in this thread only."""
-    configs, mixers = _configs_of(model), _mixers_of(model)
-    _switch_to_packed(configs)
-    _redirect(mixers)
+    places = _places_of(model)
+    _replaced.replace(places, _packed)
     token = _active.set(forward)
     try:
         yield
     finally:
         _active.reset(token)
-        _undirect(mixers)
-        _restore(configs)
+        _replaced.restore(places)
 
 
-# Threads, and models that share a config, may run packed forwards at the same time; the last to finish restores it.
-_lock = threading.Lock()
-_users: dict[int, tuple[str | None, int]] = {}  # id(config) -> original implementation, number of active forwards
-_configs: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+ATTENTION = "_attn_implementation_internal"  # attribute of a config: the name of an attention implementation
+
+_replaced = ReplacedAttributes()
+_places: weakref.WeakKeyDictionary[torch.nn.Module, list[Place]] = weakref.WeakKeyDictionary()
 
 
-def _configs_of(model: torch.nn.Module) -> list[Any]:
-    """Return the distinct configs from which the model's modules read their attention implementation."""
-    if model not in _configs:
-        found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        _configs[model] = [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
-    return _configs[model]
-
-
-def _switch_to_packed(configs: list[Any]) -> None:
-    with _lock:
-        users = [_users.get(id(config), (config._attn_implementation_internal, 0)) for config in configs]
-        names = [_registered_name(original) for original, _ in users]  # may raise, so it comes before any change
-        for config, (original, count), name in zip(configs, users, names, strict=True):
-            _users[id(config)] = original, count + 1
-            config._attn_implementation_internal = name
-
-
-def _restore(configs: list[Any]) -> None:
-    with _lock:
-        for config in configs:
-            original, count = _users.pop(id(config))
-            if count > 1:
-                _users[id(config)] = original, count - 1
-            else:
-                config._attn_implementation_internal = original
-
-
-_Place = tuple[Any, str]  # a module of transformers and the name of one of its functions
-
-_mixers: weakref.WeakKeyDictionary[torch.nn.Module, list[_Place]] = weakref.WeakKeyDictionary()
-_redirected: dict[_Place, tuple[Mixer, int]] = {}  # original function, number of active forwards
-
-
-def _mixers_of(model: torch.nn.Module) -> list[_Place]:
-    """Return the functions by which the model's layers mix tokens."""
-    if model not in _mixers:
+def _places_of(model: torch.nn.Module) -> list[Place]:
+    """Return where a model's layers read how to attend, and the functions by which they mix tokens."""
+    if model not in _places:
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         modules = dict.fromkeys(sys.modules.get(type(part).__module__) for part in model.modules())
-        _mixers[model] = [(module, name) for module in modules for name in MIXERS if hasattr(module, name)]
-    return _mixers[model]
+        _places[model] = [
+            *((config, ATTENTION) for config in configs if hasattr(config, ATTENTION)),
+            *((module, name) for module in modules for name in MIXERS if hasattr(module, name)),
+        ]
+    return _places[model]
 
 
-def _redirect(places: list[_Place]) -> None:
-    with _lock:
-        for module, name in places:
-            original, count = _redirected.get((module, name), (getattr(module, name), 0))
-            _redirected[module, name] = original, count + 1
-            if not count:
-                setattr(module, name, _mixed_or(name, original))
-
-
-def _undirect(places: list[_Place]) -> None:
-    with _lock:
-        for module, name in places:
-            original, count = _redirected.pop((module, name))
-            if count > 1:
-                _redirected[module, name] = original, count - 1
-            else:
-                setattr(module, name, original)
+def _packed(original: Any, place: Place) -> Any:
+    """Return what stands at a place while a forward is active in some thread."""
+    _, name = place
+    return _registered_name(original) if name == ATTENTION else _mixed_or(name, original)
 
 
 def _mixed_or(name: str, original: Mixer) -> Mixer:

@@ -26,6 +26,15 @@ class Positions(NamedTuple):
     of_tokens: torch.Tensor  # [1, num_tokens] int64
     of_keys: torch.Tensor | None = None  # [num_keys] int64, where modules attend by themselves
 
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Differences between the tokens' positions and their places in the batch.  [num_tokens] int64
+
+        A layer that asks its cache for its own length adds places to it, for positions.
+        """
+        positions = self.of_tokens[0]
+        return positions - torch.arange(len(positions), device=positions.device)
+
 
 _positions: ContextVar[Positions | None] = ContextVar("hf_slospec_positions", default=None)
 _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose classes are

@@ -85,7 +85,7 @@ class InterfaceProbe(StateCache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the shapes of a layer\'s K and V, each [1, num_kv_heads, 1, dim], and return them."""
+        """Record the shapes of a layer's K and V, each [1, num_kv_heads, 1, dim], and return them."""
         self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value))
         self._cached.append((layer_idx, key, value))
         return key, value

@@ -29,7 +29,7 @@ class OwnProbe(MaskSource):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the shapes of a layer\'s K and V, each [1, num_kv_heads, 1, dim], and return them."""
+        """Record the shapes of a layer's K and V, each [1, num_kv_heads, 1, dim], and return them."""
         index_key = self._shapes[layer_idx].index_key if layer_idx in self._shapes else None
         self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value), index_key)
         return key, value

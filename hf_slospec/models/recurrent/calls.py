@@ -39,11 +39,7 @@ class StateCache(ABC):
         self._layer = layer_idx
         self._asked.add(layer_idx)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None, as :meth:`get_conv_state` does."""
-        del state_idx
-        self._layer = layer_idx
-        self._asked.add(layer_idx)
+    get_recurrent_state = get_conv_state
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         """Return False, as :meth:`get_conv_state` returns None."""

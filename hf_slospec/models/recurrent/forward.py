@@ -141,7 +141,7 @@ class RecurrentForward(StateCache):
             q, k = (x.repeat_interleave(shape[0] // x.shape[1], dim=1) for x in (q, k))
             decay = decay if decay.ndim == 4 else decay[..., None]
             scaled = q * q.shape[-1] ** -0.5
-            self._recur(group, key_of_layer, out, scaled, k, v, decay, rate[..., None], state)
+            self._recur(group, key_of_layer, out, state, (scaled, k, v, decay), rate[..., None])
         return out, UNREAD
 
     def _state_space(
@@ -196,31 +196,31 @@ class RecurrentForward(StateCache):
                 continue
             step = step.float()
             k, q = (x.float().repeat_interleave(num_heads // x.shape[2], dim=2) for x in (keys, queries))
-            q, k, v, decay = (
-                x.movedim(1, 2) for x in (q, k, x.float() * step[..., None], (A.float() * step)[..., None])
-            )
+            tensors = q, k, x.float() * step[..., None], (A.float() * step)[..., None]
             skipped = None if D is None else x.float() * D[:, None]
-            self._recur(group, key, out, q, k, v, decay, None, state, skipped)
+            self._recur(group, key, out, state, [tensor.movedim(1, 2) for tensor in tensors], skipped=skipped)
         return out, UNREAD
 
     @staticmethod
     def _recur(
         group: Group,
-        key_of_layer: Key,
+        key: Key,
         out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None,
         state: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        beta: torch.Tensor | None = None,
         skipped: torch.Tensor | None = None,
     ) -> None:
-        """Write the outputs of a linear recurrence, plus ``skipped`` [batch, N, heads, value_dim], and stage it."""
-        earlier = group.earlier(key_of_layer)
+        """Write the outputs of a linear recurrence, plus ``skipped`` [batch, N, heads, value_dim], and stage it.
+
+        Args:
+            inputs: query, key, value and decay, as :func:`linear_recurrence` takes them with ``beta`` and ``state``.
+        """
+        earlier = group.earlier(key)
         known = None if earlier is None else Updates(*earlier)
-        mixed, updates = linear_recurrence(query, key, value, decay, beta, state, group.mask, known)
-        group.stage(key_of_layer, updates)
+        q, k, v, decay = inputs
+        mixed, updates = linear_recurrence(q, k, v, decay, beta, state, group.mask, known)
+        group.stage(key, updates)
         mixed = mixed.movedim(1, 2)
         group.put(out, mixed if skipped is None else mixed + skipped)
 

@@ -24,11 +24,6 @@ class RecurrentStates:
     staged: dict[Key, Staged] = field(default_factory=dict)
     kept: Sequence[int] | None = None  # staged nodes that were committed; None: the first ones
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the states, staged nodes not counted."""
-        return sum(state.nbytes for state in self.states.values())
-
     def take_in(self, length: int, num_earlier: int = 0) -> None:
         """Take in the tokens that were committed since, up to ``length``, and drop staged ones of an earlier step.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_slospec.models.recurrent.calls import CONVOLUTION, STATE_SPACE, Key
+from hf_slospec.models.recurrent.states import RecurrentStates
 
 
 class StateLayer(NamedTuple):
@@ -29,8 +30,10 @@ class StateLayer(NamedTuple):
         return [key for key in self.keys if key[2] != CONVOLUTION]
 
 
-def read_states(cache: Any, layers: Iterable[StateLayer], row: int) -> dict[Key, torch.Tensor]:
-    """Return the states of one row of a cache, by key."""
+def read_states(cache: Any, layers: Sequence[StateLayer], row: int, length: int) -> RecurrentStates | None:
+    """Return the states of one row of a cache after so many tokens; None if no layer keeps one."""
+    if not layers:
+        return None
     states = dict[Key, torch.Tensor]()
     for layer in layers:
         own = cache.layers[layer.layer_idx]
@@ -40,7 +43,7 @@ def read_states(cache: Any, layers: Iterable[StateLayer], row: int) -> dict[Key,
             parts = own.recurrent_states[0][row].float().reshape(len(layer.recurrences), *layer.shape[-3:])
             for part, key in zip(parts, layer.recurrences, strict=True):
                 states[key] = _turned(key, part).clone()
-    return states
+    return RecurrentStates(length, states)
 
 
 def write_states(cache: Any, layers: Iterable[StateLayer], rows: Sequence[Mapping[Key, torch.Tensor]]) -> None:

@@ -18,6 +18,8 @@ from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.telemetry import PREFIX
 from hf_slospec.tiny.load import DTYPES, SIZES
 
+MODEL_OPTIONS = [field.name for field in fields(ModelOptions) if field.name != "images"]  # replicas take no images
+
 
 class ReplicaOptions(InputModel):
     """Options of :func:`~hf_slospec.serving.replicas.app`; those of the models are those of ``hf_slospec serve``."""
@@ -113,8 +115,7 @@ class ReplicaOptions(InputModel):
     @property
     def models(self) -> ModelOptions:
         """Return the options of the models in each replica."""
-        names = [field.name for field in fields(ModelOptions) if field.name != "images"]  # replicas take none
-        return ModelOptions(**{name: getattr(self, name) for name in names})
+        return ModelOptions(**{name: getattr(self, name) for name in MODEL_OPTIONS})
 
     @property
     def name(self) -> str:

@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import ray
 from ray import serve
@@ -22,7 +21,7 @@ from hf_slospec.errors import InvalidInputError, NotRunningError
 from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.server.serve import ServeOptions
 from hf_slospec.serving.replicas.application import app
-from hf_slospec.serving.replicas.options import ReplicaOptions
+from hf_slospec.serving.replicas.options import MODEL_OPTIONS, ReplicaOptions
 
 APP = "hf_slospec"
 OBJECT_STORE_BYTES = 100 * 2**20  # of a local Ray: requests and tokens are small
@@ -36,10 +35,8 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
         InvalidInputError: an option is invalid.
     """
     is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
-    models = asdict(options.models)
-    del models["images"]  # replicas take none
     return ReplicaOptions(
-        **models,
+        **{name: getattr(options.models, name) for name in MODEL_OPTIONS},
         chat_template=options.read_chat_template(),
         response_template=options.read_response_template(),
         config=options.config,
