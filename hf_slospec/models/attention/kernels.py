@@ -89,9 +89,10 @@ class TorchVarlen:
         self._function: Callable[..., tuple[torch.Tensor, torch.Tensor]]
         self._function = _import_from("torch.nn.attention.varlen", "varlen_attn")
         self._aux = _import_from("torch.nn.attention.varlen", "AuxRequest")(lse=True)
-        required = {"return_aux", "scale", "window_size", "enable_gqa"}
-        if missing := required - inspect.signature(self._function).parameters.keys():
+        parameters = inspect.signature(self._function).parameters.keys()
+        if missing := {"return_aux", "scale", "window_size"} - parameters:
             raise KernelUnavailable(f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(missing))}")
+        self._must_name_gqa = "enable_gqa" in parameters  # torch 2.11 groups query heads without being asked
 
     def __call__(
         self,
@@ -117,7 +118,7 @@ class TorchVarlen:
             return_aux=self._aux,
             scale=scaling,
             window_size=causal_window if is_causal else (-1, -1),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **({"enable_gqa": query.shape[1] != key.shape[1]} if self._must_name_gqa else {}),
         )
 
 
