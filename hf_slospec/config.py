@@ -18,11 +18,12 @@ Prepack = bool | Literal["only"] | None
 class SLOSpecConfig(PolicySettings):
     """Settings of speculation and of the batcher. Frozen; unknown fields are refused."""
 
-    attention: Literal["auto", "sdpa", "4d_mask", "flash"] = Field(
+    attention: Literal["auto", "sdpa", "4d_mask", "flash", "triton"] = Field(
         "auto",
-        description="Tree attention. sdpa: torch's, one call per request. flash: flash-attention kernels (the "
-        "flash-attn package or else torch's own; CUDA, bf16 or fp16), with sdpa for layers they do not support. "
-        "4d_mask: the plain reference. auto: flash where the model supports it, else sdpa.",
+        description="Tree attention. sdpa: torch's, one call per request. triton: a kernel of our own (CUDA); "
+        "flash: flash-attention kernels (the flash-attn package or else torch's own; CUDA, bf16 or fp16); both use "
+        "sdpa for layers they do not support. 4d_mask: the plain reference. auto: triton, flash or sdpa, the first "
+        "that works.",
     )
     coupling: bool = Field(
         True,
@@ -38,8 +39,13 @@ class SLOSpecConfig(PolicySettings):
     )
     cuda_graphs: bool = Field(
         True,
-        description="CUDA with flash attention: capture forwards of up to 256 tokens that recur, and replay them. "
-        "Takes up to a sixteenth of the device's memory for each model.",
+        description="CUDA with attention by triton or flash: capture forwards of up to 256 tokens that recur, and "
+        "replay them. Takes up to a sixteenth of the device's memory for each model.",
+    )
+    fused_layers: bool = Field(
+        True,
+        description="CUDA in bf16 or fp16: compute norms, rotary embeddings and gated activations of packed forwards "
+        "by one kernel each, where a trial gives the same as the model's own layers up to rounding.",
     )
     admission: AdmissionName = Field(
         "slo",

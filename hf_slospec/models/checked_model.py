@@ -48,7 +48,13 @@ class CheckedModel:
             if placement != self._placement:
                 if input_device(self.model).type == "cpu":
                     warn_if_oversubscribed()
-                packed = PackedModel(self.model, self.config.attention, self.config.prepack, self.config.cuda_graphs)
+                packed = PackedModel(
+                    self.model,
+                    self.config.attention,
+                    self.config.prepack,
+                    self.config.cuda_graphs,
+                    self.config.fused_layers,
+                )
                 check_by_trial(packed)
                 if self._placement is not None:  # engines go on with the one before, and must notice changes as well
                     packed.fingerprint = self._packed.fingerprint

@@ -23,6 +23,7 @@ from hf_slospec.models.attention import (
     PackedBatch,
     PackedForward,
     PlannedBatch,
+    TreeAttention,
     backend_for,
 )
 from hf_slospec.models.compatibility.fingerprint import Fingerprint
@@ -32,6 +33,7 @@ from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.length_rope import LengthRope
@@ -64,8 +66,15 @@ class PackedModel:
     model's lock.
     """
 
-    def __init__(self, model: Any, attention: str = "auto", prepack: Prepack = None, cuda_graphs: bool = True):
-        """``prepack``: see :class:`PrepackedLayers`; ``cuda_graphs``: capture forwards, where that can be done."""
+    def __init__(
+        self,
+        model: Any,
+        attention: str = "auto",
+        prepack: Prepack = None,
+        cuda_graphs: bool = True,
+        fused_layers: bool = True,
+    ):
+        """Find out how a model can be packed; the arguments are those of SLOSpecConfig."""
         self.model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
@@ -73,9 +82,11 @@ class PackedModel:
         self.backend = backend_for(attention, self.layers)
         self.rope = LengthRope(model)
         self.prepacked = PrepackedLayers(model, prepack)
+        self.fused = FusedLayers(model, fused_layers)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
         # Other backends, and layers with a state, read the packed batch itself.
-        self._has_plans = isinstance(self.backend, FlashAttention) and _is_on_one_device(self.layers, self.device)
+        has_plans = isinstance(self.backend, (FlashAttention, TreeAttention))
+        self._has_plans = has_plans and _is_on_one_device(self.layers, self.device)
         can_replay = self._has_plans and not self.has_states and capturer_for(self.device) is not None
         self.has_graphs = cuda_graphs and can_replay
         self._preconditions = GraphPreconditions(model) if self.has_graphs else None
@@ -219,13 +230,13 @@ class PackedModel:
         parts, logit_rows = larger or (parts, logit_rows)
         batch = PackedBatch.of(parts, is_padded=larger is not None)
         inputs = self._inputs(batch, parts, logit_rows, feature_layers)
-        with self.prepacked.in_use(), self.rope.following(rope_lengths):
+        with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
             outputs = None
             if larger is not None and inputs.plans:
                 outputs = self._replayed(pool, inputs)
             if outputs is None:
                 inputs = to_device(inputs, self.device)
-                batch.plans = {key: plan.with_bias() for key, plan in inputs.plans.items()}
+                batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
                 outputs = self._compute(pool, batch, inputs)
                 self._requested_plans |= dict.fromkeys(batch.plans)
         logits, features = outputs

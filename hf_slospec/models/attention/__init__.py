@@ -10,6 +10,7 @@ from hf_slospec.models.attention.packed_batch import AttentionLayer, NewTokens, 
 from hf_slospec.models.attention.packing import MAX_DENSE
 from hf_slospec.models.attention.positions import Positions, given_positions
 from hf_slospec.models.attention.sdpa import sdpa_attention
+from hf_slospec.models.attention.tree_attention import TreeAttention
 
 __all__ = [
     "MAX_DENSE",
@@ -23,6 +24,7 @@ __all__ = [
     "PlannedBatch",
     "Positions",
     "Span",
+    "TreeAttention",
     "active_forward",
     "backend_for",
     "given_positions",

@@ -13,6 +13,7 @@ from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention, kernel_for
 from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 from hf_slospec.models.attention.sdpa import sdpa_attention
+from hf_slospec.models.attention.tree_attention import TreeAttention, why_no_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +39,34 @@ class Backend(Protocol):
 
 
 def backend_for(attention: str, layers: Sequence[AttentionLayer]) -> Backend:
-    """Return the backend named ``attention``; ``"auto"`` is flash if a layer on CUDA can use it, and sdpa otherwise.
+    """Return the backend named ``attention``; ``"auto"`` is the first of triton, flash and sdpa that a layer can use.
 
     Raises:
-        UnsupportedOptionError: ``attention="flash"`` and no layer can use it.
+        UnsupportedOptionError: ``attention`` is ``"triton"`` or ``"flash"``, and no layer can use it.
     """
     if attention == "4d_mask":
         return masked_attention
     on_cuda = any(layer.shape.key.device.type == "cuda" for layer in layers)
     if attention == "sdpa" or (attention == "auto" and not on_cuda):
         return sdpa_attention
+    if attention in ("auto", "triton"):
+        reasons = dict.fromkeys(why_no_kernel(layer) for layer in layers)
+        if None in reasons:
+            return TreeAttention()
+        why = "; ".join(map(str, reasons))
+        if attention == "triton":
+            raise _unavailable(attention, why)
+        logger.debug("no attention by Triton: %s", why)
     kernels = [kernel_for(layer) for layer in layers]
     names = sorted({kernel.name for kernel in kernels if not isinstance(kernel, str)})
     if names:
         return FlashAttention(", ".join(names))
     why = "; ".join(dict.fromkeys(map(str, kernels)))
     if attention == "flash":
-        raise UnsupportedOptionError(f'attention="flash" is not available: {why}; use attention="auto"')
+        raise _unavailable(attention, why)
     logger.debug("sdpa instead of flash attention: %s", why)
     return sdpa_attention
+
+
+def _unavailable(attention: str, why: str) -> UnsupportedOptionError:
+    return UnsupportedOptionError(f'attention="{attention}" is not available: {why}; use attention="auto"')

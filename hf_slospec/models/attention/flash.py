@@ -171,7 +171,7 @@ def _attend_block(
     if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: nothing to merge
         merged = outs[:, :, 0]
     else:
-        assert block.bias is not None, "a plan is used before with_bias()"
+        assert block.bias is not None, "a plan is used before completed()"
         own = folded(query[block.token_indices].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
         key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
         merged = merged_attention(own, key, value, block.bias, outs, lses, scaling, softcap)

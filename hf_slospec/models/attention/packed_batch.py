@@ -150,7 +150,7 @@ class PackedBatch:
     def plan(self, make: Callable[..., Any], device: torch.device, *arguments: Hashable) -> Any:
         """Return ``make(batch, *arguments)`` on ``device``, made for the first layer that needs it and shared."""
         if (key := (make, device, *arguments)) not in self.plans:
-            self.plans[key] = to_device(make(self, *arguments), device).with_bias()
+            self.plans[key] = to_device(make(self, *arguments), device).completed()
         return self.plans[key]
 
 
@@ -158,7 +158,7 @@ class PlannedBatch:
     """Packed batch of which only the plans are known, as while a forward is captured."""
 
     def __init__(self, plans: dict[Hashable, Any]):
-        self._plans = {key: plan.with_bias() for key, plan in plans.items()}
+        self._plans = {key: plan.completed() for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:
         """Return a plan that was made before the forward."""

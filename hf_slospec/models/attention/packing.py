@@ -109,7 +109,7 @@ class Packing:
     chains: Entries | None
     split: Split | None
 
-    def with_bias(self) -> Packing:
+    def completed(self) -> Packing:
         """Return a copy with biases, which are made on the layers' device, as they are larger than their masks."""
         return self if self.split is None else replace(self, split=self.split.with_bias())
 

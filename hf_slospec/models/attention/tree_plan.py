@@ -1,0 +1,94 @@
+"""Tiles of a packed batch for the tree-attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.models.attention.packed_batch import PackedBatch, Span
+
+MIN_ROWS, MAX_ROWS = 16, 64  # of a tile: the least that tensor cores take; beyond, registers are short
+MIN_WIDTH = 16  # of a padded mask
+COLUMNS = ("start", "prefix_len", "num_staged", "first_token", "num_tokens", "offset", "sequence", "is_chain")
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan:
+    """Tokens of a packed batch in tiles, each of tokens of one sequence; a kernel's program computes one tile.
+
+    ``start`` is the sequence's first slot in the layer's K and V, followed by ``prefix_len`` committed and
+    ``num_staged`` staged tokens; ``first_token`` is an index into the batch, ``offset`` the same into the sequence's
+    own tokens of the batch. Tiles of 0 tokens are padding.
+    """
+
+    tiles: torch.Tensor  # [num_tiles, len(COLUMNS)] int32
+    mask: torch.Tensor  # [num_tokens, width] bool, among staged tokens, True = may attend; chains do not read it
+    positions: torch.Tensor | None  # [num_tokens] int32; None: the layer's attention does not depend on positions
+    staged_positions: torch.Tensor | None  # [num_sequences, width] int32
+    num_rows: int  # of a tile: query heads that share a KV head, times tokens
+
+    def completed(self) -> TreePlan:
+        """Return the plan itself: nothing of it has to be made on the device."""
+        return self
+
+
+def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: int) -> TreePlan:
+    """Return the tiles of a batch, made on the host.
+
+    A plan's sizes depend on the batch's numbers of tokens and sequences and, rounded up, on its largest tree.
+
+    Args:
+        has_window: for layers with a sliding window.
+        by_position: for layers with a window, or with chunks.
+        groups: query heads per KV head.
+    """
+    spans = batch.spans
+    num_tokens = spans[-1].end
+    width = max((span.num_staged for span in spans if not span.is_chain or by_position), default=1)
+    if batch.is_padded:
+        width = max(MIN_WIDTH, 1 << (width - 1).bit_length())
+    num_rows = groups * -(-num_tokens // len(spans))
+    num_rows = max(MIN_ROWS, 1 << (groups - 1).bit_length(), min(MAX_ROWS, 1 << (num_rows - 1).bit_length()))
+    tokens_per_tile = num_rows // groups
+    tiles = [
+        (slots.start, span.num_visible - span.num_staged, span.num_staged, span.begin + offset,
+         min(tokens_per_tile, span.num_tokens - offset), offset, sequence, span.is_chain)
+        for sequence, (span, slots) in enumerate(zip(spans, batch.visible, strict=True))
+        for offset in range(0, span.num_tokens, tokens_per_tile)
+    ]  # fmt: skip
+    most = num_tokens // tokens_per_tile + len(spans) if batch.is_padded else len(tiles)
+    array = np.zeros((most, len(COLUMNS)), dtype=np.int32)
+    array[: len(tiles)] = tiles
+    masks = [None if span.is_chain else span.staged_mask_for(0 if has_window else None) for span in spans]
+    positions = staged_positions = None
+    if by_position:
+        positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
+        staged_positions = _stacked([span.staged_positions for span in spans], width).int()
+    return TreePlan(torch.from_numpy(array), _mask(spans, masks, width), positions, staged_positions, num_rows)
+
+
+def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> torch.Tensor:
+    """Return the masks below each other.  -> [num_tokens, width] bool"""
+    given = [mask for mask in masks if mask is not None]
+    if given and not given[0].is_cpu:  # levels of drafts: as few operations as possible
+        rows = [spans[i].staged_mask[:, :width] if mask is None else mask for i, mask in enumerate(masks)]
+        if len({row.shape[1] for row in rows}) > 1:
+            rows = [F.pad(row, (0, width - row.shape[1])) for row in rows]
+        whole = torch.cat(rows)
+        return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
+    whole = torch.zeros(spans[-1].end, width, dtype=torch.bool)
+    for span, mask in zip(spans, masks, strict=True):
+        if mask is not None:
+            whole[span.begin : span.end, : mask.shape[1]] = mask
+    return whole
+
+
+def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
+    """Return rows of different lengths below each other, padded with 0.  -> [num_rows, width]"""
+    if len({len(row) for row in rows}) > 1:
+        return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
+    stacked = torch.stack(rows)
+    return F.pad(stacked, (0, width - stacked.shape[1])) if stacked.shape[1] < width else stacked

@@ -1,0 +1,1 @@
+"""Elementwise layers of packed forwards as one kernel each."""

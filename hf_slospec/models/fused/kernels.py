@@ -1,0 +1,117 @@
+"""Normalization, rotary embedding and gated activation as Triton kernels that round as transformers' layers do."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_slospec.models.attention.tree_kernels import on_device_of
+
+SILU, GELU_TANH = 0, 1  # activations of gated_activation
+
+
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool) -> torch.Tensor:
+    """Return RMS normalization over the last dimension.
+
+    Args:
+        states: [*, hidden], contiguous, in half precision.
+        weight: [hidden].
+        adds_one: multiply by ``1 + weight`` in fp32 (Gemma), else by ``weight`` in the dtype of ``states`` (Llama).
+    """
+    hidden = states.shape[-1]
+    out = torch.empty_like(states)
+    block = triton.next_power_of_2(hidden)
+    with on_device_of(states):
+        _rms_norm[(states.numel() // hidden,)](
+            states, weight, out, eps,
+            HIDDEN=hidden, BLOCK=block, ADDS_ONE=adds_one, num_warps=min(max(block // 256, 1), 16),
+        )  # fmt: skip
+    return out
+
+
+def rotate(
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim], last dimension contiguous
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    cos: torch.Tensor,  # [1, num_tokens, head_dim]
+    sin: torch.Tensor,  # [1, num_tokens, head_dim]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query and key with rotary embeddings; the two halves of a head are rotated together."""
+    _, num_heads, num_tokens, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    turned = [tensor.new_empty(num_tokens, tensor.shape[1], head_dim).transpose(0, 1)[None] for tensor in (query, key)]
+    with on_device_of(query):
+        _rotate[(num_tokens, num_heads + num_kv_heads)](
+            query, key, *turned, cos, sin, query.stride(1), query.stride(2), key.stride(1), key.stride(2),
+            cos.stride(1), sin.stride(1), num_heads, num_kv_heads,
+            HALF=head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1,
+        )  # fmt: skip
+    return turned[0], turned[1]
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    """Return ``activation(gate) * up`` of contiguous tensors of one shape, in half precision."""
+    out = torch.empty_like(gate)
+    with on_device_of(gate):
+        _gated_activation[(triton.cdiv(gate.numel(), 1024),)](
+            gate, up, out, gate.numel(), ACTIVATION=activation, BLOCK=1024, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _rms_norm(states, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * HIDDEN
+    column = tl.arange(0, BLOCK)
+    is_own = column < HIDDEN
+    own = tl.load(states + row + column, mask=is_own, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=is_own, other=0.0)
+    normed = own * tl.rsqrt(tl.sum(own * own, 0) / HIDDEN + eps)
+    if ADDS_ONE:
+        normed = normed * (1.0 + scale.to(tl.float32))
+    else:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
+    tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=is_own)
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
+def _rotate(
+    query, key, new_query, new_key, cos, sin, query_head_stride, query_token_stride, key_head_stride,
+    key_token_stride, cos_stride, sin_stride, num_heads, num_kv_heads, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, BLOCK)
+    is_own = dim < HALF
+    if head < num_heads:
+        source = query + token * query_token_stride + head * query_head_stride
+        destination = new_query + (token * num_heads + head) * HALF * 2
+    else:
+        source = key + token * key_token_stride + (head - num_heads) * key_head_stride
+        destination = new_key + (token * num_kv_heads + head - num_heads) * HALF * 2
+    first = tl.load(source + dim, mask=is_own, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + dim, mask=is_own, other=0.0).to(tl.float32)
+    dtype = new_query.dtype.element_ty
+    by_cos = tl.load(cos + token * cos_stride + dim, mask=is_own, other=0.0).to(tl.float32)
+    by_sin = tl.load(sin + token * sin_stride + dim, mask=is_own, other=0.0).to(tl.float32)
+    turned = (first * by_cos).to(dtype).to(tl.float32) - (second * by_sin).to(dtype).to(tl.float32)
+    tl.store(destination + dim, turned.to(dtype), mask=is_own)
+    by_cos = tl.load(cos + token * cos_stride + HALF + dim, mask=is_own, other=0.0).to(tl.float32)
+    by_sin = tl.load(sin + token * sin_stride + HALF + dim, mask=is_own, other=0.0).to(tl.float32)
+    turned = (second * by_cos).to(dtype).to(tl.float32) + (first * by_sin).to(dtype).to(tl.float32)
+    tl.store(destination + HALF + dim, turned.to(dtype), mask=is_own)
+
+
+@triton.jit
+def _gated_activation(gate, up, out, num_values, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_own = place < num_values
+    own = tl.load(gate + place, mask=is_own, other=0.0).to(tl.float32)
+    if ACTIVATION == 0:
+        active = own * tl.sigmoid(own)
+    else:  # GELU, approximated by tanh(x) = 2 sigmoid(2x) - 1
+        inner = 0.7978845608028654 * (own + 0.044715 * own * own * own)
+        active = own * tl.sigmoid(2.0 * inner)
+    factor = tl.load(up + place, mask=is_own, other=0.0).to(tl.float32)
+    active = active.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + place, (active * factor).to(out.dtype.element_ty), mask=is_own)

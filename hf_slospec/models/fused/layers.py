@@ -1,0 +1,187 @@
+"""Layers of a model that packed forwards compute by one kernel instead of several operators.
+
+The functions stand in for methods of the model's classes, and for functions of their modules, while packed forwards run
+and in their threads only. Each was compared with the original on random values of the model's dtype before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_slospec.models.attention.kernels import HALF
+from hf_slospec.models.replaced import Place, ReplacedAttributes
+
+logger = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"  # the function's name in transformers' modules
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # attributes of gated MLPs in transformers
+TRIAL_TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
+TRIAL_TOKENS = 3
+DEVICE = "cuda"
+
+Fused = Callable[..., Any]  # gets the original first
+Trial = Callable[[Fused], Iterator[tuple[torch.Tensor, torch.Tensor]]]  # results of the function and of the original
+_active: ContextVar[dict[Place, Fused] | None] = ContextVar("hf_slospec_fused_layers", default=None)
+_replaced = ReplacedAttributes()
+
+
+class FusedLayers:
+    """The fused layers of one model on CUDA in half precision; none elsewhere."""
+
+    def __init__(self, model: nn.Module, wanted: bool):
+        self._fused: dict[Any, Fused] = {}  # by owner and name of the attribute
+        weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
+        if wanted and weights <= {(dtype, DEVICE) for dtype in HALF} and importlib.util.find_spec("triton"):
+            self._fused = dict(_found_in(model))
+        self._places: list[Place] = list(self._fused)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute the layers by the kernels inside this context, in this thread only."""
+        if not self._places:
+            yield
+            return
+        _replaced.replace(self._places, _fused_or)
+        token = _active.set(self._fused)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+            _replaced.restore(self._places)
+
+
+def _fused_or(original: Fused, place: Place) -> Fused:
+    """Return what stands at a place while a packed forward runs in some thread."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        own = (_active.get() or {}).get(place)
+        return original(*args, **kwargs) if own is None else own(original, *args, **kwargs)
+
+    return function
+
+
+def _found_in(model: nn.Module) -> Iterator[tuple[Place, Fused]]:
+    """Yield the places in the model's classes and modules that can be fused, and functions that stand in for them."""
+    by_class: dict[type, list[Any]] = {}
+    for module in model.modules():
+        by_class.setdefault(type(module), []).append(module)
+    candidates: list[tuple[Place, tuple[Fused, ...], Trial]] = []
+    for kind, modules in by_class.items():
+        if all(map(_is_norm, modules)):
+            candidates.append(((kind, "forward"), (_norm(False), _norm(True)), functools.partial(_try_layers, modules)))
+        elif all(map(_is_gated_mlp, modules)):
+            candidates.append(((kind, "forward"), (_gated_mlp,), functools.partial(_try_layers, modules)))
+    weight = next(model.parameters())
+    sources = dict.fromkeys(sys.modules[kind.__module__] for kind in by_class)
+    candidates += [
+        ((source, ROTARY), (_rotary,), functools.partial(_try_rotary, source, weight))
+        for source in sources
+        if hasattr(source, ROTARY)
+    ]
+    for place, functions, trial in candidates:
+        for fused in functions:
+            if (why := _why_not(fused, trial)) is None:
+                yield place, fused
+                break
+            logger.debug("%s.%s is not fused: %s", place[0].__name__, place[1], why)
+
+
+@torch.no_grad()
+def _why_not(fused: Fused, trial: Trial) -> str | None:
+    """Return why a function cannot stand in for the original; None if it can."""
+    try:
+        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in trial(fused)]
+    except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
+        return repr(error)
+    # Also refuses NaN.
+    return None if all(e <= TRIAL_TOLERANCE for e in errors) else f"it is off by {max(errors):.2g}"
+
+
+def _try_layers(modules: list[Any], fused: Fused) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what the function and the original compute for random states, for each of the layers."""
+    for module in modules:
+        weight = next(module.parameters())
+        draw = torch.Generator(weight.device).manual_seed(0)
+        shape = 1, TRIAL_TOKENS, weight.shape[-1]
+        states = torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
+        original = type(module).forward
+        yield fused(original, module, states), original(module, states)
+
+
+def _try_rotary(source: Any, weight: torch.Tensor, fused: Fused) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator(weight.device).manual_seed(0)
+    query, key, cos, sin = (
+        torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
+        for shape in ((1, 4, TRIAL_TOKENS, 32), (1, 2, TRIAL_TOKENS, 32), *[(1, TRIAL_TOKENS, 32)] * 2)
+    )
+    original = getattr(source, ROTARY)
+    yield from zip(fused(original, query, key, cos, sin), original(query, key, cos, sin), strict=True)
+
+
+def _is_norm(module: Any) -> bool:
+    names = [name for name, _ in module.named_parameters()]
+    return "RMSNorm" in type(module).__name__ and names == ["weight"] and _eps(module) > 0
+
+
+def _is_gated_mlp(module: Any) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters
+    return len(parameters) == 2 and all(hasattr(module, name) for name in GATED)  # self and the states
+
+
+def _eps(module: Any) -> float:
+    return float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
+
+
+def _norm(adds_one: bool) -> Fused:
+    def forward(original: Fused, module: Any, states: torch.Tensor) -> Any:
+        if not states.is_contiguous() or states.dtype not in HALF:
+            return original(module, states)
+        from hf_slospec.models.fused.kernels import rms_norm
+
+        return rms_norm(states, module.weight, _eps(module), adds_one)
+
+    return forward
+
+
+def _gated_mlp(original: Fused, module: Any, states: torch.Tensor) -> Any:
+    activation = _activations().get(type(module.act_fn))
+    if activation is None:
+        return original(module, states)
+    from hf_slospec.models.fused.kernels import gated_activation
+
+    gate, up = module.gate_proj(states), module.up_proj(states)
+    return module.down_proj(gated_activation(gate.contiguous(), up.contiguous(), activation))
+
+
+@functools.cache
+def _activations() -> dict[type, int]:
+    from transformers.activations import GELUTanh, SiLUActivation
+
+    from hf_slospec.models.fused.kernels import GELU_TANH, SILU
+
+    return {SiLUActivation: SILU, nn.SiLU: SILU, GELUTanh: GELU_TANH}
+
+
+def _rotary(original: Fused, query: Any, key: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+    shapes = query.shape[-1], key.shape[-1], sin.shape[-1]
+    is_plain = not (args or kwargs) and query.dim() == 4 and cos.dim() == 3 and len(query) == len(cos) == 1
+    if not is_plain or set(shapes) != {cos.shape[-1]} or query.stride(-1) != 1 or key.stride(-1) != 1:
+        return original(query, key, cos, sin, *args, **kwargs)
+    from hf_slospec.models.fused.kernels import rotate
+
+    return rotate(query, key, cos.contiguous(), sin.contiguous())
