@@ -3,6 +3,7 @@
     python examples/hub_models.py                                    # Qwen3 8B with Qwen3 0.6B; about 18 GB in bf16
     python examples/hub_models.py --target Qwen/Qwen3-1.7B --slo-tpot 0.1
     python examples/hub_models.py --target ./my-model --assistant ./my-draft --prompt "def main():" --prompt "import "
+    torchrun --nproc-per-node 2 examples/hub_models.py               # the target split over two GPUs
 
 Target and draft must have the same tokenizer. Several prompts make a batch. In bf16 a text may differ from plain
 ``generate`` after a near-tie of two tokens (docs/generate.md); in fp32 it does not.
@@ -11,12 +12,14 @@ Target and draft must have the same tokenizer. Several prompts make a batch. In 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.distributed import DistributedConfig
 
 from hf_slospec import SLOSpecGenerator
 
@@ -40,9 +43,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
-    gen = SLOSpecGenerator.from_pretrained(
-        options.target, options.assistant, dtype=options.dtype, device_map=options.device_map
-    )
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun, as RANK is
+    place = {"device_map": options.device_map}
+    if num_processes > 1:
+        place = {"distributed_config": DistributedConfig(tp_size=num_processes)}
+    gen = SLOSpecGenerator.from_pretrained(options.target, options.assistant, dtype=options.dtype, **place)
     tokenizer, prompts = gen.tokenizer, options.prompt or PROMPTS
     is_chat = tokenizer.chat_template is not None
     texts = prompts
@@ -62,6 +67,8 @@ def main(given: Sequence[str] | None = None) -> None:
     out = gen.generate(**batch, **decoding, slo_tpot=options.slo_tpot, return_dict_in_generate=True)
     ours_s = time.perf_counter() - begun_s - plain_s
 
+    if int(os.environ.get("RANK", 0)):  # all processes have the same outputs
+        return
     prompt_len = batch["input_ids"].shape[1]
     table = Table("prompt", "TPOT", "SLO", "met", "tokens/step", "same tokens")
     for prompt, row, plain_row, own in zip(prompts, out.sequences, plain, out.slo, strict=True):

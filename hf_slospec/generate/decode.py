@@ -139,7 +139,7 @@ def decode(call: Call) -> Any:
             FallbackWarning,
             stacklevel=2,
         )
-        output = run_stock_loop(speculator.target.model, rows, *stock[1:])
+        output = run_stock_loop(speculator.target.model, rows, speculator.target.ranks.clock, *stock[1:])
         return _output(rows, **output) if is_dict else output
     cache = rows.prompt.cache if is_dict or rows.prompt.is_cache_given else None
     holds_finished = cache is not None or record.is_wanted

@@ -16,10 +16,11 @@ from hf_slospec.generate.processors import draft_processors, ignore_sequence, pr
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot, parse_slo, stages_by_row
-from hf_slospec.generate.speculator import Speculator, clock
+from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.validation import (
     PREPARED,
     check_arguments,
+    check_criteria,
     check_evaluating,
     check_options,
     check_prompts,
@@ -88,7 +89,7 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
         InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError, IncompatibleDraftError: the
             call cannot be speculated; nothing has been changed.
     """
-    arrived_s, model = clock(), speculator.target.model
+    arrived_s, model = speculator.target.ranks.clock(), speculator.target.model
     slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
     check_arguments(model, arguments)
     check_evaluating(model)
@@ -104,6 +105,7 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
         )
     names = names_beside_text(model, {k: v for k, v in stock.model_kwargs.items() if k not in PREPARED})
     check_options(stock.config, stock.model_kwargs, names)
+    check_criteria(stock.criteria, speculator.target.ranks.number)
     prompt = PromptInputs.of(
         stock.input_ids, stock.model_kwargs, stock.config, model.get_input_embeddings(), bool(names)
     )

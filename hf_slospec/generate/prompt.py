@@ -12,6 +12,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
+from hf_slospec.models.ranks import whole
 from hf_slospec.models.recurrent.stock_cache import read_states, write_states
 from hf_slospec.models.whole_prompts import cached_layers, cached_tensors
 
@@ -170,7 +171,7 @@ def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
     Returns:
         [batch, length] int64; zeros if the embedding table is not in memory.
     """
-    table = embedding.weight
+    table = whole(embedding.weight)
     if table.device.type == "meta":
         return torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
     norms = torch.linalg.vector_norm(table, dim=-1, dtype=torch.float32).clamp(min=1e-12)

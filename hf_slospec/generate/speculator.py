@@ -16,6 +16,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.compatibility.features import check_features
 from hf_slospec.models.compatibility.running import vocab_size
@@ -44,11 +45,17 @@ class Speculator:
         self.target, self.config, self.method, self.make_policy = target, config, method, make_policy
         method.check(target.model)
         if method.feature_layers:
+            if target.ranks.number > 1:
+                raise UnsupportedOptionError(
+                    f"drafters of the kind {method.kind!r}, which read hidden states of the target, cannot draft for a "
+                    "tensor-parallel model, whose weights are split over processes; use another assistant_model, or "
+                    "prompt lookup"
+                )
             with self.lock:
                 check_features(target.packed, method.feature_layers)
         self.draft: CheckedModel | None = None
         if method.model is not None:
-            self.draft = CheckedModel(method.model, config, MEASURE_S["draft"])
+            self.draft = CheckedModel(method.model, config, MEASURE_S["draft"], self.target.ranks)
         self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost of a level without a draft
         self._drafters, self._counting = WeakSet[Drafter](), threading.Lock()
         self._costs: StepCosts | None = None
@@ -134,7 +141,7 @@ class Speculator:
             target.give_features(cast(FeatureReader, drafter))
         if (read_kv_of := getattr(drafter, "read_kv_of", None)) is not None:
             read_kv_of(target.sequences)
-        return Parts(target, drafter, self.policy(costs, config), costs, clock)
+        return Parts(target, drafter, self.policy(costs, config), costs, self.target.ranks.clock)
 
     def run(
         self,

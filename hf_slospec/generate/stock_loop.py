@@ -9,9 +9,9 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList, logits_process, stopping_criteria
 
 from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.protocols import Clock
 from hf_slospec.engine.request import Request
 from hf_slospec.generate.rows import Rows
-from hf_slospec.generate.speculator import clock
 
 KNOWN = (logits_process.__name__, stopping_criteria.__name__)
 
@@ -32,6 +32,7 @@ def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteri
 def run_stock_loop(
     model: PreTrainedModel,
     rows: Rows,
+    clock: Clock,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
@@ -39,7 +40,7 @@ def run_stock_loop(
 ) -> Any:
     """Decode with stock's own loop, one token of every row at a time, and record the times on the requests."""
     rows.begin()
-    watch = _TokenTimes()
+    watch = _TokenTimes(clock)
     loop: Any = type(model)
     output = loop._sample(
         model,
@@ -66,9 +67,9 @@ def _record(request: Request, new: list[int], times_s: list[float]) -> None:
 class _TokenTimes(StoppingCriteria):
     """Never stops; records when each step's tokens were chosen."""
 
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
+    def __init__(self, clock: Clock):
+        self.clock, self.times_s = clock, list[float]()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.times_s.append(clock())
+        self.times_s.append(self.clock())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

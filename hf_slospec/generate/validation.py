@@ -15,7 +15,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticLayer,
 )
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, MaxTimeCriteria, StoppingCriteriaList
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import (
@@ -227,6 +227,15 @@ def check_options(
             )
     if extra := sorted(k for k, v in model_kwargs.items() if k not in known and v is not None and v != {}):
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
+
+
+def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:
+    """Raise UnsupportedOptionError if the processes of a model would end a text at different places."""
+    if num_ranks > 1 and any(isinstance(each, MaxTimeCriteria) for each in criteria):
+        raise UnsupportedOptionError(
+            "max_time cannot be combined with slo_tpot and a tensor-parallel model, whose processes would stop at "
+            "different tokens; leave it out, and limit the output by max_new_tokens"
+        )
 
 
 def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = False) -> None:

@@ -17,6 +17,7 @@ from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.cpu.threads import release_openmp_threads, warn_if_oversubscribed
 from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.ranks import Ranks
 
 
 class CheckedModel:
@@ -26,13 +27,17 @@ class CheckedModel:
     drafts are used.
     """
 
-    def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float):
+    def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float, target: Ranks | None = None):
         """Check the model; ``measure_s`` bounds the seconds of measuring where no profile is kept.
+
+        ``target``: the ranks of the target that it drafts for; None: it is a target.
 
         Raises:
             UnsupportedModelError: it cannot verify a token tree.
+            IncompatibleDraftError: it is split over other processes than the target.
         """
         self.model, self.config, self.measure_s = model, config, measure_s
+        self.ranks = Ranks(model) if target is None else target.with_draft(model)
         self.lock = FairLock(release_openmp_threads)
         self._renewing = FairLock()  # taken after `lock` where both are held
         self._placement: tuple[Any, ...] | None = None
@@ -48,12 +53,14 @@ class CheckedModel:
             if placement != self._placement:
                 if input_device(self.model).type == "cpu":
                     warn_if_oversubscribed()
+                config = self.config
                 packed = PackedModel(
                     self.model,
-                    self.config.attention,
-                    self.config.prepack,
-                    self.config.cuda_graphs,
-                    self.config.fused_layers,
+                    config.attention,
+                    config.prepack,
+                    config.cuda_graphs,
+                    config.fused_layers,
+                    ranks=self.ranks,
                 )
                 check_by_trial(packed)
                 if self._placement is not None:  # engines go on with the one before, and must notice changes as well
@@ -72,7 +79,7 @@ class CheckedModel:
         packed = self.packed
         with self.lock, self._renewing:
             if self._cost is None:
-                self._cost = load_profile(packed)
+                self._cost = self.ranks.first(load_profile(packed))  # the others may find none yet
             if self._cost is None:
                 with evaluating(self.model):
                     self._cost = measure(packed, self.measure_s).fit()

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from hf_slospec.config import Prepack
+from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import (
     MAX_DENSE,
     AttentionLayer,
@@ -38,6 +39,7 @@ from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.length_rope import LengthRope
 from hf_slospec.models.memory import holders_of_idle_memory
+from hf_slospec.models.ranks import Ranks
 
 
 class Outputs(NamedTuple):
@@ -73,9 +75,24 @@ class PackedModel:
         prepack: Prepack = None,
         cuda_graphs: bool = True,
         fused_layers: bool = True,
+        ranks: Ranks | None = None,
     ):
-        """Find out how a model can be packed; the arguments are those of SLOSpecConfig."""
-        self.model = model
+        """Find out how a model can be packed; the other arguments are those of SLOSpecConfig.
+
+        ``ranks``: processes that run the model; None: those over which it is split.
+
+        Raises:
+            UnsupportedOptionError: weights of several processes cannot be prepacked.
+        """
+        self.model, self.ranks = model, ranks or Ranks(model)
+        if self.ranks.number > 1:
+            if prepack:
+                raise UnsupportedOptionError(
+                    f"prepack={prepack!r} cannot be combined with a tensor-parallel model: each process would choose "
+                    "kernels by its own times, and what different kernels draft may differ; leave it out"
+                )
+            # Collectives within a captured forward, and fused layers of split weights, were never tried.
+            prepack = cuda_graphs = fused_layers = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
         self.layers, self.state_layers = probe_layers(model)

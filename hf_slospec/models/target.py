@@ -94,6 +94,8 @@ class PackedTarget:
     def _verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
     ) -> Sequence[Chooser]:
+        if self.sequences.packed.ranks.number > 1:
+            self._check_ranks(requests, trees, chunks)
         self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)])
         expected = {request: logits for request in requests if (logits := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
@@ -126,6 +128,19 @@ class PackedTarget:
             chooser if (own := expected.get(request)) is None else self._checked(chooser, logits[root], own)
             for request, chooser, root in zip(requests, found, roots, strict=True)
         ]
+
+    def _check_ranks(self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]) -> None:
+        """Raise InvalidInputError unless all processes of the model verify the same."""
+        work = [[len(requests), len(chunks)]]
+        for request, tree in zip(requests, trees, strict=True):
+            work += [
+                [request.max_new_tokens],
+                self.sequences.uncached(request),
+                tree.tokens.tolist(),
+                tree.parents.tolist(),
+            ]
+        work += [self.sequences.uncached(chunk.request)[: chunk.num_tokens] for chunk in chunks]
+        self.sequences.packed.ranks.check_equal(work)
 
     def _prefill_whole(self, request: Request) -> torch.Tensor | None:
         """Let the model's own forward process a prompt that it must, if it has not yet; return its logits [vocab]."""

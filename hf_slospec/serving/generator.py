@@ -28,6 +28,7 @@ from hf_slospec.generate.load_drafter import load_drafter
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_one_way
+from hf_slospec.models.compatibility.running import input_device
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
@@ -96,7 +97,8 @@ class SLOSpecGenerator:
         ``drafter`` may also be a source for :func:`load_drafter`, such as ``"suffix"``, ``"lookup+mtp"`` or the name of
         a trained head. With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
         ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model,
-        further arguments to the target's ``from_pretrained``.
+        further arguments to the target's ``from_pretrained``. With ``distributed_config``, the target is
+        tensor-parallel and each process has the whole draft.
 
         Raises:
             InvalidInputError: there are a drafter and an assistant model.
@@ -109,6 +111,8 @@ class SLOSpecGenerator:
         processor = AutoProcessor.from_pretrained(model, **hub, **revision) if images else None
         kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
         target = kind.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
+        if (target.tp_size or 1) > 1:
+            device_map = input_device(target)  # of the whole draft, beside this process's part of the target
         draft = None
         if assistant_model is not None:
             draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)

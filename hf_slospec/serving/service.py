@@ -21,7 +21,7 @@ from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Progress, Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
-from hf_slospec.errors import InvalidInputError, NotRunningError, UnsupportedOptionError
+from hf_slospec.errors import InvalidInputError, NotRunningError, UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
@@ -64,11 +64,18 @@ class BatchingService:
         """Start the batcher unless it runs.
 
         Raises:
-            UnsupportedModelError: the decoder can only fall back to stock ``generate``.
+            UnsupportedModelError: the decoder can only fall back to stock ``generate``, or its model is split over
+                processes.
         """
         with self._lock:
             if self._batcher is None:
                 speculator = self.decoder.speculator
+                if speculator.target.ranks.number > 1:
+                    raise UnsupportedModelError(
+                        "the batcher cannot run a tensor-parallel model: requests reach its processes at different "
+                        "times, and all of them must take the same steps; call generate with all prompts in every "
+                        "process"
+                    )
                 kv_tokens = self.config.kv_tokens or _affordable_kv_tokens(speculator, self.config.max_batch)
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
                 self._batcher = Batcher(self._new_engine, self.config.max_queue, speculator.lock, self, torch.no_grad)

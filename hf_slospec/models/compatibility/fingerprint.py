@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_slospec.models.cpu.packed_layers import plain_class
+from hf_slospec.models.ranks import mesh_of
 
 OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
 # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's
@@ -111,7 +112,7 @@ def settings(model: torch.nn.Module) -> Hashable:
 
 
 def _state_of(weight: torch.Tensor) -> Hashable:
-    is_counted = type(weight) in PLAIN and not weight.is_inference()
+    is_counted = (type(weight) in PLAIN or mesh_of(weight) is not None) and not weight.is_inference()
     return weight.data_ptr() if type(weight) in PLAIN else id(weight), weight._version if is_counted else None
 
 

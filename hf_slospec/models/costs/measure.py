@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -90,22 +90,32 @@ def measure(
     return measure_by(Forwards(packed), limit_s, held_out, on_forward, repeats)
 
 
+class Timer(Protocol):
+    """Runner of forwards of given sizes."""
+
+    def __call__(self, size: Size) -> float:
+        """Return the seconds of a forward of this size."""
+
+    def clock(self) -> float:
+        """Return monotonic seconds."""
+
+
 def measure_by(
-    forward_s: Callable[[Size], float],
+    forward_s: Timer,
     limit_s: float,
     held_out: bool = False,
     on_forward: Callable[[Size], None] = lambda _: None,
     repeats: int = REPEATS,
 ) -> Measured:
-    """Measure as :func:`measure` does, by a function that runs a forward of a size and returns its seconds."""
+    """Measure as :func:`measure` does, by a timer of its own."""
     measured = Measured()
     sizes = [*CURVE[:4], *SLOPES, *CURVE[4:], *(HELD_OUT if held_out else ())]
     forward_s(Size(1))  # includes one-off costs
-    started_s = time.perf_counter()
+    started_s = forward_s.clock()
     for repeat in range(repeats):
         for size in sizes:
             is_needed = repeat == 0 and size in NEEDED
-            left_s = limit_s - (time.perf_counter() - started_s)
+            left_s = limit_s - (forward_s.clock() - started_s)
             if is_needed or (_expected_s(size, measured) < left_s and _is_worthwhile(size, measured)):
                 measured.add(size, forward_s(size))
                 on_forward(size)
@@ -126,7 +136,7 @@ class Forwards:
     """Timer of packed forwards of given sizes; they reserve K/V for the time they take."""
 
     def __init__(self, packed: PackedModel):
-        self.packed, self._cache = packed, packed.kv_cache
+        self.packed, self.clock, self._cache = packed, packed.ranks.clock, packed.kv_cache
 
     def __call__(self, size: Size) -> float:
         """Return the seconds of a forward of this size; of a replay, where forwards are captured."""
@@ -143,12 +153,12 @@ class Forwards:
                 return self._forward(sequences, lengths) if is_capture else seconds
 
     def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
-        device, begun_s = self.packed.device, time.perf_counter()
+        device, begun_s = self.packed.device, self.clock()
         parts = [chain(self.packed, own, [0] * length) for own, length in zip(sequences, lengths, strict=True)]
         self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths)))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - begun_s
+        return self.clock() - begun_s
 
     @staticmethod
     def _split(size: Size) -> Iterator[int]:

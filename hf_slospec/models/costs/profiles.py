@@ -67,6 +67,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "attention": packed.backend.__name__,
         "kernels": packed.prepacked.kernels,
         "graphs": packed.has_graphs,
+        "ranks": packed.ranks.number,
         **machine(packed.device),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -189,6 +188,7 @@ class LevelTimer:
 
     def __init__(self, assistant: Any, target: PackedModel):
         self._model, self._cache = SharedKVModel(assistant, target), target.kv_cache
+        self.clock = target.ranks.clock
 
     def __call__(self, size: Size) -> float:
         """Return the seconds of a level of this size, the same number of nodes for each request."""
@@ -197,9 +197,9 @@ class LevelTimer:
         with self._cache.temporary([size.keys_each] * size.num_requests) as sequences:
             for sequence in sequences:
                 sequence.length = size.keys_each
-            begun_s = time.perf_counter()
+            begun_s = self.clock()
             states = torch.zeros(*shape, self._model.assistant.backbone_hidden_size, device=device)
             self._model.scores(self._cache.pool, sequences, tokens, states)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return time.perf_counter() - begun_s
+            return self.clock() - begun_s
