@@ -2,7 +2,9 @@
 # make test: everything CI checks.  make notebooks: run them into build/.
 PYTHON ?= python3
 VENV ?= .venv
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
+# pip compiles in one process. Tests of packages are left out, and files that are no Python, which some install, ignored.
+COMPILE = $(VENV)/bin/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib hf_slospec || true
 
 NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
 
@@ -10,17 +12,22 @@ NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/sim tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check test lint docs bench notebooks clean
+.PHONY: run check test pytest lint docs bench notebooks clean
+
+check test pytest: export OMP_NUM_THREADS = 1
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
 
 check: lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 $(FAST_TESTS)
+	$(VENV)/bin/python -m pytest -q -n 2 $(FAST_TESTS)
 
+# All at once: linting and the notebooks leave a core idle for minutes.
 test: $(VENV)/installed-dev
-	$(MAKE) --output-sync --jobs 2 lint docs
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) --jobs 3 lint docs pytest
+
+pytest: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
@@ -46,16 +53,19 @@ notebooks: $(VENV)/installed-docs
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV): torch is large, this takes a minute or several"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade -c constraints.txt pip
-	$(PIP) install -c constraints.txt --editable .
+	$(PIP_INSTALL) --upgrade -c constraints.txt pip
+	$(PIP_INSTALL) -c constraints.txt --editable .
+	$(COMPILE)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install -c constraints.txt --group dev --group docs
+	$(PIP_INSTALL) -c constraints.txt --group dev --group docs
+	$(COMPILE)
 	touch $@ $(VENV)/installed-docs
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(PIP) install -c constraints.txt --group docs
+	$(PIP_INSTALL) -c constraints.txt --group docs
+	$(COMPILE)
 	touch $@
 
 clean:
