@@ -1,30 +1,44 @@
-"""Fixtures shared by the tests of real models."""
+"""Fixtures shared by the tests of real models.
+
+torch and the package are imported in fixtures, as pytest's process that only distributes tests reads this file, too.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_slospec-tests-")  # no profiles in the user's own cache
 
 import pytest
-import torch
 from hypothesis import settings
-from transformers.utils import logging
-
-from hf_slospec.generate.speculator import MEASURE_S
-from hf_slospec.models.cpu import kernel_choice
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing on a shared machine
 settings.load_profile("untimed")
-logging.set_verbosity_error()
-logging.disable_progress_bar()
-MEASURE_S.update(target=0.2, draft=0.1)  # step times decide the shapes of draft trees, never the text
-kernel_choice.REPEATS, kernel_choice.MEASURED_BYTES = 1, 2**20  # neither do the kernels
 pytest.register_assert_rewrite("tests.support")  # before any test imports it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _settings() -> Iterator[None]:
+    from transformers.utils import logging
+
+    from hf_slospec.generate.speculator import MEASURE_S
+    from hf_slospec.models.cpu import kernel_choice
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    MEASURE_S.update(target=0.2, draft=0.1)  # step times decide the shapes of draft trees, never the text
+    kernel_choice.REPEATS, kernel_choice.MEASURED_BYTES = 1, 2**20  # neither do the kernels
+    gc.freeze()  # the garbage collector shall not search all that was imported, again and again
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
