@@ -28,8 +28,7 @@ def text_and_cache(family: str, batch: int, cache: Any) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("is_whole_text", [True, False])
+@pytest.mark.parametrize(("batch", "is_whole_text"), [(1, False), (3, True)])
 def test_second_turn_on_a_cache(family: str, batch: int, is_whole_text: bool) -> None:
     ours, caches = generator(family), []
     outputs = []

@@ -116,8 +116,7 @@ CUSTOM = [Countdown, lambda: Widened(5), RowBias, Drawing, stateful_function, Co
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded in step:hf_slospec.FallbackWarning")
-@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("mode", "batch"), [(GREEDY, 1), (SAMPLED, 3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("make", CUSTOM, ids=lambda make: getattr(make, "__name__", "?"))
 def test_custom_processors(make: Any, mode: dict[str, Any], batch: int) -> None:
     ours, inputs, seen = generator(), ragged_prompts(batch, seed=batch), []
