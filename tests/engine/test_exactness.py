@@ -81,7 +81,7 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
     order=st.sampled_from(["ascending", "descending"]),
     tick_s=st.sampled_from([0.0, 0.1]),
 )
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=120)
 def test_every_request_gets_what_plain_decoding_gives(
     seed: int,
     num_requests: int,

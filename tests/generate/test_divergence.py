@@ -235,11 +235,10 @@ def test_output_that_ends_too_early_or_too_late_differs(replace_output: Replace)
 def test_bf16_pair_diverges_at_near_ties_only() -> None:
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     generator = SLOSpecGenerator(target, draft, tokenizer)
-    for first in (0, 8):
-        inputs = tokenizer(tiny_prompts()[first : first + 8], return_tensors="pt", padding=True)
-        report = divergence_report(generator, inputs, max_new_tokens=48, do_sample=False)
-        assert report.num_rows == 8 and report.num_tokens > 48 and report.dtype == torch.bfloat16
-        assert report.all_near_ties, str(report)
+    inputs = tokenizer(tiny_prompts()[:8], return_tensors="pt", padding=True)
+    report = divergence_report(generator, inputs, max_new_tokens=48, do_sample=False)
+    assert report.num_rows == 8 and report.num_tokens > 48 and report.dtype == torch.bfloat16
+    assert report.all_near_ties, str(report)
 
 
 def test_enabled_model_speculates_whether_or_not_a_target_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

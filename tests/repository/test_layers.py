@@ -102,10 +102,14 @@ def test_public_names_exist_and_are_sorted() -> None:
 
 
 def test_the_import_loads_no_optional_package() -> None:
-    """Loading a model imports transformers' quantisers, and with them torchao; the package must not add to that."""
+    """Loading a model imports transformers' quantisers, and with them torchao; the package must not add to that.
+
+    The command line needs what it prints with, and no gradio.
+    """
     code = (
         "import sys; from transformers import AutoTokenizer, LlamaForCausalLM; before = {*sys.modules}; "
-        "import hf_slospec; print(*{name.split('.')[0] for name in sys.modules.keys() - before})"
+        "import hf_slospec; print(*{name.split('.')[0] for name in sys.modules.keys() - before}); "
+        "sys.modules['gradio'] = None; import hf_slospec.cli.app"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     added = set(output.split())

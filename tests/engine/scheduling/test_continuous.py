@@ -67,7 +67,7 @@ class Served:
     starvation_s=st.sampled_from([0.5, 20.0, 1e9]),
     is_sampled=st.booleans(),
 )
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 def test_every_request_gets_what_plain_decoding_gives_within_limits(
     seed: int,
     num_requests: int,

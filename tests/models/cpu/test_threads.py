@@ -16,7 +16,10 @@ SCRIPT = """
 import json, os, time
 import torch
 import hf_slospec
+from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.cpu.threads import release_openmp_threads
+
+MEASURE_S.update(target=0.1, draft=0.1)
 
 def count():
     return len(os.listdir("/proc/self/task"))

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from hf_slospec import SLOSpecConfig
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.serving.replicas import ReplicaOptions
 from hf_slospec.serving.replicas.start import served
 from tests.support.paths import ROOT
@@ -30,7 +30,8 @@ OPTIONS = ReplicaOptions(
 
 
 @pytest.fixture(scope="module")
-def url(free_port: int) -> Iterator[str]:
+def url(free_port: int, pair: Any) -> Iterator[str]:
+    _ = SLOSpecGenerator(*pair, OPTIONS.config).decoder.speculator.costs  # measured here, for all replicas
     with served(OPTIONS, "127.0.0.1", free_port) as address:
         yield address
 
