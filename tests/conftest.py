@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_slospec-tests-")  # no profiles in the user's own cache
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are defined; on a GPU, they are compiled
 
 import pytest
 from hypothesis import settings

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_slospec.models.attention.packing import Entries
 from hf_slospec.models.cuda import graphs, sync_guard
 from tests.support.graph_stand_in import OpaqueStandIn, Tape, each, tensors_in
+from tests.support.triton_stand_in import triton_stand_ins
 
 aten = torch.ops.aten
 PIN, COPY, COPY_TO = aten._pin_memory, aten._to_copy, aten.copy_
@@ -503,6 +504,7 @@ def stand_in_cuda() -> Iterator[Device]:
         stack.enter_context(mock.patch.object(graphs, "PLAIN", (*graphs.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        stack.enter_context(triton_stand_ins())
         stack.enter_context(Places())
         stack.enter_context(Operators())
         yield stand_in

@@ -188,11 +188,13 @@ def _attend(
         total = total * kept + tl.sum(weights, 1)
         most = largest
 
-    found = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    has_none = total == 0.0  # the row saw no key of this part
+    total = tl.where(has_none, 1.0, total)
+    found = sums / total[:, None]
     row = in_batch * num_heads + head
     if NUM_SPLITS > 1:
         row = split.to(tl.int64) * num_tokens * num_heads + row
-        tl.store(lses + row, tl.where(total == 0.0, float("-inf"), most + tl.log2(total)), mask=is_row)
+        tl.store(lses + row, tl.where(has_none, float("-inf"), most + tl.log2(total)), mask=is_row)
     is_stored = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
     tl.store(out + row[:, None] * VALUE_DIM + value_dims[None, :], found.to(out.dtype.element_ty), mask=is_stored)
 

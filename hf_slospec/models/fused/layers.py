@@ -44,24 +44,21 @@ class FusedLayers:
         weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
         if wanted and weights <= {(dtype, DEVICE) for dtype in HALF} and importlib.util.find_spec("triton"):
             self._fused = dict(_found_in(model))
-        self._places: list[Place] = list(self._fused)
-
-    def __len__(self) -> int:
-        return len(self._places)
+        self.places: list[Place] = list(self._fused)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Compute the layers by the kernels inside this context, in this thread only."""
-        if not self._places:
+        if not self.places:
             yield
             return
-        _replaced.replace(self._places, _fused_or)
+        _replaced.replace(self.places, _fused_or)
         token = _active.set(self._fused)
         try:
             yield
         finally:
             _active.reset(token)
-            _replaced.restore(self._places)
+            _replaced.restore(self.places)
 
 
 def _fused_or(original: Fused, place: Place) -> Fused:

@@ -1,0 +1,114 @@
+"""The Triton kernel for trees, run by Triton's interpreter, against attention of every token alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.models.attention import TreeAttention, tree_attention, tree_kernels
+from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
+from hf_slospec.models.cuda.transfer import signature
+from hf_slospec.models.packed import PackedModel
+from tests.support.attention_rows import BRANCHING, CHAIN, ROOT, case
+from tests.support.tiny_models import tiny_model
+from tests.support.triton_stand_in import tree_attention_stand_in
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")
+SPANS = [(7, 1, BRANCHING), (0, 3, CHAIN), (5, 1, ROOT)]  # tokens committed, tokens of a chain, the tree at its end
+SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 8, 8)]  # query heads, KV heads, key_dim, value_dim
+OPTIONS = {
+    "plain": {},
+    "window": dict(window=6, softcap=2.0),
+    "narrow": dict(window=1),
+    "sinks": dict(has_sinks=True),
+    "chunks": dict(chunk=4, has_sinks=True),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+def check(spans, heads, dtype, is_padded=False, window=None, softcap=None, has_sinks=False, chunk=None, kernel=None):  # type: ignore[no-untyped-def]
+    num_heads, num_kv_heads, key_dim, value_dim = heads
+    made = case(spans, num_kv_heads, key_dim, value_dim, dtype)
+    made.row.is_padded = is_padded
+    query = torch.randn(num_heads, len(made.tokens), key_dim, dtype=dtype)
+    sinks = torch.randn(num_heads) if has_sinks else None
+    plan = plan_tree(made.row, window is not None, window is not None or chunk is not None, num_heads // num_kv_heads)
+    arguments = key_dim**-0.5, window, softcap, sinks, chunk
+    out = (kernel or tree_kernels.tree_attention)(query, made.keys, made.values, plan, *arguments)
+    assert out.dtype == dtype
+    atol = TOLERANCE[dtype] * float(made.values.abs().max())
+    torch.testing.assert_close(out.float(), made.expected(query, *arguments), rtol=0, atol=atol)
+
+
+@pytest.fixture(params=[1, 3], ids=["whole", "split"])
+def num_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Parts into which the kernel divides the keys of a sequence."""
+    monkeypatch.setattr(tree_kernels, "ENOUGH_PROGRAMS", 10**6)
+    monkeypatch.setattr(tree_kernels, "MAX_SPLITS", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option(num_splits: int, options: dict[str, object]) -> None:
+    check(SPANS, SHAPES[0], torch.float32, **options)
+
+
+@pytest.mark.parametrize("heads", SHAPES[1:], ids=str)
+def test_heads_of_all_sizes(num_splits: int, heads: tuple[int, int, int, int]) -> None:
+    check(SPANS[:2], heads, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(num_splits: int, dtype: torch.dtype) -> None:
+    check(SPANS[:2], SHAPES[0], dtype, has_sinks=True)
+
+
+def test_a_padded_plan(num_splits: int) -> None:
+    check(SPANS, SHAPES[0], torch.float32, is_padded=True, window=6)
+
+
+def test_long_chains_in_several_tiles(num_splits: int) -> None:
+    check([(5, 40, ROOT), (0, 1, BRANCHING)], SHAPES[0], torch.float32)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_the_stand_in_of_other_tests_computes_the_same(heads: tuple[int, ...], options: dict[str, object]) -> None:
+    check(SPANS, heads, torch.float32, kernel=tree_attention_stand_in, **options)
+
+
+def test_sizes_of_a_padded_plan_do_not_depend_on_lengths() -> None:
+    """Or each of them would need a captured forward of its own."""
+    plans = []
+    for prefix_len, tree in ((3, BRANCHING), (900, BRANCHING), (40, CHAIN)):
+        made = case([(prefix_len, 1, tree), (1, 7 - tree.num_nodes, ROOT)], 2, 8, 8)
+        made.row.is_padded = True
+        plans.append(plan_tree(made.row, False, False, 2))
+    assert signature(plans[0]) == signature(plans[1]) == signature(plans[2])
+    assert plans[0].mask.shape[1] == MIN_WIDTH
+
+
+def test_tiles_hold_every_token_once() -> None:
+    made = case([(5, 40, ROOT), (0, 1, BRANCHING), (9, 3, CHAIN)], 2, 8, 8)
+    for is_padded in (False, True):
+        made.row.is_padded = is_padded
+        plan = plan_tree(made.row, False, False, 2)
+        tokens = [first + i for _, _, _, first, count, *_ in plan.tiles.tolist() for i in range(count)]
+        assert tokens == list(range(len(made.tokens)))
+
+
+def test_refused_by_name_without_cuda() -> None:
+    with pytest.raises(UnsupportedOptionError, match=r'attention="triton" is not available: .* needs a CUDA device'):
+        PackedModel(tiny_model("llama"), "triton")
+
+
+def test_layers_beyond_the_kernel_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention, "MAX_DIM", 8)
+    made = case(SPANS, 2, 16, 16)
+    query = torch.randn(4, len(made.tokens), 16)
+    out = TreeAttention()(query, made.keys, made.values, made.row, 0.25, None, None, None)
+    torch.testing.assert_close(out, made.expected(query, 0.25, None, None, None), rtol=0, atol=1e-5)
+    assert not made.row.plans

@@ -1,0 +1,118 @@
+"""Stand-ins for the Triton kernels in plain torch, each one operator to whoever traces it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.models.attention import tree_kernels
+from hf_slospec.models.attention.dense import dense_attention
+from hf_slospec.models.attention.tree_plan import TreePlan
+from hf_slospec.models.fused import kernels as fused_kernels
+
+
+def tree_attention_stand_in(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: TreePlan,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    chunk: int | None,
+) -> torch.Tensor:
+    """-> [num_tokens, num_heads, value_dim]"""
+    out: torch.Tensor = _attend(
+        query, keys, values, plan.tiles, plan.mask, plan.positions, plan.staged_positions,
+        scaling, window, softcap, sinks, chunk,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("hf_slospec_tests::tree_attention", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor | None,
+    staged_positions: torch.Tensor | None,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    chunk: int | None,
+) -> torch.Tensor:
+    out = query.new_zeros(query.shape[1], query.shape[0], values.shape[-1])
+    for start, prefix_len, num_staged, first, count, offset, sequence, is_chain in tiles.tolist():
+        if not count:
+            continue
+        own, num_keys = slice(first, first + count), prefix_len + num_staged
+        seen = torch.ones(count, num_keys, dtype=torch.bool)
+        staged = mask[own, :num_staged]
+        seen[:, prefix_len:] = torch.ones(count, num_staged).tril(offset).bool() if is_chain else staged
+        if positions is not None and staged_positions is not None:
+            at = torch.cat((torch.arange(prefix_len), staged_positions[sequence, :num_staged]))
+            if window is not None:
+                seen &= positions[own, None] - at[None] < window
+            if chunk is not None:
+                seen &= positions[own, None] // chunk == at[None] // chunk
+        bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+        key, value = (kv[start : start + num_keys].transpose(0, 1) for kv in (keys, values))
+        out[own] = dense_attention(query[:, own], key, value, bias, scaling, softcap, sinks).transpose(0, 1)
+    return out
+
+
+@_attend.register_fake
+def _(query, keys, values, *_):  # type: ignore[no-untyped-def]
+    return query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+
+
+@torch.library.custom_op("hf_slospec_tests::rms_norm", mutates_args=())
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool) -> torch.Tensor:
+    """-> [*, hidden]"""
+    normed = states.float() * (states.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (normed * (1.0 + weight.float())).to(states.dtype) if adds_one else normed.to(states.dtype) * weight
+
+
+@torch.library.custom_op("hf_slospec_tests::rotate", mutates_args=())
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> query and key, of their shapes"""
+
+    def turned(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, -1)
+        return states * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+    return turned(query), turned(key)
+
+
+@torch.library.custom_op("hf_slospec_tests::gated_activation", mutates_args=())
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    """-> of the shape of gate"""
+    return (F.silu(gate) if activation == fused_kernels.SILU else F.gelu(gate, approximate="tanh")) * up
+
+
+for op, shapes in ((rms_norm, 1), (rotate, 2), (gated_activation, 1)):
+    op.register_fake(
+        lambda *given, n=shapes: torch.empty_like(given[0]) if n == 1 else (*map(torch.empty_like, given[:2]),)
+    )
+
+
+@contextlib.contextmanager
+def triton_stand_ins() -> Iterator[None]:
+    """Use these instead of the kernels."""
+    with (
+        mock.patch.object(tree_kernels, "tree_attention", tree_attention_stand_in),
+        mock.patch.object(fused_kernels, "rms_norm", rms_norm),
+        mock.patch.object(fused_kernels, "rotate", rotate),
+        mock.patch.object(fused_kernels, "gated_activation", gated_activation),
+    ):
+        yield
