@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_slospec.models.attention.dense import dense_attention
 from hf_slospec.models.attention.packed_batch import PackedBatch, PlannedBatch
+
+_KERNELS_LOCK = threading.Lock()  # torch's choice of kernels is one of the process, restored at the end of a context
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Use other kernels than cuDNN's, which makes a plan for every new shape of a call (0.4 s)."""
+    with _KERNELS_LOCK, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
 
 
 def sdpa_attention(
@@ -24,16 +38,18 @@ def sdpa_attention(
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads, groups = keys.shape[1], num_heads // keys.shape[1]
     out = query.new_empty(num_tokens, num_heads, values.shape[-1])
-    for span, slots in zip(batch.spans, batch.visible, strict=True):
-        own_query = query[:, span.begin : span.end]
-        key, value = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
-        if softcap is None and sinks is None:
-            # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa on CPU.
-            mask = span.mask(window, query, groups, chunk)
-            grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
-            own = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask, scale=scaling)
-            own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA the heads may be the inner dimension
-        else:
-            own = dense_attention(own_query, key, value, span.mask(window, query, chunk=chunk), scaling, softcap, sinks)
-        out[span.begin : span.end] = own.transpose(0, 1)
+    with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
+        for span, slots in zip(batch.spans, batch.visible, strict=True):
+            own_query = query[:, span.begin : span.end]
+            key, value = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
+            if softcap is None and sinks is None:
+                # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa on CPU.
+                mask = span.mask(window, query, groups, chunk)
+                grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
+                own = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask, scale=scaling)
+                own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA heads may be inner
+            else:
+                mask = span.mask(window, query, chunk=chunk)
+                own = dense_attention(own_query, key, value, mask, scaling, softcap, sinks)
+            out[span.begin : span.end] = own.transpose(0, 1)
     return out
