@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.models.attention.packed_batch import NewTokens
-from hf_slospec.models.cuda.bucket_sizes import BUCKETS, bucket_for
+from hf_slospec.models.cuda.bucket_sizes import BATCHES, BUCKETS, bucket_for
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
 
-MAX_PADDING_SLOTS = 96  # tokens; the bucket sizes need no more for packed batches of up to 64 sequences
+MAX_PADDING_SLOTS = 144  # tokens: the largest step between two sizes, and 16 padding sequences
+SHORT = 16  # tokens: padding sequences so long do not make attention slower
 
 
 def padded(
@@ -26,12 +27,8 @@ def padded(
     None if the packed batch is larger than the largest size, or needs more padding slots than the pool has.
     """
     lengths = [len(part.input_ids) for part in parts]
-    num_parts, num_tokens = bucket_for(len(parts)), sum(lengths)
-    total = bucket_for(num_tokens + num_parts - len(parts))
-    if num_parts == len(parts) and total > num_tokens:  # the missing tokens need a padding sequence
-        num_parts = bucket_for(num_parts + 1)
-        total = bucket_for(num_tokens + num_parts - len(parts))
-    missing, num_padding = total - num_tokens, num_parts - len(parts)
+    num_padding, missing = _missing(len(parts), sum(lengths), max(lengths))
+    total = sum(lengths) + missing
     if total > BUCKETS[-1] or missing > pool.num_padding_slots:
         return None
     padding, start, like = [], pool.num_slots, parts[0]
@@ -41,6 +38,19 @@ def padded(
         start += length
     num_rows = total if 2 * len(logit_rows) > total else bucket_for(len(logit_rows))
     return [*parts, *padding], F.pad(logit_rows, (0, num_rows - len(logit_rows)))
+
+
+def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
+    """Return the numbers of padding sequences and of their tokens."""
+    num_padding = bucket_for(num_parts, BATCHES) - num_parts
+    missing = bucket_for(num_tokens + num_padding) - num_tokens
+    # Attention computes all sequences as if they were as long as the longest, so none should be of padding.
+    needed = -(-missing // max(bucket_for(longest), SHORT))
+    if needed == 1 > num_padding:
+        num_padding = 1  # without going on to the next size
+    elif needed > num_padding:
+        num_padding = bucket_for(num_parts + needed, BATCHES) - num_parts
+    return num_padding, bucket_for(num_tokens + num_padding) - num_tokens
 
 
 def _padding_sequence(sequence: CachedSequence, like: NewTokens) -> NewTokens:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.cuda.bucket_sizes import BUCKETS
-from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
+from hf_slospec.models.cuda.bucket_sizes import BATCHES, BUCKETS, bucket_for
+from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, SHORT, padded
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
 from tests.support.graph_bench import Bench
 from tests.support.graph_stand_in import Tapes
@@ -27,16 +27,27 @@ def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None
     num_logits = data.draw(st.integers(0, sum(lengths)))
     larger = padded(parts, torch.arange(num_logits), pool)
     if larger is None:
-        assert sum(lengths) > BUCKETS[-1] - MAX_PADDING_SLOTS
+        assert sum(lengths) > BUCKETS[-1] - 16  # padding sequences that the number of sequences needs
         return
     more, logit_rows = larger
-    assert more[: len(parts)] == parts and len(more) in BUCKETS
+    assert more[: len(parts)] == parts and (len(more) in BATCHES or len(more) == len(parts) + 1)
     assert sum(len(part.input_ids) for part in more) in BUCKETS and len(logit_rows) in (0, 1, *BUCKETS)
     assert logit_rows[:num_logits].tolist() == list(range(num_logits)) and not logit_rows[num_logits:].any()
     slots = [slot for added in more[len(parts) :] for slot in own_slots(added)]
     assert slots == list(range(1000, 1000 + len(slots))) and len(slots) <= MAX_PADDING_SLOTS
     for added in more[len(parts) :]:
-        assert len(added.input_ids) and torch.equal(added.mask, torch.eye(len(added.input_ids)).bool())
+        assert 1 <= len(added.input_ids) <= max(bucket_for(max(lengths)), SHORT)
+        assert torch.equal(added.mask, torch.eye(len(added.input_ids)).bool())
+
+
+@pytest.mark.parametrize("num_requests", [1, 5, 33, 64, 65, 80])
+def test_levels_of_drafts_and_short_steps_have_a_size(num_requests: int) -> None:
+    pool = KVPool([], 1000, MAX_PADDING_SLOTS)
+    for num_tokens in range(num_requests, 4 * num_requests + 1):
+        lengths = [num_tokens * (i + 1) // num_requests - num_tokens * i // num_requests for i in range(num_requests)]
+        larger = padded([fresh(length) for length in lengths], torch.arange(num_tokens), pool)
+        assert larger is not None
+        assert sum(len(part.input_ids) for part in larger[0]) <= max(32, 2 * num_tokens), "mostly padding"
 
 
 def own_slots(part: NewTokens) -> range:
