@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 import hf_slospec
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.models.cuda.device_calls import synchronize
 from hf_slospec.models.drafters.methods import AssistantMethod, DraftMethod
 from hf_slospec.models.machine import cpu_info, native_dtypes
 from hf_slospec.serving.generator import SLOSpecGenerator
@@ -223,12 +224,6 @@ def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ import psutil
 import torch
 from pydantic import BaseModel, Field
 
+from hf_slospec.models.cuda.device_calls import empty_cache
+
 # Errors of the device or host, which say nothing about the model whose forward raised them.
 DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 GROUPS = (  # files of a control group, version 2 and 1: limit, usage, and the page cache that can be reclaimed
@@ -75,6 +77,5 @@ def as_memory_error() -> Iterator[None]:
     if message is not None:
         for holder in list(holders_of_idle_memory):
             holder.free_idle_memory()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        empty_cache()
         raise MemoryError(message)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 
-import torch
-
 from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.models.cuda.device_calls import empty_cache
 from hf_slospec.models.memory import is_out_of_memory
 
 
@@ -24,5 +23,4 @@ def outcome_of(error: Exception) -> dict[str, str]:
 def release_memory() -> None:
     """Return unused memory to the device."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_cache()

@@ -15,6 +15,7 @@ from hf_slospec.models.attention import PackedBatch, Span, active_forward
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import Size
+from hf_slospec.models.cuda.device_calls import synchronize
 from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.drafters.beam import BeamLayer, Scores, beam_search
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
@@ -200,6 +201,5 @@ class LevelTimer:
             begun_s = self.clock()
             states = torch.zeros(*shape, self._model.assistant.backbone_hidden_size, device=device)
             self._model.scores(self._cache.pool, sequences, tokens, states)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             return self.clock() - begun_s

@@ -1,0 +1,30 @@
+"""Calls that concern a whole CUDA device, kept apart from the captures of other threads, which they would break."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from contextlib import AbstractContextManager
+
+import torch
+
+_LOCK = threading.RLock()  # of the process: held while a thread captures, or makes such a call
+
+
+def apart_from_captures(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which no other thread captures a forward or makes calls of this module."""
+    return _LOCK if device.type == "cuda" else contextlib.nullcontext()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device has finished its work; do nothing on other devices."""
+    if device.type == "cuda":
+        with _LOCK:
+            torch.cuda.synchronize(device)
+
+
+def empty_cache() -> None:
+    """Return unused memory to the CUDA devices, if there are any."""
+    if torch.cuda.is_available():
+        with _LOCK:
+            torch.cuda.empty_cache()
