@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.models.attention import MAX_DENSE
+from hf_slospec.models.cuda.device_calls import apart_from_captures, synchronize
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.new_tokens import chain
 from hf_slospec.models.packed import PackedModel
@@ -33,11 +35,12 @@ class Size:
 
 
 # Measured sizes, most needed first; the first two are always measured, as a curve needs a slope. Large ones are left
-# out where half as many tokens cost WORTHWHILE times one.
-CURVE = tuple(Size(tokens) for tokens in (1, 4, 16, 64, 6, 32, 8, 2, 128, 256, 512))
+# out where half as many tokens cost WORTHWHILE times one. They are of several requests, as in steps: longer chains of
+# one request, which are parts of prompts, are not captured in CUDA graphs.
+CURVE = tuple(Size(tokens, -(-tokens // MAX_DENSE)) for tokens in (1, 4, 16, 64, 6, 32, 8, 2, 128, 256, 512))
 NEEDED = CURVE[:2]
 SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, against the 16 tokens of the curve
-HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96))  # to evaluate the fit
+HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit
 WORTHWHILE = 4.0
 MAX_PER_REQUEST = 0.1  # of the time of 16 tokens
 REPEATS = 4
@@ -65,7 +68,11 @@ class Measured:
         if at_16 is not None and many is not None:
             extra_s = many - at_16 - per_key_s * (SLOPES[0].num_keys - KEYS)
             per_request_s = min(max(extra_s, 0.0) / (SLOPES[0].num_requests - 1), MAX_PER_REQUEST * at_16)
-        points = {size.num_tokens: s - per_key_s * KEYS for size, s in self.seconds.items() if size in CURVE}
+        points = {
+            size.num_tokens: s - per_key_s * size.num_keys - per_request_s * (size.num_requests - 1)
+            for size, s in self.seconds.items()
+            if size in CURVE
+        }
         return ForwardCost(LatencyCurve.fit(list(points), list(points.values())), per_request_s, per_key_s)
 
     def errors(self, cost: ForwardCost) -> dict[Size, float]:
@@ -153,12 +160,12 @@ class Forwards:
                 return self._forward(sequences, lengths) if is_capture else seconds
 
     def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
-        device, begun_s = self.packed.device, self.clock()
-        parts = [chain(self.packed, own, [0] * length) for own, length in zip(sequences, lengths, strict=True)]
-        self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths)))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return self.clock() - begun_s
+        with apart_from_captures(self.packed.device):
+            begun_s = self.clock()
+            parts = [chain(self.packed, own, [0] * length) for own, length in zip(sequences, lengths, strict=True)]
+            self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths)))
+            synchronize(self.packed.device)
+            return self.clock() - begun_s
 
     @staticmethod
     def _split(size: Size) -> Iterator[int]:
