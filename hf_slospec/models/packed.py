@@ -7,7 +7,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -31,7 +31,7 @@ from hf_slospec.models.compatibility.fingerprint import Fingerprint
 from hf_slospec.models.compatibility.probe import probe_layers, refuse_by_declaration
 from hf_slospec.models.compatibility.running import hidden_states, input_device, run_model, vocab_size
 from hf_slospec.models.cpu.prepacked import PrepackedLayers
-from hf_slospec.models.cuda.graphs import GraphPreconditions, Graphs, capturer_for
+from hf_slospec.models.cuda.graphs import GraphCounts, GraphHistory, GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
@@ -107,6 +107,7 @@ class PackedModel:
         can_replay = self._has_plans and not self.has_states and capturer_for(self.device) is not None
         self.has_graphs = cuda_graphs and can_replay
         self._preconditions = GraphPreconditions(model) if self.has_graphs else None
+        self._graph_history = GraphHistory()
         self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # that read and write the pool's memory, and go with it
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
@@ -214,8 +215,13 @@ class PackedModel:
     def graphs_of(self, pool: KVPool) -> Graphs | None:
         """Return the captured forwards on a pool; None where forwards are not captured."""
         if self.has_graphs and pool not in self._graphs and (capturer := capturer_for(self.device)) is not None:
-            self._graphs[pool] = Graphs(capturer, self.device)
+            self._graphs[pool] = Graphs(capturer, self.device, self._graph_history)
         return self._graphs.get(pool)
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """Numbers of captured, replayed and eager forwards up to now, of those of sizes that are captured."""
+        return replace(self._graph_history.counts)
 
     def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Stage the K/V of all parts' tokens and return the logits of some of them; see :meth:`outputs`.

@@ -1,4 +1,4 @@
-"""A CUDA device for machines without one: tensors that say they are on it, with their values in host memory.
+"""A CUDA device for machines without one: its tensors, and what is asked of ``torch.cuda``.
 
 It shows that nothing mixes tensors of host and device, what has the host wait, that nobody reads what has not arrived
 yet, and that what is asked of ``torch.cuda`` goes together. It cannot show kernels, memory, speed, or streams that run
@@ -8,12 +8,11 @@ at the same time.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
+import itertools
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,290 +22,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.cuda import graphs, sync_guard
-from tests.support.graph_stand_in import OpaqueStandIn, Tape, each, tensors_in
+from hf_slospec.models.cuda import graphs
+from tests.support import cuda_tensors
+from tests.support.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
+from tests.support.graph_stand_in import Tape
 from tests.support.triton_stand_in import triton_stand_ins
 
-aten = torch.ops.aten
-PIN, COPY, COPY_TO = aten._pin_memory, aten._to_copy, aten.copy_
-HISTC = aten.histc.default
-INDEXED = (aten.index, aten.index_put, aten.index_put_)
-importlib.import_module("torch.nn.attention.varlen")  # makes an operator
-VARLEN = torch.ops.torch_attn._varlen_attn
-CUDA = torch.device("cuda", 0)
-HALF = (torch.float16, torch.bfloat16)
 PLACES = (str, torch.device)  # in which a device may be named
-RUBBISH = 85  # on the host where a copy has not arrived; true as a truth value
-
-
-class OnDevice(torch.Tensor):
-    """Says it is on the device; ``held`` has its values."""
-
-    held: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, held: torch.Tensor) -> OnDevice:
-        assert type(held) is torch.Tensor and held.is_cpu, held
-        made: OnDevice = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CUDA
-        )
-        made.held = held
-        return made
-
-    def __repr__(self, **_: Any) -> str:
-        return f"OnDevice({self.held!r})"
-
-    def record_stream(self, stream: Any) -> None:
-        stream.recorded.add(self.data_ptr())
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        memo[id(self)] = made = like(self, self.held.clone())
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
-            device.wait(func)
-            return func(args[0].held)
-        if func is DATA_PTR:
-            return func(args[0].held)
-        if func in INSTEAD:
-            return INSTEAD[func](*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is SET_DATA:
-                args[0].held = args[1].held
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return device.run(func, args, kwargs or {})
-
-
-# What the host reads; and what would ask the driver in torch's bindings, before any operator.
-READS = {getattr(torch.Tensor, name) for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")}
-DATA_PTR, SET_DATA = torch.Tensor.data_ptr, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-INSTEAD: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__getitem__: lambda *args: device.index(torch.Tensor.__getitem__, args),
-    torch.Tensor.__setitem__: lambda *args: device.index(torch.Tensor.__setitem__, args),
-    torch.Tensor.copy_: lambda *args, **kwargs: device.run(aten.copy_.default, args, kwargs),
-    torch.Tensor.nonzero: lambda tensor: device.run(aten.nonzero.default, (tensor,), {}),
-    torch.Tensor.__invert__: torch.bitwise_not,
-    torch.Tensor.contiguous: lambda tensor: (
-        tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
-    ),
-}
-
-
-def like(tensor: OnDevice, held: torch.Tensor) -> Any:
-    made = OnDevice(held)
-    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
-
-
-def of_host(tree: Any, given: list[torch.Tensor]) -> Any:
-    """The same with values in host memory; the tensors that were in it are added to ``given``."""
-
-    def held(tensor: torch.Tensor) -> torch.Tensor:
-        given.append(tensor)
-        return tensor.held if type(tensor) is OnDevice else tensor
-
-    return each(tree, held)
-
-
-@functools.cache
-def draws(func: Any) -> bool:
-    """Whether the operator takes random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-class Device:
-    """What it has been asked for and has not shown yet."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.sync_debug_mode = "default"
-        self.captures: dict[int, Tape] = {}  # that run, by thread
-        self.arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host: where, and what
-        self.leaving: list[tuple[torch.Tensor, torch.Tensor]] = []  # from the host: where, and what was there
-        self.num_arrived = self.num_graphs = 0
-        self._lock = threading.Lock()
-        self._num_waits = Counter[int]()  # by thread
-        self.default_stream = Stream()
-        self._streams: dict[int, Stream] = {}  # by thread, if it is not the default one
-
-    @property
-    def stream(self) -> Stream:
-        """Of this thread."""
-        return self._streams.get(threading.get_ident(), self.default_stream)
-
-    @property
-    def tape(self) -> Tape | None:
-        """Of this thread's capture."""
-        return self.captures.get(threading.get_ident())
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One operator: on values in host memory, after a look at where they are said to be."""
-        given: list[torch.Tensor] = []
-        held, of = [of_host(argument, given) for argument in args], func.overloadpacket
-        on_host = of_host(kwargs, given) if kwargs else kwargs
-        is_here = self._is_here(of, args, kwargs, given)
-        if on_host:
-            if on_host.get("device") is not None:
-                on_host["device"] = torch.device("cpu")
-            assert not on_host.pop("pin_memory", None) or not is_here, "only memory of the host can be pinned"
-        if of is PIN:
-            assert not is_here, "only memory of the host can be pinned"
-            return args[0].clone()
-        if (of is COPY or of is COPY_TO) and (type(given[-1]) is OnDevice) != is_here:
-            return self._across(func, args, kwargs, on_host, given[-1])
-        if not is_here:
-            return func(*held, **on_host)
-        self._check(func, args, given)
-        if func is HISTC and not args[0].is_floating_point():  # which torch has for CUDA only
-            return self.run(aten.to.dtype, (self.run(func, (args[0].float(), *args[1:]), kwargs), args[0].dtype), {})
-        if of is VARLEN:
-            out = (*torch_flash(*held, **on_host), torch.zeros(2, dtype=torch.uint64))
-        elif draws(func) and kwargs.get("generator") is None:
-            out = self._drawn(lambda: func(*held, **on_host))
-        else:
-            out = func(*held, **on_host)
-        out = self._placed(out, given)
-        if self.captures and self.tape is not None:
-            self.tape.calls.append((func, args, kwargs, out))
-        return out
-
-    def index(self, func: Any, args: Any) -> Any:
-        """Reading or writing with brackets: torch would ask the driver."""
-        is_here = type(args[0]) is OnDevice
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor in tensors_in(args[1]):
-                if tensor.ndim:
-                    assert is_here or type(tensor) is not OnDevice, "a tensor on the host and indices on the device"
-                    if is_here and (type(tensor) is not OnDevice or tensor.dtype in sync_guard.BOOLEAN):
-                        self.wait(func)
-            if any(
-                isinstance(own, torch.Tensor) and own.ndim and (type(own) is not OnDevice) == is_here
-                for own in args[2:]
-            ):
-                self.wait(func)
-        out = func(*of_host(args, []))
-        out = None if out is None else self._placed(out, [args[0]])
-        if self.captures and self.tape is not None:
-            self.tape.calls.append((func, args, {}, out))
-        return out
-
-    def _is_here(self, of: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
-        if kwargs and kwargs.get("device") is not None:
-            return torch.device(kwargs["device"]).type == "cuda"
-        if of is COPY_TO:
-            return type(args[0]) is OnDevice
-        return OnDevice in map(type, given)
-
-    def _check(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
-        if sync_guard._reads(func, args):
-            self.wait(func)
-        of = func.overloadpacket
-        for tensor in given:
-            if type(tensor) is OnDevice or not tensor.ndim:
-                continue
-            if of in INDEXED and tensor is not args[0]:
-                self.wait(func)  # such indices are copied there
-            elif of is not COPY_TO and of is not COPY:
-                raise RuntimeError(f"{func}: tensors on host and device: {[(t.shape, t.device) for t in given]}")
-
-    def _across(self, func: Any, args: Any, kwargs: Any, on_host: Any, source: torch.Tensor) -> Any:
-        """Between host and device."""
-        is_write = func.overloadpacket is aten.copy_
-        waits_not = kwargs.get("non_blocking") or (is_write and len(args) > 2 and args[2])
-        if not waits_not and source.ndim + source.is_cpu:
-            self.wait(func)
-        out = func(*of_host(args, []), **on_host)
-        with self._lock:
-            if waits_not and source.is_cpu:
-                self.leaving.append((source, source.clone()))
-            elif waits_not:
-                assert self.tape is None, "a copy to the host would be captured"
-                self.arriving.append((out, out.clone()))
-                out.fill_(RUBBISH)
-        if source.is_cpu:
-            out = self._placed(out, [args[0]] if is_write else [])
-            if self.tape is not None:
-                self.tape.calls.append((func, args, kwargs, out))
-        return args[0] if is_write else out
-
-    def _placed(self, out: Any, given: list[torch.Tensor]) -> Any:
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
-            for own in given:
-                if type(own) is OnDevice and own.held is tensor:
-                    assert own.shape == tensor.shape, "changed its shape in place"
-                    return own
-            return OnDevice(tensor)
-
-        return placed(out) if type(out) is torch.Tensor else each(out, placed)
-
-    def _drawn(self, draw: Callable[[], Any]) -> Any:
-        """With the device's generator in the place of the host's."""
-        state = torch.get_rng_state()
-        torch.set_rng_state(self.generator.get_state())
-        try:
-            return draw()
-        finally:
-            self.generator.set_state(torch.get_rng_state())
-            torch.set_rng_state(state)
-
-    @property
-    def num_waits(self) -> int:
-        """How often this thread has waited."""
-        return self._num_waits[threading.get_ident()]
-
-    def wait(self, func: Any) -> None:
-        """The host waits until all is done."""
-        if self.tape is not None:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
-        if self.sync_debug_mode == "error":
-            raise RuntimeError(f"called a synchronizing CUDA operation: {func}")
-        self._num_waits[threading.get_ident()] += 1
-        self.finish(self.num_asked)
-
-    @property
-    def num_asked(self) -> int:
-        """Copies to the host that anybody has asked for."""
-        with self._lock:
-            return self.num_arrived + len(self.arriving)
-
-    def finish(self, num_asked: int) -> None:
-        """So many of these copies are there, and all copies to the device have been read."""
-        with self._lock:
-            arrived = self.arriving[: max(num_asked - self.num_arrived, 0)]
-            for where, what in arrived:
-                where.copy_(what)
-            for where, what in self.leaving:
-                assert torch.equal(where, what), "was written to before the device had read it"
-            self.num_arrived += len(arrived)
-            del self.arriving[: len(arrived)], self.leaving[:]
-
-    # ---- torch.cuda
-
-    def manual_seed(self, seed: int) -> None:
-        self.generator.manual_seed(int(seed))
-
-    def get_states(self) -> list[torch.Tensor]:
-        return [self.generator.get_state()]
-
-    def synchronize(self, device: Any = None) -> None:
-        self.wait(torch.cuda.synchronize)
-
-    @contextlib.contextmanager
-    def on_stream(self, stream: Stream) -> Iterator[None]:
-        before = self.stream
-        self._streams[threading.get_ident()] = stream
-        try:
-            yield
-        finally:
-            self._streams[threading.get_ident()] = before
-
-    def set_sync_debug_mode(self, mode: str) -> None:
-        self.sync_debug_mode = mode
+handles = itertools.count(1)  # of memory pools, as graphs of earlier tests may be collected later
 
 
 class Generator(torch.Generator):
@@ -325,7 +48,7 @@ class Stream:
         self.waited_for.append(other)
 
     def synchronize(self) -> None:
-        device.synchronize()
+        cuda_tensors.device.wait(Stream.synchronize)
 
 
 class Chosen:
@@ -346,28 +69,50 @@ class Event:
         self._num_asked = 0
 
     def record(self, stream: Any = None) -> None:
-        self._num_asked = device.num_asked
+        self._num_asked = cuda_tensors.device.num_asked
 
     def synchronize(self) -> None:
-        device.finish(self._num_asked)
-
-
-device = Device()
+        cuda_tensors.device.finish(self._num_asked)
 
 
 class Graph:
-    """In the place of ``torch.cuda.CUDAGraph``."""
+    """In the place of ``torch.cuda.CUDAGraph``; strict about the memory that graphs share, as torch is."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        assert not device.captures
-        self.tape = device.captures[threading.get_ident()] = Tape()
+        device, pool = cuda_tensors.device, torch.cuda.graph_pool_handle() if pool is None else pool
+        assert not device.captures, "two threads capture at once"
+        if device.users.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # all graphs of this memory are gone
+        device.users[pool] = device.users.get(pool, 0) + 1
+        device.allocates_to, device.generator.is_capturing = pool, True
+        self.pool, self.tape = pool, Tape()
+        device.captures[threading.get_ident()] = self.tape
 
     def capture_end(self) -> None:
+        device = cuda_tensors.device
         device.captures.clear()
+        if self.tape.is_broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        end_allocate(0, self.pool)
+        device.generator.is_capturing = False
         device.num_graphs += 1
+        weakref.finalize(self, release, 0, self.pool)
 
     def replay(self) -> None:
         self.tape.play(torch.empty(0))
+
+
+def end_allocate(index: int, pool: Any) -> None:
+    if cuda_tensors.device.allocates_to != pool:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    cuda_tensors.device.allocates_to = None
+
+
+def release(index: int, pool: Any) -> None:
+    users = cuda_tensors.device.users
+    if pool in users:  # it is of this test's device
+        users[pool] -= 1
+        assert users[pool] >= 0, "released more often than used"
 
 
 class Places(TorchFunctionMode):
@@ -395,63 +140,17 @@ class Operators(TorchDispatchMode):
         return False  # nothing is compiled, and the wrapper costs time in every operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return device.run(func, args, kwargs or {})
-
-
-def torch_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_queries: torch.Tensor,
-    cu_keys: torch.Tensor,
-    max_queries: int,
-    max_keys: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    **unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert all(argument is None for argument in unused.values()), unused
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    return flash_attn_varlen_func(
-        query, key, value, cu_queries, cu_keys, max_queries, max_keys, 0.0, scale, is_causal, window_size
-    )[:2]
-
-
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    return_attn_probs: bool = False,
-) -> Any:
-    """By the documentation of the package of this name, and of the kernel that torch has from it."""
-    assert q.dtype in HALF and q.dtype == k.dtype == v.dtype and dropout_p == 0.0
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and not q.shape[-1] % 8
-    left, right = window_size
-    is_causal = causal or right == 0
-    assert is_causal or (left, right) == (-1, -1)
-    entries = Entries(cu_seqlens_q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    window = None if left == -1 else left + 1
-    out, lse = OpaqueStandIn(q.device)(q, k, v, entries, scale, is_causal, window, softcap or None)
-    return out, lse, None
+        return cuda_tensors.device.run(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
 def stand_in_cuda() -> Iterator[Device]:
     """Within, in every thread, there is one CUDA device."""
-    global device
-    device = stand_in = Device()
+    cuda_tensors.device = stand_in = Device(Stream())
+
+    def empty_cache() -> None:
+        stand_in.refuse_beside_captures(torch.cuda.empty_cache)
+
     properties = SimpleNamespace(name="stand-in", total_memory=2**36, multi_processor_count=1)
     package: Any = ModuleType("flash_attn")
     package.__spec__, package.flash_attn_varlen_func = ModuleSpec("flash_attn", None), flash_attn_varlen_func
@@ -475,8 +174,8 @@ def stand_in_cuda() -> Iterator[Device]:
         memory_reserved=lambda device=None: 2**20 * stand_in.num_graphs,
         memory_allocated=lambda device=None: 0,
         mem_get_info=lambda device=None: (2**35, 2**36),
-        empty_cache=lambda: None,
-        graph_pool_handle=lambda: (0, 1),
+        empty_cache=empty_cache,
+        graph_pool_handle=lambda: (0, next(handles)),
         CUDAGraph=Graph,
         Stream=Stream,
         Event=Event,
@@ -498,6 +197,8 @@ def stand_in_cuda() -> Iterator[Device]:
     with contextlib.ExitStack() as stack:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name, function in dict(_cuda_endAllocateToPool=end_allocate, _cuda_releasePool=release).items():
+            stack.enter_context(mock.patch.object(torch._C, name, function, create=True))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.dict(sys.modules, flash_attn=package))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.is_broken = False  # by what cannot be captured
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -65,10 +67,13 @@ class Tape(TorchDispatchMode):
 class Tapes:
     """Makes them, in the place of graphs."""
 
-    max_bytes = 2**40
+    max_bytes, num_bytes = 2**40, 0
 
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         with Tape() as tape:
@@ -80,9 +85,6 @@ class Tapes:
             return tape.play(result)
 
         return replay
-
-    def num_bytes(self) -> int:
-        return 0
 
     def is_usable(self) -> bool:
         return True

@@ -18,8 +18,14 @@ from hf_slospec.models.ranks import mesh_of
 OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
 # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's
 # attention implementation is ours while a forward runs. Weights are read separately. Stock `generate` leaves the
-# positions of its last prompt with images in `rope_deltas`, which packed forwards do not read.
-PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas"}
+# positions of its last prompt with images in `rope_deltas`, which packed forwards do not read; nor do they read what
+# stock generation keeps for its next call: a manager of continuous batching, and a compiled forward.
+PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas"} | {
+    "_cached_continuous_batching_manager",
+    "_compiled_call",
+    "_last_compile_config",
+    "_previous_max_cache_length",
+}
 NO_SETTINGS = PASSING | OWN
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address

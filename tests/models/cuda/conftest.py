@@ -7,7 +7,6 @@ import pytest
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models import packed
 from hf_slospec.models.attention import kernel_choice
-from hf_slospec.models.cuda import graphs
 from tests.support.cuda_tests import captures, kernel  # noqa: F401  fixtures
 from tests.support.graph_stand_in import OpaqueStandIn, Tapes
 
@@ -20,6 +19,5 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     made = Tapes()
     monkeypatch.setattr(kernel_choice, "KERNELS", (OpaqueStandIn,))
     monkeypatch.setattr(packed, "capturer_for", lambda device: made)
-    monkeypatch.setattr(graphs, "PATIENCE", 1)
     monkeypatch.setattr("hf_slospec.models.checked_model.load_profile", lambda packed: COST)
     return made

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models import packed
+from hf_slospec.models.costs.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
 from hf_slospec.models.cuda import graphs
 from hf_slospec.models.kv_cache import request_sequences
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
+from tests.support.graph_bench import Bench
 from tests.support.graph_stand_in import OpaqueStandIn, Tapes
 from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -137,6 +140,39 @@ def test_a_capture_that_fails_ends_it_and_nothing_else(
         for _ in range(2):
             assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     assert len(caplog.records) == 1
+
+
+def test_costs_are_those_of_replays_at_all_sizes(tapes: Tapes) -> None:
+    packed = PackedModel(tiny_model("llama"), "flash", prepack=False)
+    forward_s = Forwards(packed)
+    forward_s(Size(1))  # the first forward says which plans the layers need
+    for size in (*CURVE, *SLOPES, *HELD_OUT):
+        before = packed.graph_counts
+        assert forward_s(size) > 0
+        assert packed.graph_counts.replays == before.replays + 1 and packed.graph_counts.eager == before.eager, size
+
+
+def test_pools_that_grow_capture_at_once(tapes: Tapes) -> None:
+    bench = Bench(tiny_model("llama"))
+    for _ in range(3):
+        bench.verify()
+    before, pool = bench.packed.graph_counts, bench.sequences.cache.pool
+    bench.sequences.cache.reserve({CachedSequence(): pool.num_slots + 1})
+    assert bench.sequences.cache.pool is not pool
+    bench.verify()
+    assert bench.packed.graph_counts == replace(before, captures=before.captures + 1)
+
+
+def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    bench = Bench(model)
+    for _ in range(3):
+        bench.verify()
+    model._cached_continuous_batching_manager = object()
+    bench.packed.renew()
+    before = bench.packed.graph_counts
+    bench.verify()
+    assert bench.packed.graph_counts == replace(before, replays=before.replays + 1)
 
 
 def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
