@@ -147,7 +147,10 @@ class StockSampler:
             choices = scores.argmax(-1)
 
         def choosers(read: list[int]) -> list[Chooser]:
-            parts = zip(requests, _split(read, num_nodes), raw.split(num_nodes), scores.split(num_nodes), strict=True)
+            own = _split(read, num_nodes)
+            if not self.record.is_wanted:  # every look at a node would be work for the device
+                return [functools.partial(_choice, choices) for choices in own]
+            parts = zip(requests, own, raw.split(num_nodes), scores.split(num_nodes), strict=True)
             return [functools.partial(self._recorded_choice, *part) for part in parts]
 
         return choices, choosers
@@ -155,7 +158,7 @@ class StockSampler:
     def _recorded_choice(
         self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
     ) -> int:
-        token = _checked(choices[node])
+        token = _choice(choices, node)
         self.record.add(self._row[request], logits[node], scores[node], token)
         return token
 
@@ -292,6 +295,10 @@ def processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, r
     for processor in processors:
         scores = processor(input_ids, scores)
     return scores
+
+
+def _choice(choices: list[int], node: int) -> int:
+    return _checked(choices[node])
 
 
 def _checked(token: int) -> int:
