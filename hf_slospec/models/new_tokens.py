@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.attention import FIRST_SEEN, NewTokens
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed import PackedModel
 
@@ -48,6 +48,28 @@ def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.nd
     mask[chain_len:, chain_len:] = tree.ancestor_mask()[1:, 1:]
     offsets = np.concatenate((np.arange(chain_len), chain_len - 1 + tree.depths[1:]))
     return mask, offsets
+
+
+def draft_nodes(
+    packed: PackedModel, sequences: Sequence[CachedSequence], root_positions: Sequence[int], sizes: Sequence[int]
+) -> list[NewTokens]:
+    """Return the last layers of draft trees that only the device knows, as places in what it has of them.
+
+    Args:
+        root_positions: [num_requests], of the roots in the draft's text.
+        sizes: nodes of each layer of one tree; the first one is the root, which is cached.
+
+    Returns:
+        ids: places in the layers' tokens, one request after the other. Masks: :data:`FIRST_SEEN` and the places in
+        [num_requests, beam, num_staged] of whether a node may attend to another.
+    """
+    num_requests, beam, num_staged = len(sequences), sizes[-1], sum(sizes[1:])
+    depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
+    positions = packed.clamp_positions(torch.from_numpy(np.add.outer(root_positions, depths)))
+    places = torch.arange(num_requests * beam).view(num_requests, beam)
+    masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged)
+    columns = zip(sequences, places, positions, masks.view(num_requests, beam, num_staged), strict=True)
+    return [NewTokens(*column) for column in columns]
 
 
 def _new_tokens(

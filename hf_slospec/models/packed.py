@@ -8,10 +8,11 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.nn.functional as F
 
 from hf_slospec.config import Prepack
 from hf_slospec.errors import UnsupportedOptionError
@@ -31,6 +32,7 @@ from hf_slospec.models.compatibility.fingerprint import Fingerprint
 from hf_slospec.models.compatibility.probe import probe_layers, refuse_by_declaration
 from hf_slospec.models.compatibility.running import hidden_states, input_device, run_model, vocab_size
 from hf_slospec.models.cpu.prepacked import PrepackedLayers
+from hf_slospec.models.cuda.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.cuda.graphs import GraphCounts, GraphHistory, GraphPreconditions, Graphs, capturer_for
 from hf_slospec.models.cuda.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.cuda.transfer import to_device
@@ -49,6 +51,27 @@ class Outputs(NamedTuple):
     features: torch.Tensor | None = None  # [num_tokens, num_layers * hidden], the layers asked for side by side
 
 
+class DraftLevel(Protocol):
+    """Computation around a forward of draft nodes, on the device and in one CUDA graph with it."""
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that it gets."""
+
+    def resolved(self, parts: Sequence[NewTokens]) -> Sequence[NewTokens]:
+        """Return parts with masks of True and False, for forwards without a graph."""
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """Values that the parts' masks point to, [num_values] bool; None: the masks are complete."""
+
+    def inputs(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what the model is given, by what :class:`Inputs` has."""
+
+    def outputs(self, found: torch.Tensor) -> Any:
+        """Return a tree of tensors made of the model's logits [num_logits, vocab]."""
+
+
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """Tensors that a forward reads, apart from weights, pool and, for some backends, the packed batch itself."""
@@ -59,6 +82,7 @@ class Inputs:
     own_slots: torch.Tensor  # [num_tokens] int64
     plans: dict[Hashable, Any]  # of the packed batch, by what its layers ask for
     feature_layers: tuple[int, ...] = ()  # hidden states to return, numbered as in the model's output_hidden_states
+    level: DraftLevel | None = None
 
 
 class PackedModel:
@@ -248,22 +272,56 @@ class PackedModel:
             feature_layers: hidden states that are wanted, numbered as in the model's ``output_hidden_states``.
         """
         num_tokens, num_logits = sum(len(part.input_ids) for part in parts), len(logit_rows)
-        rope_lengths = self.rope.lengths(parts)
-        larger = self._padded(pool, parts, logit_rows) if rope_lengths is None else None
-        parts, logit_rows = larger or (parts, logit_rows)
-        batch = PackedBatch.of(parts, is_padded=larger is not None)
-        inputs = self._inputs(batch, parts, logit_rows, feature_layers)
-        with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
-            outputs = None
-            if larger is not None and inputs.plans:
-                outputs = self._replayed(pool, inputs)
-            if outputs is None:
-                inputs = to_device(inputs, self.device)
-                batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
-                outputs = self._compute(pool, batch, inputs)
-                self._requested_plans |= dict.fromkeys(batch.plans)
-        logits, features = outputs
+        logits, features = self._run(pool, parts, logit_rows, feature_layers, None)
         return Outputs(logits[:num_logits], None if features is None else features[:num_tokens])
+
+    @torch.no_grad()
+    def draft(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
+        """Stage the K/V of draft nodes, or of the texts before their roots, and return ``level.outputs``.
+
+        The result may be overwritten from the model's next forward on.
+
+        Args:
+            pool: storage of the parts' sequences.
+            parts: one per sequence; tokens and masks may be places in what ``level`` has on the device.
+            logit_rows: tokens of the packed batch whose logits ``level`` gets, int64; followed by row 0 as often as
+                ``level`` has rows of padding.
+            level: what is computed before and after the forward.
+        """
+        return self._run(pool, parts, F.pad(logit_rows, (0, level.num_logits - len(logit_rows))), (), level)
+
+    def num_draft_rows(self, num_requests: int) -> int:
+        """Return the rows that a level of so many requests should have, so that few graphs are needed."""
+        return bucket_for(num_requests, BATCHES) if self.has_graphs else num_requests
+
+    def _run(
+        self,
+        pool: KVPool,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...],
+        level: DraftLevel | None,
+    ) -> Any:
+        rope_lengths = self.rope.lengths(parts)
+        with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
+            larger = self._padded(pool, parts, logit_rows) if rope_lengths is None else None
+            if larger is not None:
+                padded_parts, padded_rows = larger
+                batch = PackedBatch.of(padded_parts, is_padded=True)
+                # A level's rows have one of few numbers already.
+                rows = padded_rows if level is None else logit_rows
+                inputs = self._inputs(batch, padded_parts, rows, feature_layers, level)
+                if inputs.plans and (outputs := self._replayed(pool, inputs)) is not None:
+                    return outputs
+            if larger is None or level is not None:
+                parts = parts if level is None else level.resolved(parts)
+                batch = PackedBatch.of(parts)
+                inputs = self._inputs(batch, parts, logit_rows, feature_layers, level)
+            inputs = to_device(inputs, self.device)
+            batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
+            outputs = self._compute(pool, batch, inputs)
+            self._requested_plans |= dict.fromkeys(batch.plans)
+            return outputs
 
     def _padded(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
@@ -279,11 +337,12 @@ class PackedModel:
             return None
         return padded(parts, logit_rows, pool)
 
-    def _replayed(self, pool: KVPool, inputs: Inputs) -> Outputs | None:
+    def _replayed(self, pool: KVPool, inputs: Inputs) -> Any | None:
         """Return the outputs of a captured forward; None if there is none for such inputs."""
         graphs, preconditions = self.graphs_of(pool), self._preconditions
         assert graphs is not None and preconditions is not None, "only forwards that may be captured are padded"
-        outputs: Outputs | None = graphs.run(inputs, functools.partial(self._replayable, pool), preconditions.now())
+        compute = functools.partial(self._replayable, pool)
+        outputs = graphs.run(inputs, compute, preconditions.now(), is_kept=inputs.level is None)
         self.has_graphs &= not graphs.has_failed  # no other pool needs to try
         return outputs
 
@@ -292,7 +351,8 @@ class PackedModel:
         batch: PackedBatch,
         parts: Sequence[NewTokens],
         logit_rows: torch.Tensor,
-        feature_layers: tuple[int, ...] = (),
+        feature_layers: tuple[int, ...],
+        level: DraftLevel | None,
     ) -> Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
         assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
@@ -301,13 +361,14 @@ class PackedModel:
         position_ids = torch.cat(own)[None]
         plans = {key: key[0](batch, *key[2:]) for key in self._requested_plans} if self._has_plans else {}
         name = "inputs_embeds" if embeds else "input_ids"
-        return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans, feature_layers)
+        return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans, feature_layers, level)
 
-    def _replayable(self, pool: KVPool, inputs: Inputs) -> Outputs:
+    def _replayable(self, pool: KVPool, inputs: Inputs) -> Any:
         """Compute a forward that reads its inputs and nothing else of the packed batch."""
-        return self._compute(pool, PlannedBatch(inputs.plans), inputs)
+        seen = None if inputs.level is None else inputs.level.seen
+        return self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
 
-    def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Outputs:
+    def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Any:
         forward: PackedForward | GatheredForward
         if any(layer.is_own for layer in self.layers):
             assert isinstance(batch, PackedBatch), "such forwards are not captured"
@@ -317,12 +378,13 @@ class PackedModel:
         options: dict[str, Any] = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
         if inputs.feature_layers:
             options["output_hidden_states"] = list(inputs.feature_layers)
-        found = run_model(self.model, forward, **inputs.tokens, position_ids=inputs.position_ids, **options)
-        logits = found.logits[0]
-        return Outputs(
-            logits if self._keeps_logits else logits[inputs.logit_rows.to(logits.device)],
-            hidden_states(found, inputs.feature_layers, self.device) if inputs.feature_layers else None,
-        )
+        tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
+        found = run_model(self.model, forward, **tokens, position_ids=inputs.position_ids, **options)
+        logits = found.logits[0] if self._keeps_logits else found.logits[0][inputs.logit_rows.to(found.logits.device)]
+        if inputs.level is not None:
+            return inputs.level.outputs(logits)
+        features = hidden_states(found, inputs.feature_layers, self.device) if inputs.feature_layers else None
+        return Outputs(logits, features)
 
 
 def _is_on_one_device(layers: Sequence[AttentionLayer], device: torch.device) -> bool:

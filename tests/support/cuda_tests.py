@@ -175,7 +175,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     drafter = AssistantDrafter(bench.packed, 20, 101)
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
     drafter.draft(bench.requests, plan)  # feeds the prompts
-    monkeypatch.setattr(beam, "_trees", lambda requests, layers: [])  # the copy to the host
+    monkeypatch.setattr(beam, "_trees", lambda requests, nodes, sizes: [])  # the copy to the host
     for is_watched in (False, False, True):
         bench.graphs.patience = patience
         for request in bench.requests:

@@ -6,13 +6,21 @@ from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
 from hf_slospec.models.attention.gathered import GatheredForward, MaskSource, own_attention
 from hf_slospec.models.attention.hook import active_forward
-from hf_slospec.models.attention.packed_batch import AttentionLayer, NewTokens, PackedBatch, PlannedBatch, Span
+from hf_slospec.models.attention.packed_batch import (
+    FIRST_SEEN,
+    AttentionLayer,
+    NewTokens,
+    PackedBatch,
+    PlannedBatch,
+    Span,
+)
 from hf_slospec.models.attention.packing import MAX_DENSE
 from hf_slospec.models.attention.positions import Positions, given_positions
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_attention import TreeAttention
 
 __all__ = [
+    "FIRST_SEEN",
     "MAX_DENSE",
     "AttentionLayer",
     "FlashAttention",

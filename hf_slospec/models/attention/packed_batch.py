@@ -12,6 +12,7 @@ from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.kv_cache.pool import CachedSequence, LayerShape
 
 NO_LENGTHS = "a layer's attention depends on sequence lengths (flash attention's does not), so it cannot be captured"
+FIRST_SEEN = 2  # first place in a table of mask values that is neither False nor True
 
 
 class AttentionLayer(NamedTuple):
@@ -33,7 +34,9 @@ class NewTokens:
     sequence: CachedSequence
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_staged] int64; tokens staged in this step by earlier forwards, then these
-    mask: torch.Tensor  # [num_tokens, num_staged] bool, True = may attend
+    # [num_tokens, num_staged] bool, True = may attend. Or int64, on the host, to complete plans on the device: places
+    # in a table of booleans, of which 0 is False and 1 is True.
+    mask: torch.Tensor
     embeds: torch.Tensor | None = None  # [num_tokens, hidden], replaces the embeddings of input_ids
     is_chain: bool = False  # nothing else is staged, and the mask is causal
     windowed_mask: torch.Tensor | None = None  # of layers with a sliding window, if it is not ``mask``; same shape
@@ -157,8 +160,9 @@ class PackedBatch:
 class PlannedBatch:
     """Packed batch of which only the plans are known, as while a forward is captured."""
 
-    def __init__(self, plans: dict[Hashable, Any]):
-        self._plans = {key: plan.completed() for key, plan in plans.items()}
+    def __init__(self, plans: dict[Hashable, Any], seen: torch.Tensor | None = None):
+        """``seen`` [num_values] bool: what the plans' masks point to; None: they are masks themselves."""
+        self._plans = {key: plan.completed(seen) for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:
         """Return a plan that was made before the forward."""

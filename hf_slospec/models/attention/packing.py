@@ -75,7 +75,7 @@ class Block:
 
     token_indices: torch.Tensor  # [num_sequences, num_queries] int64, in the batch
     slots: torch.Tensor  # [num_sequences, num_keys] int64; num_keys is 0 for single tokens, which see all of one range
-    mask: torch.Tensor  # [num_sequences, num_queries, num_keys] bool, True = may attend
+    mask: torch.Tensor  # [num_sequences, num_queries, num_keys] bool, True = may attend; or int64, see NewTokens.mask
     pieces: torch.Tensor  # [num_pieces, num_sequences, num_queries] int64: the tokens' queries in the entries
     is_empty: torch.Tensor | None  # [num_pieces, num_sequences, num_queries] bool: pieces without keys; None: none
     real_queries: torch.Tensor | None  # [num_real] int64, of num_sequences * num_queries: not padding; None: all
@@ -92,9 +92,11 @@ class Split:
     groups: int  # query heads per KV head
     num_kv_heads: int
 
-    def with_bias(self) -> Split:
+    def with_bias(self, seen: torch.Tensor | None = None) -> Split:
         """Return a copy with each block's mask as an additive bias for its folded query heads."""
-        return replace(self, blocks=[replace(block, bias=self._bias(block.mask)) for block in self.blocks])
+        masks = [block.mask if seen is None else seen[block.mask] for block in self.blocks]
+        pairs = zip(self.blocks, masks, strict=True)
+        return replace(self, blocks=[replace(block, bias=self._bias(mask)) for block, mask in pairs])
 
     def _bias(self, mask: torch.Tensor) -> torch.Tensor:
         bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
@@ -109,9 +111,12 @@ class Packing:
     chains: Entries | None
     split: Split | None
 
-    def completed(self) -> Packing:
-        """Return a copy with biases, which are made on the layers' device, as they are larger than their masks."""
-        return self if self.split is None else replace(self, split=self.split.with_bias())
+    def completed(self, seen: torch.Tensor | None = None) -> Packing:
+        """Return a copy with biases, which are made on the layers' device, as they are larger than their masks.
+
+        ``seen`` [num_values] bool are the values that the masks point to; None: they are masks themselves.
+        """
+        return self if self.split is None else replace(self, split=self.split.with_bias(seen))
 
 
 def pack(batch: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
@@ -192,7 +197,7 @@ class _Part:
         is_near = span.staged_positions[-span.num_tokens :, None] - key_positions[None, :] < window
         is_seen = F.pad(span.staged_mask_for(window), (len(edge), 0), value=True)
         own = np.concatenate((np.arange(slots.start + first, common.start), staged))
-        return cls(span, own, slots.stop - 1, is_near & is_seen, first_query, is_empty)
+        return cls(span, own, slots.stop - 1, is_near * is_seen, first_query, is_empty)
 
 
 def _block(parts: list[_Part], is_padded: bool) -> Block:
@@ -219,7 +224,7 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
     return Block(
         tensor(token_indices),
         tensor(slots),
-        torch.stack([_padded(part.mask, num_queries, num_keys) for part in parts]),
+        _stacked([part.mask for part in parts], num_queries, num_keys),
         tensor(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
         tensor(are_empty) if is_padded or is_empty.any() else None,
         None if is_real.all() and not is_padded else tensor(np.flatnonzero(is_real)),
@@ -227,9 +232,18 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
     )
 
 
-def _padded(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    """Return the mask with its last query repeated, which attends to some key, and with masked keys added."""
-    num_own, keys = mask.shape
+def _stacked(masks: Sequence[torch.Tensor], num_queries: int, num_keys: int) -> torch.Tensor:
+    """Return masks padded to one size, [num_masks, num_queries, num_keys]; neighbours of one shape are padded at once.
+
+    The last query, which attends to some key, is repeated, and masked keys are added.
+    """
+    groups = [torch.stack(list(group)) for _, group in itertools.groupby(masks, key=lambda mask: mask.shape)]
+    padded = [_padded(group, num_queries, num_keys) for group in groups]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
+
+
+def _padded(masks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    num_masks, num_own, keys = masks.shape
     if num_own < num_queries:
-        mask = torch.cat((mask, mask[-1:].expand(num_queries - num_own, -1)))
-    return F.pad(mask, (0, num_keys - keys)) if keys < num_keys else mask
+        masks = torch.cat((masks, masks[:, -1:].expand(num_masks, num_queries - num_own, keys)), dim=1)
+    return F.pad(masks, (0, num_keys - keys)) if keys < num_keys else masks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,14 +25,15 @@ class TreePlan:
     """
 
     tiles: torch.Tensor  # [num_tiles, len(COLUMNS)] int32
-    mask: torch.Tensor  # [num_tokens, width] bool, among staged tokens, True = may attend; chains do not read it
+    # [num_tokens, width] bool, among staged tokens, True = may attend; or int64, see NewTokens. Chains do not read it.
+    mask: torch.Tensor
     positions: torch.Tensor | None  # [num_tokens] int32; None: the layer's attention does not depend on positions
     staged_positions: torch.Tensor | None  # [num_sequences, width] int32
     num_rows: int  # of a tile: query heads that share a KV head, times tokens
 
-    def completed(self) -> TreePlan:
-        """Return the plan itself: nothing of it has to be made on the device."""
-        return self
+    def completed(self, seen: torch.Tensor | None = None) -> TreePlan:
+        """Return the plan with the mask that it points to in ``seen`` [num_values] bool; None: it is a mask itself."""
+        return self if seen is None else replace(self, mask=seen[self.mask])
 
 
 def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: int) -> TreePlan:
@@ -71,15 +72,15 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
 
 
 def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> torch.Tensor:
-    """Return the masks below each other.  -> [num_tokens, width] bool"""
+    """Return the masks below each other.  -> [num_tokens, width], of their dtype"""
     given = [mask for mask in masks if mask is not None]
-    if given and not given[0].is_cpu:  # levels of drafts: as few operations as possible
+    if given and not given[0].is_cpu:  # draft levels that run eagerly: as few operations as possible
         rows = [spans[i].staged_mask[:, :width] if mask is None else mask for i, mask in enumerate(masks)]
         if len({row.shape[1] for row in rows}) > 1:
             rows = [F.pad(row, (0, width - row.shape[1])) for row in rows]
         whole = torch.cat(rows)
         return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
-    whole = torch.zeros(spans[-1].end, width, dtype=torch.bool)
+    whole = torch.zeros(spans[-1].end, width, dtype=given[0].dtype if given else torch.bool)
     for span, mask in zip(spans, masks, strict=True):
         if mask is not None:
             whole[span.begin : span.end, : mask.shape[1]] = mask

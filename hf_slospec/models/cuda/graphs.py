@@ -169,7 +169,8 @@ class Graphs:
         self._capturer, self._device, self._history = capturer, device, history or GraphHistory()
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()  # least recently used first
         self._preconditions: Hashable = None  # of all graphs
-        self._out: list[torch.Tensor] = []  # outputs of all graphs, as logits are large: one for each kind of output
+        # Memory for outputs of all graphs, as logits are large: one for each kind, by place, shape of a row, and dtype.
+        self._out: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
         self._lock = threading.Lock()
         self.patience = PATIENCE
         self.is_off = self.has_failed = False
@@ -190,20 +191,23 @@ class Graphs:
         finally:
             self.patience = patience
 
-    def run(self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable) -> Any | None:
+    def run(
+        self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable, is_kept: bool = True
+    ) -> Any | None:
         """Return the result of ``compute`` for these inputs by a graph; None if there is none.
 
         Args:
             inputs: tree of tensors, each on the device or made on the host.
             compute: gets the tree with all tensors on the device, and returns a tree of tensors.
             preconditions: all else that ``compute`` reads; when it changes, all graphs are dropped.
+            is_kept: the result is copied; without it, it may be overwritten from the next run on.
         """
         with self._lock:
-            outputs = self._run(inputs, compute, preconditions)
+            outputs = self._run(inputs, compute, preconditions, is_kept)
             self._history.counts.eager += outputs is None
             return outputs
 
-    def _run(self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable) -> Any | None:
+    def _run(self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable, is_kept: bool) -> Any | None:
         if self.is_off or not self._capturer.is_usable():
             return None
         self._history.follow(preconditions)
@@ -218,7 +222,7 @@ class Graphs:
         captured = self._captured[key]
         captured.inputs.fill(inputs)
         self._history.counts.replays += 1
-        return map_tensors(captured.replay(), torch.clone)
+        return map_tensors(captured.replay(), torch.clone) if is_kept else captured.replay()
 
     def _capture(self, key: Hashable, inputs: Any, compute: Callable[[Any], Any]) -> Any | None:
         """Capture this forward and return its result; None if it could not be captured."""
@@ -259,13 +263,14 @@ class Graphs:
 
     def _buffers(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return memory for outputs; all graphs write to the same, as one runs at a time."""
+        found = []
         for place, tensor in enumerate(outputs):
-            shape = tensor.shape[1:]
-            if place < len(self._out) and self._out[place].shape[1:] == shape and len(self._out[place]) >= len(tensor):
-                continue
-            with torch.inference_mode(False):
-                self._out[place : place + 1] = [torch.empty_like(tensor)]
-        return [own[: len(tensor)] for own, tensor in zip(self._out, outputs, strict=False)]
+            kind = place, tensor.shape[1:], tensor.dtype
+            if kind not in self._out or len(self._out[kind]) < len(tensor):
+                with torch.inference_mode(False):
+                    self._out[kind] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            found.append(self._out[kind][: len(tensor)])
+        return found
 
     def _stop(self, why: str, what: object) -> None:
         logger.info(f"CUDA graphs are off from here on: {why}", what)
@@ -281,6 +286,8 @@ def _copy(computed: Any, outputs: Any) -> Any:
 
 
 def _is_close(found: torch.Tensor, right: torch.Tensor) -> bool:
+    if not right.is_floating_point():  # tokens, which differ at near-ties
+        return True
     errors, sizes = [], []
     for chunks in zip(found.split(CHUNK), right.split(CHUNK), strict=True):
         a, b = (chunk.float().where(chunk.abs() < LARGEST, 0.0) for chunk in chunks)
@@ -294,6 +301,8 @@ class GraphPreconditions:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
+        self._settings: Hashable = None
+        self._version = 0
         self.renew()
 
     def renew(self) -> None:
@@ -310,4 +319,4 @@ class GraphPreconditions:
     def now(self) -> Hashable:
         """Return a value that stays equal as long as no change is noticed."""
         weights = (home.get(name) for home, name in self._homes)
-        return self._settings, tuple(None if weight is None else weight.data_ptr() for weight in weights)
+        return self._version, tuple(None if weight is None else weight.data_ptr() for weight in weights)

@@ -58,4 +58,4 @@ def _padding_sequence(sequence: CachedSequence, like: NewTokens) -> NewTokens:
     device = like.mask.device
     zeros = torch.zeros(sequence.capacity, dtype=torch.int64, device=device)
     embeds = None if like.embeds is None else like.embeds.new_zeros(sequence.capacity, like.embeds.shape[-1])
-    return NewTokens(sequence, zeros, zeros, torch.eye(sequence.capacity, dtype=torch.bool, device=device), embeds)
+    return NewTokens(sequence, zeros, zeros, torch.eye(sequence.capacity, dtype=like.mask.dtype, device=device), embeds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,13 +14,39 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.compatibility.running import evaluating
-from hf_slospec.models.drafters.beam import BeamLayer, Scores, Vocabulary, beam_search
+from hf_slospec.models.drafters.beam import beam_search
+from hf_slospec.models.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.models.drafters.translation import DraftText, TokenTranslation
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences, RequestText
 from hf_slospec.models.memory import as_memory_error
+from hf_slospec.models.new_tokens import draft_nodes
 from hf_slospec.models.packed import PackedModel
+
+
+@dataclass(frozen=True, eq=False)
+class AssistantNetwork:
+    """Inputs and outputs of an assistant model (:class:`Network`)."""
+
+    vocab_size: int  # of the target, as either vocabulary may be padded further than the other
+    device: torch.device
+    translation: TokenTranslation | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """Tokens that both vocabularies have; None: the draft's are the target's."""
+        return None if self.translation is None else self.translation.to(self.device)[0]
+
+    def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return the draft's ids, [1, num_tokens] int64."""
+        ids = tokens if self.translation is None else self.translation.to(self.device)[2][tokens]
+        return {"input_ids": ids[None]}
+
+    def scores(self, found: torch.Tensor) -> Scores:
+        """Return logits of the ids that both models have.  [..., vocab] -> [..., draft_vocab]"""
+        if self.translation is None:
+            return Scores(found[..., : self.vocab_size])
+        return Scores(found[..., self.translation.to(self.device)[1]])
 
 
 class AssistantDrafter:
@@ -52,12 +79,9 @@ class AssistantDrafter:
         tokenizer. A text may then be longer for it than for the target; where ``max_slots`` are too few, trees are
         roots.
         """
-        self.packed, self.vocab_size = packed, vocab_size
+        self.packed, self.network = packed, AssistantNetwork(vocab_size, packed.device, translation)
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self.translation, self._texts = translation, dict[Request, DraftText]()
-        self._vocabulary: Vocabulary | None = None
-        if translation is not None:
-            self._vocabulary, self._draft_ids, self._draft_id_of = translation.to(packed.device)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with as_memory_error(), evaluating(self.packed.model):
@@ -113,10 +137,8 @@ class AssistantDrafter:
         return ready
 
     def _draft(self, texts: Mapping[Request, RequestText], plan: Plan) -> list[TokenTree]:
-        requests, own = list(texts), list(texts.values())
-        roots = Scores(self._root_logits(own)[:, None])
-        root_positions = [len(text.tokens) - 1 for text in own]
-        return beam_search(requests, plan, roots, partial(self._forward_layer, own), root_positions, self._vocabulary)
+        run, rows = partial(self._run, list(texts.values())), self.packed.num_draft_rows(len(texts))
+        return beam_search(list(texts), plan, self.network, run, self.packed.device, rows)
 
     def reuse(self, request: Request) -> int:
         """Give a request that has no K/V that of a text which begins alike; return its tokens with K/V.
@@ -142,24 +164,18 @@ class AssistantDrafter:
         self.sequences.close()
         self._texts.clear()
 
-    def _root_logits(self, texts: Sequence[RequestText]) -> torch.Tensor:
-        """Cache all committed tokens that lack K/V.  -> logits after each root, [num_requests, vocab]"""
+    def _run(self, texts: Sequence[RequestText], level: Level) -> Beam | Scores:
+        """Forward the last layer of the beam; of the roots, with all committed tokens that lack K/V."""
+        sequences = [self.sequences.of(text) for text in texts]
+        if not level.is_root:
+            places = [len(text.tokens) - 1 for text in texts]
+            parts = draft_nodes(self.packed, sequences, places, level.sizes)
+            below: Beam | Scores = self.sequences.draft(parts, torch.arange(len(texts) * level.beam), level)
+            return below
         tails = [self.sequences.uncached(text) for text in texts]
         parts = [self.sequences.chain(text, tail) for text, tail in zip(texts, tails, strict=True)]
         last_rows = np.cumsum([len(tail) for tail in tails]) - 1
-        logits = self._logits(parts, torch.from_numpy(last_rows))
-        for text in texts:
-            self.sequences.of(text).length = len(text.tokens)
-        return logits
-
-    def _forward_layer(self, texts: Sequence[RequestText], layer: BeamLayer) -> Scores:
-        sequences = [self.sequences.of(text) for text in texts]
-        positions = self.packed.clamp_positions(layer.positions)
-        tokens = layer.tokens if self._vocabulary is None else self._draft_id_of[layer.tokens]
-        parts = [NewTokens(*part) for part in zip(sequences, tokens, positions, layer.ancestors, strict=True)]
-        return Scores(self._logits(parts, torch.arange(tokens.numel())).view(*tokens.shape, -1))
-
-    def _logits(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
-        """Return logits of the ids that both models have, as either vocabulary may be padded further than the other."""
-        logits = self.sequences.forward(parts, logit_rows).logits
-        return logits[:, : self.vocab_size] if self._vocabulary is None else logits[:, self._draft_ids]
+        found: Beam | Scores = self.sequences.draft(parts, torch.from_numpy(last_rows), level)
+        for sequence, text in zip(sequences, texts, strict=True):
+            sequence.length = len(text.tokens)
+        return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +15,35 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.cuda.transfer import to_device
-from hf_slospec.models.drafters.beam import BeamLayer, Scores, Vocabulary, beam_search
+from hf_slospec.models.drafters.beam import beam_search
 from hf_slospec.models.drafters.features import FeatureDrafter
+from hf_slospec.models.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.models.heads.head import DraftHead
+from hf_slospec.models.new_tokens import draft_nodes
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNetwork:
+    """Inputs and outputs of a head (:class:`Network`)."""
+
+    head: DraftHead
+    vocab_size: int  # of the target
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """Tokens of a reduced vocabulary; None: the head's are the target's."""
+        ids = self.head.target_ids
+        return None if ids is None else Vocabulary(ids, self.vocab_size)
+
+    def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return embeddings and hidden states side by side, [1, num_tokens, embedding + hidden]."""
+        assert states is not None, "a head returns hidden states"
+        return {"inputs_embeds": torch.cat((self.head.embed_tokens(tokens), states), dim=-1)[None]}
+
+    def scores(self, found: torch.Tensor) -> Scores:
+        """Return logits and hidden states, which a head returns side by side."""
+        logits, states = found[..., : -self.head.hidden_size], found[..., -self.head.hidden_size :]
+        return Scores(logits if self.head.target_ids is not None else logits[..., : self.vocab_size], states)
 
 
 class HeadDrafter(FeatureDrafter):
@@ -28,15 +56,24 @@ class HeadDrafter(FeatureDrafter):
         return head
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        roots = self._process(requests)
-        ids = self.head.target_ids
-        vocabulary = None if ids is None else Vocabulary(ids, self.vocab_size)
+        network, rows = HeadNetwork(self.head, self.vocab_size), self.packed.num_draft_rows(len(requests))
+        return beam_search(requests, plan, network, partial(self._run, requests), self.packed.device, rows)
+
+    def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
+        """Forward the last layer of the beam; of the roots, the entries of all features that wait."""
+        found: Beam | Scores
+        if level.is_root:
+            found = self._process(requests, level)
+            return found
+        sequences = [self.sequences.of(request) for request in requests]
         # The entry of a token stands at the place of the token before it, whose feature it takes.
         places = [len(request.tokens) - 2 for request in requests]
-        return beam_search(requests, plan, roots, partial(self._forward_layer, requests), places, vocabulary)
+        parts = draft_nodes(self.packed, sequences, places, level.sizes)
+        found = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
+        return found
 
-    def _process(self, requests: Sequence[Request]) -> Scores:
-        """Cache the entries of all features that wait.  -> after each request's last entry, ``beam`` being 1"""
+    def _process(self, requests: Sequence[Request], level: Level | None = None) -> Any:
+        """Cache the entries of all features that wait; return the level's outputs for each request's last entry."""
         self.sequences.reserve(requests)
         for request in requests:
             if not self.features.num_waiting(request):  # after a step that was undone the last entry is wanted again
@@ -47,34 +84,18 @@ class HeadDrafter(FeatureDrafter):
         tokens = [r.tokens[begin + 1 : end + 1] for r, begin, end in zip(requests, begins, ends, strict=True)]
         ids = to_device(torch.tensor([token for own in tokens for token in own]), self.packed.device)
         hidden = self.head.combine(torch.cat(features).to(self.packed.device))
-        inputs = self._inputs(ids, hidden).split(lengths)
+        inputs = torch.cat((self.head.embed_tokens(ids), hidden), dim=-1).split(lengths)
         parts = []
         for request, begin, own_ids, embeds in zip(requests, begins, ids.split(lengths), inputs, strict=True):
             own = self.sequences.of(request)
             positions = self.packed.clamp_positions(torch.arange(begin, begin + len(embeds)))
             causal = torch.from_numpy(np.tri(len(embeds), dtype=np.bool_))
             parts.append(NewTokens(own, own_ids, positions, causal, embeds, is_chain=True))
-        scores = self._scores(parts, torch.from_numpy(np.cumsum(lengths) - 1), (len(requests), 1))
+        last_rows = torch.from_numpy(np.cumsum(lengths) - 1)
+        if level is None:
+            found: Any = self.sequences.forward(parts, last_rows)
+        else:
+            found = self.sequences.draft(parts, last_rows, level)
         for request, length in zip(requests, lengths, strict=True):
             self.sequences.of(request).length += length
-        return scores
-
-    def _forward_layer(self, requests: Sequence[Request], layer: BeamLayer) -> Scores:
-        assert layer.states is not None
-        inputs = self._inputs(layer.tokens, layer.states)
-        sequences = [self.sequences.of(request) for request in requests]
-        positions = self.packed.clamp_positions(layer.positions)
-        columns = zip(sequences, layer.tokens, positions, layer.ancestors, inputs, strict=True)
-        parts = [NewTokens(*column) for column in columns]
-        return self._scores(parts, torch.arange(layer.tokens.numel()), layer.tokens.shape)
-
-    def _inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return embeddings and hidden states side by side.  [..., tokens] -> [..., tokens, embedding + hidden]"""
-        return torch.cat((self.head.embed_tokens(tokens), hidden), dim=-1)
-
-    def _scores(self, parts: Sequence[NewTokens], rows: torch.Tensor, shape: Sequence[int]) -> Scores:
-        """Return logits and hidden states of entries, as [*shape, draft_vocab] and [*shape, hidden]."""
-        found = self.sequences.forward(parts, rows).logits.view(*shape, -1)
-        logits = found[..., : -self.head.hidden_size]
-        own_ids = logits if self.head.target_ids is not None else logits[..., : self.vocab_size]
-        return Scores(own_ids, found[..., -self.head.hidden_size :])
+        return found

@@ -17,7 +17,8 @@ from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import Size
 from hf_slospec.models.cuda.device_calls import synchronize
 from hf_slospec.models.cuda.transfer import to_device
-from hf_slospec.models.drafters.beam import BeamLayer, Scores, beam_search
+from hf_slospec.models.drafters.beam import beam_search
+from hf_slospec.models.drafters.level import Beam, Level, Scores
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.memory import as_memory_error
@@ -161,15 +162,14 @@ class SharedKVDrafter:
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         states = torch.stack([self._last[request][1] for request in requests])
-        roots = to_device(torch.tensor([[request.tokens[-1]] for request in requests]), self._sequences.packed.device)
-        places = [len(request.tokens) - 1 for request in requests]
-        scores = partial(self._scores, requests)
-        return beam_search(requests, plan, scores(roots, states), partial(_forward_layer, scores), places)
+        device = self._sequences.packed.device
+        return beam_search(requests, plan, None, partial(self._run, requests), device, states=states)
 
-    def _scores(self, requests: Sequence[Request], tokens: torch.Tensor, states: torch.Tensor) -> Scores:
-        own = [self._sequences.of(request) for request in requests]
-        logits, below = self._model.scores(self._sequences.cache.pool, own, tokens, states)
-        return Scores(logits[..., : self.vocab_size], below)
+    def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
+        own, states = [self._sequences.of(request) for request in requests], level.inherited_states
+        assert states is not None
+        logits, below = self._model.scores(self._sequences.cache.pool, own, level.tokens, states)
+        return level.grown(Scores(logits[..., : self.vocab_size], below))
 
     def release(self, request: Request) -> None:
         self._last.pop(request, None)
@@ -177,11 +177,6 @@ class SharedKVDrafter:
     def close(self) -> None:
         """Release the hidden states of all requests."""
         self._last.clear()
-
-
-def _forward_layer(scores: Any, layer: BeamLayer) -> Scores:
-    found: Scores = scores(layer.tokens, layer.states)
-    return found
 
 
 class LevelTimer:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.models.drafters.beam import Vocabulary
+from hf_slospec.models.drafters.level import Vocabulary
 from hf_slospec.models.kv_cache.kept_texts import num_common
 
 WINDOW = 10  # tokens before new ones that are split again, and as many more before these as context
@@ -190,6 +190,7 @@ class TokenTranslation:
         self.draft_ids = torch.tensor([self._same[number] for number in common])  # [num_common] int64
         self.draft_id_of = torch.zeros(target_vocab_size, dtype=torch.int64)  # [target_vocab], 0 where there is none
         self.draft_id_of[self.target_ids] = self.draft_ids
+        self._on = dict[torch.device, tuple[Vocabulary, torch.Tensor, torch.Tensor]]()
         self._with_role = {getattr(target_tokenizer, role) for role in (*ROLES, "pad_token_id")}
         self._special = {number: self._translated_special(number) for number in self.target.special}
         self._adds_space, bos = self.target.adds_space, draft_tokenizer.bos_token_id
@@ -197,14 +198,16 @@ class TokenTranslation:
         self.filler = int(self.draft_ids[0]) if bos is None else bos  # stands for a text without translation
 
     def to(self, device: torch.device) -> tuple[Vocabulary, torch.Tensor, torch.Tensor]:
-        """Return the tensors on a device.
+        """Return the tensors on a device, where they stay, as CUDA graphs read them.
 
         Returns:
             the target's ids of the common tokens, with the size of its vocabulary; the draft's ids of the same,
             [num_common] int64; and the draft's id of each of the target's tokens, [target_vocab] int64.
         """
-        vocabulary = Vocabulary(self.target_ids.to(device), len(self.draft_id_of))
-        return vocabulary, self.draft_ids.to(device), self.draft_id_of.to(device)
+        if device not in self._on:
+            vocabulary = Vocabulary(self.target_ids.to(device), len(self.draft_id_of))
+            self._on[device] = vocabulary, self.draft_ids.to(device), self.draft_id_of.to(device)
+        return self._on[device]
 
     def translate(self, tokens: Sequence[int], is_begin: bool = True) -> Stretch:
         """Return the draft's tokens for a stretch of the target's text; ``is_begin``: the text begins with it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from hf_slospec.models.kv_cache.kept_texts import KeptText, KeptTexts, num_commo
 from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.new_tokens import chain, chain_and_tree
-from hf_slospec.models.packed import Outputs, PackedModel
+from hf_slospec.models.packed import DraftLevel, Outputs, PackedModel
 from hf_slospec.models.recurrent.states import RecurrentStates
 
 FIRST_ROOM = 512  # new tokens that a request has room for at first
@@ -298,6 +298,12 @@ class RequestSequences:
         if self.max_kept:
             self.packed.fingerprint.notice()
         return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
+
+    def draft(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
+        """Forward a level of draft nodes of requests; see :meth:`PackedModel.draft`."""
+        if self.max_kept:
+            self.packed.fingerprint.notice()
+        return self.packed.draft(self.cache.pool, parts, logit_rows, level)
 
     def uncached(self, request: RequestText) -> list[int]:
         """Return the request's committed tokens without K/V."""

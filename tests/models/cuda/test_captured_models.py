@@ -39,7 +39,8 @@ def test_whole_models_token_for_token(family: str, tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=CONFIG)
     for options in (GREEDY, SAMPLED):
         assert_same_as_stock(model, generator.generate, ragged_prompts(3), **options, max_new_tokens=16)
-    assert tapes.num_replayed > 3 * tapes.num_captured > 0
+    # Draft levels of sampled requests are captured apart from those of greedy ones.
+    assert tapes.num_replayed > 2 * tapes.num_captured > 0
 
 
 def test_pools_that_grow(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,10 @@ def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
     found.append(check())
     assert len({str(sequences.tolist()) for sequences in found}) == len(found)
     preconditions = graphs.GraphPreconditions(model)
-    before = preconditions.now()
+    before: Any = preconditions.now()
+    preconditions.renew()
+    # Short: forwards compare it, and not the settings.
+    assert preconditions.now() == before and all(isinstance(own, int) for own in (before[0], *before[1]))
     model.config.some_softcapping = 3.0
     preconditions.renew()
     assert preconditions.now() != before

@@ -43,8 +43,9 @@ def test_drafting_and_verifying_wait_for_nothing(
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9, min_confidence=1e-9)
     expected = drafter.draft(bench.requests, plan)
     bench.verify()
-    layers = list[Any]()
-    monkeypatch.setattr(beam, "_trees", lambda requests, made: layers.extend(made) or [])  # the copy to the host
+    found = list[Any]()
+    # In the place of the copy to the host.
+    monkeypatch.setattr(beam, "_trees", lambda requests, nodes, sizes: found.append(nodes.clone()) or [])
     monkeypatch.setattr(DeferredFlags, "next", lambda self, answer: False)  # what waits is a level behind
     bench.graphs.patience = patience  # of both, as they share the model's K/V cache
     for request in bench.requests:
@@ -54,14 +55,15 @@ def test_drafting_and_verifying_wait_for_nothing(
         bench.verify()
         for request in bench.requests:
             drafter.sequences.of(request).length -= 1
-    layers.clear()
+    found.clear()
     captured = tapes.num_captured
     with SyncGuard(), NoRead():
         drafter._draft({request: request for request in bench.requests}, plan)
         bench.verify()
     assert tapes.num_captured == captured and bool(captured) == (patience == 0)
-    for index, found in enumerate(expected):
-        assert found.tokens[1:].tolist() == torch.cat([tokens[index] for tokens, _, _ in layers]).tolist()
+    (nodes,) = found
+    for index, own in enumerate(expected):
+        assert own.tokens.tolist() == nodes[index, 0].tolist() and own.parents.tolist() == nodes[index, 1].tolist()
 
 
 def test_reads_are_found() -> None:

@@ -14,7 +14,7 @@ from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.drafters.assistant import AssistantDrafter
-from hf_slospec.models.drafters.beam import extend_beam
+from hf_slospec.models.drafters.level import extend_beam
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.policies.papers.goodput import confident_length
 from tests.support.optimal_nodes import optimal_nodes
@@ -36,6 +36,12 @@ def random_beam(seed: int, beam: int, vocab: int, is_tied: bool) -> tuple[torch.
     return torch.tensor(paths, dtype=torch.float32).sort(dim=-1, descending=True).values, logits
 
 
+def all_children(paths: torch.Tensor, logits: torch.Tensor) -> FloatArray:
+    """Path log probabilities of every child, [3, beam, vocab]."""
+    children = paths[..., None] + (logits - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
+    return children.numpy()
+
+
 BEAMS = given(seed=SEEDS, beam=st.integers(1, 5), vocab=st.integers(2, 7), width=st.integers(1, 12))
 
 
@@ -45,7 +51,7 @@ def test_extend_beam_keeps_the_best_children(seed: int, beam: int, vocab: int, w
     paths, logits = random_beam(seed, beam, vocab, is_tied=False)
     tokens, parents, extended = extend_beam(paths, logits, width)
     assert tokens.shape == parents.shape == extended.shape == (3, min(width, beam * vocab))
-    children = (paths[..., None] + logits.log_softmax(-1)).numpy()
+    children = all_children(paths, logits)
     for request in range(3):
         best = sorted(
             ((children[request, parent, token], parent, token) for parent in range(beam) for token in range(vocab)),
@@ -62,7 +68,7 @@ def test_extend_beam_keeps_the_best_children(seed: int, beam: int, vocab: int, w
 def test_extend_beam_breaks_ties_by_parent(seed: int, beam: int, vocab: int, width: int) -> None:
     paths, logits = random_beam(seed, beam, vocab, is_tied=True)
     tokens, parents, extended = (column.numpy() for column in extend_beam(paths, logits, width))
-    children = (paths[..., None] + logits.log_softmax(-1)).numpy()
+    children = all_children(paths, logits)
     for request in range(3):
         assert (extended[request] == np.sort(children[request].ravel())[::-1][:width]).all()
         assert (extended[request] == children[request, parents[request], tokens[request]]).all()

@@ -1,0 +1,66 @@
+"""Counts of what a stand-in device is asked to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from tests.support.cuda_stand_in import Device, Graph, OnDevice, tensors_in
+
+REPLAY = "replay"  # of a whole graph
+NO_WORK = ("empty", "detach", "record_stream", "lift_fresh", "alias")  # parts of names
+
+
+@contextlib.contextmanager
+def device_operations() -> Iterator[list[str]]:
+    """Names of the operations that the device is given within, copies included and views not."""
+    names, run, index, replay = list[str](), Device.run, Device.index, Graph.replay
+    is_replaying = False
+
+    def noted_run(self: Device, func: Any, args: Any, kwargs: Any) -> Any:
+        out = run(self, func, args, kwargs)
+        name, tensors = str(func), [*tensors_in(args), *tensors_in(kwargs), *tensors_in(out)]
+        is_here = any(type(tensor) is OnDevice for tensor in tensors)
+        if is_here and not is_replaying and not is_view(func) and not any(own in name for own in NO_WORK):
+            names.append(name)
+        return out
+
+    def noted_index(self: Device, func: Any, args: Any) -> Any:
+        has_indices = any(tensor.ndim for tensor in tensors_in(args[1]))
+        if type(args[0]) is OnDevice and not is_replaying and (has_indices or len(args) > 2):
+            names.append(func.__name__)
+        return index(self, func, args)
+
+    def noted_replay(self: Graph) -> None:
+        nonlocal is_replaying
+        names.append(REPLAY)
+        is_replaying = True
+        try:
+            replay(self)
+        finally:
+            is_replaying = False
+
+    with (
+        mock.patch.object(Device, "run", noted_run),
+        mock.patch.object(Device, "index", noted_index),
+        mock.patch.object(Graph, "replay", noted_replay),
+    ):
+        yield names
+
+
+def is_view(func: Any) -> bool:
+    returned = [own.alias_info for own in getattr(func, "_schema").returns]  # noqa: B009  not public
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def between_replays(names: list[str]) -> list[list[str]]:
+    """The operations before the first replay, between each two, and after the last."""
+    groups: list[list[str]] = [[]]
+    for name in names:
+        if name == REPLAY:
+            groups.append([])
+        else:
+            groups[-1].append(name)
+    return groups
