@@ -21,8 +21,8 @@ TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]
 class Bench:
     """Requests with K/V in one pool, and forwards of trees behind them."""
 
-    def __init__(self, model: Any, num_cached: tuple[int, ...] = (11, 30, 7), **options: Any):
-        self.packed = PackedModel(model, "flash", **options)
+    def __init__(self, model: Any, num_cached: tuple[int, ...] = (11, 30, 7), attention: str = "flash", **options: Any):
+        self.packed = PackedModel(model, attention, **options)
         draw = torch.Generator().manual_seed(0)
         self.requests = [
             Request(i, torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30) for i, n in enumerate(num_cached)
