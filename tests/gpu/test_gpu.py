@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_slospec import (
     SLOSpecConfig,
@@ -18,7 +20,10 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.models.attention import TreeAttention
 from hf_slospec.models.attention.kernels import FlashKernel
+from hf_slospec.models.fused.kernels import rotate
+from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.packed import PackedModel
 from tests.support.attention_rows import ROWS, TREES
 from tests.support.cuda_tests import (  # noqa: F401  collected here
@@ -29,7 +34,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
     serve,
     test_a_capture_that_fails_leaves_cuda_usable,
     test_an_answer_one_question_late,
-    test_auto_is_flash_where_it_can_be_had,
+    test_auto_is_triton_and_flash_is_flash,
     test_drafting_and_verifying_wait_for_nothing,
     test_fp32_token_for_token_by_sdpa,
     test_pieces_of_few_keys,
@@ -39,7 +44,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
 from tests.support.layer_parity import compare_layers
 from tests.support.model_classes import SUPPORT
 from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import sharpened
+from tests.support.tiny_models import sharpened, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +69,37 @@ def test_every_kind_of_row(kernel: FlashKernel, dtype: torch.dtype, window: int 
             check_row(ROWS[name], (8, 2, 64), dtype, window, softcap, has_sinks)
 
 
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [(None, None, False), (9, 2.0, True)], ids=["plain", "window-softcap-sinks"])
+def test_every_kind_of_row_by_triton(dtype: torch.dtype, options: tuple[Any, ...], name: str) -> None:
+    check_row(ROWS[name], (8, 2, 64), dtype, *options, backend=TreeAttention())
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (4, 2, 8), (12, 4, 96)])
+def test_long_prefixes_by_triton(heads: tuple[int, int, int]) -> None:
+    root, branching, chain = TREES
+    spans = [(4099, 2, branching), (0, 1, chain), (1500, 1, root), (2000, 512, root), (0, 300, root)]
+    check_row(spans, heads, torch.bfloat16, None, None, False, backend=TreeAttention())
+
+
+def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
+    query, key = (torch.randn(1, 5, n, 64, dtype=torch.bfloat16, device=CUDA).transpose(1, 2) for n in (4, 2))
+    cos, sin = torch.randn(2, 1, 5, 64, dtype=torch.bfloat16, device=CUDA)
+    for found, right in zip(rotate(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
+        assert found.equal(right)
+
+
+@pytest.mark.parametrize(("family", "num_places"), [("llama", 3), ("qwen3", 3), ("gemma3", 3), ("gpt2", 0)])
+def test_layers_are_fused(family: str, num_places: int) -> None:
+    model = copy.deepcopy(tiny_model(family)).to(CUDA, torch.bfloat16)
+    fused, ids = FusedLayers(model, True), torch.arange(3, 9, device=CUDA)[None]
+    assert len(fused.places) == num_places
+    plain = model(ids).logits
+    with fused.in_use():
+        assert (model(ids).logits - plain).norm() < 0.03 * plain.norm()
+
+
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (8, 1, 256), (12, 4, 96), (4, 2, 8)])
 @pytest.mark.parametrize("window", [None, 1000])
 def test_long_prefixes(kernel: FlashKernel, heads: tuple[int, int, int], window: int | None) -> None:
@@ -74,14 +110,15 @@ def test_long_prefixes(kernel: FlashKernel, heads: tuple[int, int, int], window:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_every_attention_call_of_every_class(kernel: FlashKernel, name: str) -> None:
+@pytest.mark.parametrize("attention", ["triton", "flash"])
+def test_every_attention_call_of_every_class(attention: str, name: str) -> None:
     """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all the same."""
     model = sharpened(of_class(name), 0).to(CUDA, torch.bfloat16)
     try:
-        PackedModel(model, "flash")
+        PackedModel(model, attention)
     except UnsupportedOptionError as error:
         pytest.skip(str(error))
-    assert compare_layers(model, TOLERANCE[torch.bfloat16]) >= 2
+    assert compare_layers(model, TOLERANCE[torch.bfloat16], attention) >= 2
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 4), (4, 4, 3), (16, 2, 5)], ids=str)
@@ -95,7 +132,7 @@ def test_bf16_parts_from_stock_at_near_ties_only(kernel: FlashKernel, sizes: tup
     assert report.all_near_ties, report
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "4d_mask"])
+@pytest.mark.parametrize("attention", ["auto", "flash", "sdpa", "4d_mask"])
 def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
     """Not a timing: rows of a batch commit more than one token a step, whichever backend runs."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
@@ -106,17 +143,18 @@ def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
     assert sum(row.steps for row in output.slo) < 0.6 * 8 * 47
 
 
+@pytest.mark.parametrize("attention", ["triton", "flash"])
 @pytest.mark.parametrize("streams", [1, 6])
-def test_graphs_part_from_stock_at_near_ties_only(kernel: FlashKernel, captures: list[None], streams: int) -> None:
+def test_graphs_part_from_stock_at_near_ties_only(captures: list[None], attention: str, streams: int) -> None:
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     inputs = tokenizer(tiny_prompts()[:streams], return_tensors="pt", padding=True, padding_side="left")
-    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3, check_invariants=True)
+    config = SLOSpecConfig(attention=attention, policy="fixed", max_depth=4, max_width=3, check_invariants=True)
     generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
     report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
     assert report.all_near_ties, report
     assert captures
 
 
-def test_the_batcher_replays(kernel: FlashKernel, captures: list[None]) -> None:
+def test_the_batcher_replays(captures: list[None]) -> None:
     serve(8, 40)
     assert captures

@@ -65,16 +65,17 @@ def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> 
     assert_same_as_stock(model, generator.generate, moved(ragged_prompts(3)), max_new_tokens=20, **options)
 
 
-def test_auto_is_flash_where_it_can_be_had() -> None:
+def test_auto_is_triton_and_flash_is_flash() -> None:
     half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
     kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
         pytest.skip(kernel)
-    for attention in ("auto", "flash"):
-        assert PackedModel(half, attention).backend.__name__ == f"flash_attention[{kernel.name}]"
+    names = [PackedModel(half, attention).backend.__name__ for attention in ("auto", "triton", "flash")]
+    assert names == ["tree_attention[triton]", "tree_attention[triton]", f"flash_attention[{kernel.name}]"]
     assert PackedModel(half, "sdpa").backend is PackedModel(full).backend is sdpa_attention
-    with pytest.raises(UnsupportedOptionError, match=r"does not compute in torch.float32"):
-        PackedModel(full, "flash")
+    for attention in ("triton", "flash"):
+        with pytest.raises(UnsupportedOptionError, match=r"does not compute in torch.float32"):
+            PackedModel(full, attention)
 
 
 def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +84,20 @@ def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch
 
 
 def check_row(
-    spans: Any, heads: tuple[int, int, int], dtype: torch.dtype, window: Any, softcap: Any, has_sinks: bool
+    spans: Any,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: Any,
+    softcap: Any,
+    has_sinks: bool,
+    backend: Any = None,
 ) -> None:
     num_heads, num_kv_heads, dim = heads
     made = case(spans, num_kv_heads, dim, dim, dtype, "cuda:0")
     query = torch.randn(num_heads, len(made.tokens), dim, device=CUDA, dtype=dtype)
     sinks = torch.randn(num_heads, device=CUDA) if has_sinks else None
     arguments = dim**-0.5, window, softcap, sinks
-    out = FlashAttention("")(query, made.keys, made.values, made.row, *arguments)
+    out = (backend or FlashAttention(""))(query, made.keys, made.values, made.row, *arguments)
     assert out.dtype == dtype
     atol = TOLERANCE[dtype] * float(made.values.abs().max())
     torch.testing.assert_close(out.float(), made.expected(query, *arguments), rtol=0, atol=atol)

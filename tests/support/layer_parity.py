@@ -37,13 +37,13 @@ class Compared:
 
 
 @torch.no_grad()
-def compare_layers(model: Any, tolerance: float) -> int:
-    """Feed prompts and verify trees with attention="flash"; ``tolerance`` is relative to the largest value.
+def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> int:
+    """Feed prompts and verify trees with this attention; ``tolerance`` is relative to the largest value.
 
     Returns:
         How many attention calls were compared.
     """
-    packed = PackedModel(model, "flash")
+    packed = PackedModel(model, attention)
     packed.backend = compared = Compared(packed.backend, tolerance)
     requests = [
         Request(i, torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0) for i, n in enumerate(PROMPTS)

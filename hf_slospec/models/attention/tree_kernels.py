@@ -38,15 +38,16 @@ def tree_attention(
     num_kv_heads, value_dim = keys.shape[1], values.shape[-1]
     num_programs = len(plan.tiles) * num_kv_heads
     num_splits = min(MAX_SPLITS, max(1, ENOUGH_PROGRAMS // num_programs))
+    is_split = num_splits > 1
     out = query.new_empty(num_tokens, num_heads, value_dim)
     parts, lses = out, out  # unread without splits
-    if num_splits > 1:
+    if is_split:
         parts = query.new_empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32)
         lses = query.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
     largest = max(key_dim, value_dim) * query.element_size()  # bytes
     with on_device_of(query):
         _attend[(len(plan.tiles), num_kv_heads, num_splits)](
-            query, keys, values, out if num_splits == 1 else parts, lses, out if sinks is None else sinks,
+            query, keys, values, parts if is_split else out, lses, out if sinks is None else sinks,
             plan.tiles, plan.mask,
             plan.tiles if plan.positions is None else plan.positions,
             plan.tiles if plan.staged_positions is None else plan.staged_positions,
@@ -54,17 +55,16 @@ def tree_attention(
             plan.mask.shape[1], num_tokens, num_heads, scaling, softcap or 0.0, window or 0, chunk or 0,
             GROUPS=num_heads // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             BLOCK_M=plan.num_rows, BLOCK_N=64 if largest <= 256 else 32,
-            BLOCK_K=_block(key_dim), BLOCK_V=_block(value_dim), NUM_SPLITS=num_splits,
+            BLOCK_K=_block(key_dim), BLOCK_V=_block(value_dim), IS_SPLIT=is_split,
             HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None, HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None, NUM_COLUMNS=plan.tiles.shape[1],
             IN_FP32=query.is_cpu,  # the interpreter has no products of bf16
             num_warps=4, num_stages=2,
         )  # fmt: skip
-        if num_splits > 1:
+        if is_split:
             _merge[(num_tokens, num_heads)](
-                parts, lses, out, num_tokens * num_heads,
-                VALUE_DIM=value_dim, BLOCK_V=_block(value_dim), NUM_SPLITS=num_splits,
-                BLOCK_S=triton.next_power_of_2(num_splits), num_warps=2,
+                parts, lses, out, num_tokens * num_heads, num_splits,
+                VALUE_DIM=value_dim, BLOCK_V=_block(value_dim), BLOCK_S=triton.next_power_of_2(MAX_SPLITS), num_warps=2,
             )  # fmt: skip
     return out
 
@@ -86,12 +86,12 @@ def _attend(
     mask_width, num_tokens, num_heads, scaling, softcap, window, chunk,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, NUM_COLUMNS: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile, one KV head and one part of the keys; scores are logarithms to base 2.
 
-    With one split, ``out`` [num_tokens, num_heads, value_dim] is in the model's dtype; else ``out`` has f32 results of
+    Without splits, ``out`` [num_tokens, num_heads, value_dim] is in the model's dtype; else ``out`` has f32 results of
     each split, and ``lses`` [num_splits, num_tokens, num_heads] f32 their log-sum-exps, -inf where a split has no key.
     """
     tile = tiles + tl.program_id(0) * NUM_COLUMNS
@@ -128,7 +128,7 @@ def _attend(
         low = tl.maximum(prefix_len - window + 1, 0)
     if HAS_CHUNK:
         low = tl.maximum(prefix_len // chunk * chunk, low)
-    per_split = tl.cdiv(tl.cdiv(num_keys - low, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(num_keys - low, tl.num_programs(2)), BLOCK_N) * BLOCK_N
     begin = low + split * per_split
     end = tl.minimum(begin + per_split, num_keys)
     if num_own == 0:
@@ -192,23 +192,22 @@ def _attend(
     total = tl.where(has_none, 1.0, total)
     found = sums / total[:, None]
     row = in_batch * num_heads + head
-    if NUM_SPLITS > 1:
+    if IS_SPLIT:
         row = split.to(tl.int64) * num_tokens * num_heads + row
         tl.store(lses + row, tl.where(has_none, float("-inf"), most + tl.log2(total)), mask=is_row)
     is_stored = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
     tl.store(out + row[:, None] * VALUE_DIM + value_dims[None, :], found.to(out.dtype.element_ty), mask=is_stored)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge(
-    parts, lses, out, num_rows,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    parts, lses, out, num_rows, num_splits, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Merge the results of all splits of one token and head by their log-sum-exps, which are to base 2."""
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_V)
-    lse = tl.load(lses + split * num_rows + row, mask=split < NUM_SPLITS, other=float("-inf"))
+    lse = tl.load(lses + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
     largest = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
     is_used = (lse > float("-inf"))[:, None] & (dims < VALUE_DIM)[None, :]

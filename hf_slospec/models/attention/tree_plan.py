@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hf_slospec.models.attention.packed_batch import PackedBatch, Span
 
-MIN_ROWS, MAX_ROWS = 16, 64  # of a tile: the least that tensor cores take; beyond, registers are short
+MIN_ROWS, MAX_ROWS = 16, 64  # of a tile: the least that tensor cores take, and what registers suffice for
 MIN_WIDTH = 16  # of a padded mask
 COLUMNS = ("start", "prefix_len", "num_staged", "first_token", "num_tokens", "offset", "sequence", "is_chain")
 
@@ -51,8 +51,7 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
     width = max((span.num_staged for span in spans if not span.is_chain or by_position), default=1)
     if batch.is_padded:
         width = max(MIN_WIDTH, 1 << (width - 1).bit_length())
-    num_rows = groups * -(-num_tokens // len(spans))
-    num_rows = max(MIN_ROWS, 1 << (groups - 1).bit_length(), min(MAX_ROWS, 1 << (num_rows - 1).bit_length()))
+    num_rows = MIN_ROWS if groups * num_tokens <= MIN_ROWS * len(spans) else MAX_ROWS  # each is compiled apart
     tokens_per_tile = num_rows // groups
     tiles = [
         (slots.start, span.num_visible - span.num_staged, span.num_staged, span.begin + offset,

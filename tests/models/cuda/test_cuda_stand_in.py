@@ -36,7 +36,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     on_cuda,
     test_a_capture_that_fails_leaves_cuda_usable,
     test_an_answer_one_question_late,
-    test_auto_is_flash_where_it_can_be_had,
+    test_auto_is_triton_and_flash_is_flash,
     test_drafting_and_verifying_wait_for_nothing,
     test_pieces_of_few_keys,
     test_replays_are_what_forwards_compute,
