@@ -106,7 +106,11 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     Kernels read 16 bytes at a time and do not check this; what follows is an error of the whole process's CUDA context.
     """
     strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
-    return tensor if not any(start % ALIGNMENT for start in (tensor.data_ptr(), *strides)) else tensor.clone()
+    return (
+        tensor
+        if not any(start % ALIGNMENT for start in (tensor.data_ptr(), *strides))
+        else tensor.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _attend_chains(
