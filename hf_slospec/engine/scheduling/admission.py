@@ -33,6 +33,23 @@ def prefill_deadline_s(request: Request) -> float:
     return request.arrived_s + request.ttft_slo_s
 
 
+def planned_tpot_slo_s(request: Request) -> float:
+    """Return the seconds per token with which a request is planned, of which there are few different ones."""
+    return rounded(MARGIN * tightest_tpot_slo_s(request))
+
+
+def possible_slos(costs: StepCosts) -> Callable[[float], bool]:
+    """Return a function that tells whether a request alone can be decoded in so many seconds per token."""
+    known = _known(costs)
+    return lambda planned_s: _rate(*known, (planned_s,), (1,)) >= 0.0
+
+
+def _known(costs: StepCosts) -> tuple[LatencyCurve, float, float]:
+    """Return curve, seconds per draft level and acceptance, rounded so that cached rates are found again."""
+    level_s = costs.recent.draft_s / max(costs.recent.depth, 1.0)
+    return costs.step_curve(MAX_STEP), rounded(level_s), round(costs.recent.acceptance, 1)
+
+
 def guaranteeable(
     undecided: Sequence[Request],
     guaranteed: Sequence[Request],
@@ -50,10 +67,8 @@ def guaranteeable(
         kv_needed: slots of a request.
         num_reusable: tokens of a request that need no prefill, as their K/V is known from other requests.
     """
-    level_s = costs.recent.draft_s / max(costs.recent.depth, 1.0)
-    # Rounded, so that cached rates are found again as long as little changes.
-    known = costs.step_curve(MAX_STEP), rounded(level_s), round(costs.recent.acceptance, 1)
-    possible = [r for r in undecided if _rate(*known, (rounded(MARGIN * tightest_tpot_slo_s(r)),), (1,)) >= 0.0]
+    known, is_possible = _known(costs), possible_slos(costs)
+    possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
     candidates = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in (*candidates, *guaranteed)])
     priorities = sorted({request.priority for request in (*candidates, *guaranteed)}, reverse=True)

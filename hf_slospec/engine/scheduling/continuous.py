@@ -13,8 +13,15 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
-from hf_slospec.engine.scheduling.admission import guaranteeable, prefill_deadline_s
+from hf_slospec.engine.scheduling.admission import (
+    MAX_CANDIDATES,
+    guaranteeable,
+    planned_tpot_slo_s,
+    possible_slos,
+    prefill_deadline_s,
+)
 from hf_slospec.engine.scheduling.prefill import prefill_budget
+from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 
 LAST_RANK = 2  # in the queue: of requests that may preempt no other
 # Prefill tokens of a step for guaranteed requests, and in some steps for others, even if decoding requests become late.
@@ -61,9 +68,11 @@ class ContinuousScheduler:
         """``num_reusable`` tells how much of a waiting request need not be prefilled, see :class:`Target`."""
         self.num_reusable = num_reusable
         self.limits, self.costs, self.admission, self.prefill = limits, costs, admission, prefill
-        self.waiting: list[Request] = []
+        self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         self.running: list[Request] = []
-        self._undecided: list[Request] = []  # best effort until their SLOs can be guaranteed
+        # Best effort until their SLOs can be guaranteed.
+        self._undecided = Undecided(planned_tpot_slo_s, prefill_deadline_s)
+        self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
         self._protected: set[Request] = set()  # best effort, and never preempted again
         self._sits: dict[Request, int] = {}  # steps in a row that a running request was left out of
@@ -74,16 +83,26 @@ class ContinuousScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self._waiting_since[request] = request.arrived_s
         if not request.has_slo:
             request.is_best_effort = True
         elif not request.is_best_effort:
             request.is_guaranteed = self.admission != "slo"
             request.is_best_effort = not request.is_guaranteed
             if request.is_best_effort:
-                self._undecided.append(request)
-        self.waiting.append(request)
+                self._undecided.add(request)
+        self._queue(request, request.arrived_s)
         self._has_changed = True
+
+    def _queue(self, request: Request, since_s: float) -> None:
+        self._waiting_since[request] = since_s
+        self.waiting.put(request)
+        if request.is_guaranteed:
+            self._guaranteed_waiting[request] = None
+
+    def _dequeue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self._guaranteed_waiting.pop(request, None)
+        self._waiting_since.pop(request, None)
 
     def offer(self, request: Request, now_s: float) -> bool:
         """Queue a request if its SLOs are guaranteed now, or it has none; return whether it was queued."""
@@ -102,11 +121,11 @@ class ContinuousScheduler:
         self._has_changed, self._kv_limit = True, self.limits.kv_tokens
 
     def _drop(self, request: Request) -> None:
-        for requests in (self.waiting, self.running, self._undecided):
-            if request in requests:
-                requests.remove(request)
-        for record in (self._waiting_since, self._sits):
-            record.pop(request, None)
+        self._dequeue(request)
+        self._undecided.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        self._sits.pop(request, None)
         self._protected.discard(request)
 
     def observe(self, step: StepEvent) -> None:
@@ -138,25 +157,37 @@ class ContinuousScheduler:
 
     def decide_guarantees(self, now_s: float) -> None:
         """Guarantee the SLOs of undecided requests where they can be met, and drop those whose TTFT SLO is lost."""
-        if not self._undecided:
+        if not len(self._undecided):
             return
+        is_lost = self._lost(now_s)
+        # Those that wait are checked when they are looked at: there may be many, and they do not change.
+        for request in [request for request in self.running if request in self._undecided and is_lost(request)]:
+            self._undecided.remove(request)
+        if self._has_changed and len(self._undecided):
+            # More may wait than one decision takes.
+            earliest = self._undecided.earliest(MAX_CANDIDATES, possible_slos(self.costs), is_lost)
+            self._has_changed = self._guarantee(earliest, now_s)
+
+    def _lost(self, now_s: float) -> Callable[[Request], bool]:
+        """Return a function that tells whether a request stays best effort, as its TTFT SLO cannot be met any more."""
         chunk = self.limits.prefill_chunk
         fastest = chunk / float(self.costs.step_s(0, chunk))  # tokens per second
-        for request in list(self._undecided):
+
+        def is_lost(request: Request) -> bool:
             left_s = prefill_deadline_s(request) - now_s
-            if (
+            return (
                 not request.num_emitted
                 and request.num_uncached > fastest * left_s  # so that few are looked up
                 and request.num_uncached - self.num_reusable(request) > fastest * left_s
-            ):
-                self._undecided.remove(request)  # stays best effort
-        if self._has_changed and self._undecided:
-            # More may wait than one decision takes.
-            self._has_changed = self._guarantee(self._undecided, now_s)
+            )
+
+        return is_lost
 
     def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
         """Guarantee the SLOs of those requests for which there is room; return whether there was for any."""
-        before = [request for request in (*self.running, *self.waiting) if request.is_guaranteed]
+        if not undecided:
+            return False
+        before = [*(request for request in self.running if request.is_guaranteed), *self._guaranteed_waiting]
         unmovable = [*before, *(request for request in self.running if request in self._protected)]
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
@@ -167,6 +198,8 @@ class ContinuousScheduler:
         for request in found[:places]:
             request.is_guaranteed, request.is_best_effort = True, False
             self._undecided.remove(request)
+            if request in self.waiting:
+                self._queue(request, self._waiting_since[request])
         return bool(found)
 
     # ---- room
@@ -174,35 +207,41 @@ class ContinuousScheduler:
     def _enter(self, now_s: float) -> list[Request]:
         """Give room to waiting requests, in order, and return the requests that were preempted for them."""
         preempted: list[Request] = []
-        highest = max((request.priority for request in self.waiting), default=0)
-        if len(self.running) >= self.limits.max_batch and not self._spare(highest):
-            return preempted
-        ranks = {request: self._rank(request, now_s) for request in self.waiting}
-        for request in sorted(self.waiting, key=ranks.__getitem__):
-            may_preempt = ranks[request][0] < LAST_RANK
+        while (first := self.waiting.first(now_s)) is not None:
+            rank, request = first
+            may_preempt = rank[0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:
                 break  # no request overtakes it, or a large one would never find room
             for victim in victims:
-                self.preempt(victim, now_s)
-                preempted.append(victim)
-            self.waiting.remove(request)
+                self._stop_running(victim)
+            preempted += victims
+            self._dequeue(request)
             self.running.append(request)
-            del self._waiting_since[request]
+            if request in self._undecided and self._lost(now_s)(request):
+                self._undecided.remove(request)
             if request.is_best_effort and may_preempt:
                 self._protected.add(request)
+        for victim in preempted:  # now, as none of them enters again before the step
+            self._queue(victim, now_s)
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
         """Return the place in the queue: starving requests, guaranteed ones, the rest with those too late last."""
         due_s, waiting_since_s = prefill_deadline_s(request), self._waiting_since.get(request)
         came_s = request.arrived_s if waiting_since_s is None else waiting_since_s
-        if waiting_since_s is not None and now_s - came_s >= self.limits.starvation_s:
+        if waiting_since_s is not None and now_s >= came_s + self.limits.starvation_s:
             return 0, -request.priority, came_s, request.index
         if request.is_guaranteed:
             return 1, -request.priority, due_s if self.admission in ("slo", "edf") else came_s, came_s, request.index
         is_too_late = not request.num_emitted and now_s > due_s
         return LAST_RANK, -request.priority, is_too_late, came_s, request.index
+
+    def _next_rank_s(self, request: Request, now_s: float) -> float:
+        """Return when the rank of a waiting request changes; inf if it does not any more."""
+        starves_s = self._waiting_since[request] + self.limits.starvation_s
+        too_late_s = math.nextafter(prefill_deadline_s(request), math.inf)
+        return min((change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf)
 
     def _victims(self, request: Request, spare: list[Request]) -> list[Request] | None:
         """Return which of ``spare`` to preempt, in this order, so that the request fits; None if all do not suffice."""
@@ -223,10 +262,12 @@ class ContinuousScheduler:
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
+        self._stop_running(request)
+        self._queue(request, now_s)
+
+    def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self.waiting.append(request)
         self._sits.pop(request, None)
-        self._waiting_since[request] = now_s
         request.num_preempted += 1
         if request.num_preempted >= MAX_PREEMPTED:
             self._protected.add(request)

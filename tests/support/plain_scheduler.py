@@ -1,0 +1,77 @@
+"""The batcher's scheduler as plain lists: every turn looks at all requests that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.admission import guaranteeable, prefill_deadline_s
+from hf_slospec.engine.scheduling.continuous import LAST_RANK, ContinuousScheduler
+
+
+class PlainScheduler(ContinuousScheduler):
+    def __init__(self, *arguments: object, **options: object):
+        super().__init__(*arguments, **options)
+        self.waiting = list[Request]()
+        self._undecided = list[Request]()
+
+    def add(self, request: Request) -> None:
+        if not request.has_slo:
+            request.is_best_effort = True
+        elif not request.is_best_effort:
+            request.is_guaranteed = self.admission != "slo"
+            request.is_best_effort = not request.is_guaranteed
+            if request.is_best_effort:
+                self._undecided.append(request)
+        self._queue(request, request.arrived_s)
+        self._has_changed = True
+
+    def _queue(self, request: Request, since_s: float) -> None:
+        self._waiting_since[request] = since_s
+        self.waiting.append(request)
+
+    def _drop(self, request: Request) -> None:
+        for requests in (self.waiting, self.running, self._undecided):
+            if request in requests:
+                requests.remove(request)
+        for record in (self._waiting_since, self._sits):
+            record.pop(request, None)
+        self._protected.discard(request)
+
+    def decide_guarantees(self, now_s: float) -> None:
+        is_lost = self._lost(now_s)
+        self._undecided = [request for request in self._undecided if not is_lost(request)]
+        if self._has_changed and self._undecided:
+            self._has_changed = self._guarantee(self._undecided, now_s)
+
+    def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
+        before = [request for request in (*self.running, *self.waiting) if request.is_guaranteed]
+        unmovable = [*before, *(request for request in self.running if request in self._protected)]
+        places = self.limits.max_batch - len(unmovable)
+        if places <= 0:
+            return False
+        kv_free = self._kv_limit - self._held(unmovable)
+        found = guaranteeable(undecided, before, kv_free, self.limits.kv_needed, self.num_reusable, self.costs, now_s)
+        found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
+        for request in found[:places]:
+            request.is_guaranteed, request.is_best_effort = True, False
+            self._undecided.remove(request)
+        return bool(found)
+
+    def _enter(self, now_s: float) -> list[Request]:
+        preempted = list[Request]()
+        ranks = {request: self._rank(request, now_s) for request in self.waiting}
+        for request in sorted(self.waiting, key=ranks.__getitem__):
+            may_preempt = ranks[request][0] < LAST_RANK
+            victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
+            if victims is None:
+                break
+            for victim in victims:
+                self.preempt(victim, now_s)
+                preempted.append(victim)
+            self.waiting.remove(request)
+            self.running.append(request)
+            del self._waiting_since[request]
+            if request.is_best_effort and may_preempt:
+                self._protected.add(request)
+        return preempted
