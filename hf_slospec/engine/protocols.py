@@ -114,7 +114,11 @@ class Target(Protocol):
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
     ) -> None:
-        """Keep the K/V of committed tokens and of chunks, and drop that of rejected nodes."""
+        """Keep the K/V of committed tokens and of chunks, and drop that of rejected nodes.
+
+        Raises:
+            MemoryError: there is no memory to do so; every request has the K/V that it had before the step.
+        """
 
     def reuse(self, request: Request) -> int:
         """Give a request that has no K/V that of a text which begins alike, if there is one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -39,7 +40,8 @@ class Engine(Generic[S]):
         """Run one step of the requests that the scheduler picks.
 
         An error that a request's own processors or criteria raise ends that request only. A MemoryError of the models
-        is raised, and then no token has been committed.
+        is raised before any token is chosen. One that comes later ends nothing: chosen tokens stay, as processors and
+        criteria have seen them, and K/V that could not be kept is computed again.
         """
         watch = _Stopwatch(self.clock)
         self.forget(self.scheduler.enter(watch.begun_s))
@@ -68,7 +70,8 @@ class Engine(Generic[S]):
             num_catch_up=num_catch_up,
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
         )
-        self._learn(event, schedule, accepted, plan)
+        with contextlib.suppress(MemoryError):  # what is learned saves time, and finished requests have to leave
+            self._learn(event, schedule, accepted, plan)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
@@ -129,11 +132,15 @@ class Engine(Generic[S]):
     def _commit(self, schedule: Schedule, accepted: Sequence[Sequence[int]], watch: _Stopwatch) -> None:
         pairs = zip(schedule.choosing, accepted, strict=True)
         sound = {request: nodes for request, nodes in pairs if request.error is None}
-        self.target.commit(list(sound), list(sound.values()), schedule.partial_chunks)
-        for request in sound:
-            request.num_cached = len(request.tokens) - 1
-        for chunk in schedule.partial_chunks:
-            chunk.request.num_cached += chunk.num_tokens
+        try:
+            self.target.commit(list(sound), list(sound.values()), schedule.partial_chunks)
+        except MemoryError:  # these requests are in prefill again, behind the K/V that they had
+            self.relieve()
+        else:
+            for request in sound:
+                request.num_cached = len(request.tokens) - 1
+            for chunk in schedule.partial_chunks:
+                chunk.request.num_cached += chunk.num_tokens
         watch.lap("host_s")
 
     def _record(

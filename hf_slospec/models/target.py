@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -184,13 +185,16 @@ class PackedTarget:
                     destination.append(first_node + place)
             places = [*range(chain_len), *(chain_len - 1 + node for node in nodes)]
             committed.append(_Committed(request, sequence.length, places))
-            sequence.commit(places)
         for chunk in chunks:
-            sequence = self.sequences.of(chunk.request)
-            committed.append(_Committed(chunk.request, sequence.length, range(chunk.num_tokens)))
-            sequence.commit(range(chunk.num_tokens))
-        self.sequences.cache.pool.move(source, destination)
-        self._hand_over(committed)
+            begin = self.sequences.num_cached(chunk.request)
+            committed.append(_Committed(chunk.request, begin, range(chunk.num_tokens)))
+        with as_memory_error():
+            self.sequences.cache.pool.move(source, destination)  # of what is not committed yet
+        for own in committed:
+            self.sequences.of(own.request).commit(own.places)
+        with contextlib.suppress(MemoryError), as_memory_error():  # the drafter then does not see these tokens
+            self._hand_over(committed)
+        self._features = None
 
     def _hand_over(self, committed: Sequence[_Committed]) -> None:
         """Give the drafter the features of committed tokens."""
@@ -200,7 +204,6 @@ class PackedTarget:
         features = self._features.index_select(0, to_device(torch.tensor(rows), self._features.device))
         for own, its in zip(committed, features.split([len(own.places) for own in committed]), strict=True):
             self._reader.take_features(own.request, own.begin, its)
-        self._features = None
 
     def reuse(self, request: Request) -> int:
         if request.prefill is not None:  # equal tokens may stand for other images

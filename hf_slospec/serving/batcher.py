@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.engine.events import StepEvent
@@ -25,11 +26,13 @@ from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull
 from hf_slospec.serving.handle import RequestHandle
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 NewEngine = Callable[[], Engine[ContinuousScheduler]]
 
 
 class Observer(Protocol):
-    """Is called by a batcher, in its thread."""
+    """Is called by a batcher, in its thread. Its errors are logged, and end no request."""
 
     def on_step(self, step: StepEvent) -> None:
         """Handle the end of a step."""
@@ -114,9 +117,9 @@ class Batcher:
             engine = self.new_engine()
             self.lock.rest()  # this thread may have loaded and measured the models
             thread = threading.Thread(target=self._run, args=(engine,), name="hf_slospec", daemon=True)
-            with self._state:
+            with self._state:  # the thread waits for it before it takes orders
+                thread.start()  # first, as there may be too many threads
                 self._ending, self._thread = None, thread
-                thread.start()
             _batchers.add(self)
 
     def submit(self, handle: RequestHandle, block: bool, timeout: float | None) -> None:
@@ -147,8 +150,9 @@ class Batcher:
         if self._pid != os.getpid():
             return
         with self._state:
-            self._aborted.append((handle, error))
-            self._state.notify_all()
+            if not handle.done():  # otherwise it would stay here until the next start
+                self._aborted.append((handle, error))
+                self._state.notify_all()
 
     def load(self) -> Future[ReplicaLoad]:
         """Return the load of the engine before the next step; NotRunningError if there is none."""
@@ -201,23 +205,16 @@ class Batcher:
 
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
-        try:
-            with self.in_thread():
-                while self._take_orders(engine):
-                    if _is_busy(engine.scheduler):
-                        self._step(engine)
-                with self.lock:
-                    engine.retire([*engine.scheduler.running, *engine.scheduler.waiting])
-        except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
-            error = caught
-        with self.lock:
-            engine.close()
+        for part in (self._serve, self._close):
+            try:
+                part(engine)
+            except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
+                error = error or caught
         with self._state:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
             left = list(self._handles.values())
             self._arrivals.clear()
-            self._aborted.clear()
             asked, self._asked = self._asked, []
             self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
             self._ending = "now"
@@ -228,6 +225,20 @@ class Batcher:
         for handle in left:
             handle.request.end(error)
             self._end(handle.request)
+        with self._state:
+            self._aborted.clear()
+
+    def _serve(self, engine: Engine[ContinuousScheduler]) -> None:
+        with self.in_thread():
+            while self._take_orders(engine):
+                if _is_busy(engine.scheduler):
+                    self._step(engine)
+            with self.lock:
+                engine.retire([*engine.scheduler.running, *engine.scheduler.waiting])
+
+    def _close(self, engine: Engine[ContinuousScheduler]) -> None:
+        with self.lock:
+            engine.close()
 
     def _take_orders(self, engine: Engine[ContinuousScheduler]) -> bool:
         """Wait for work or orders, carry the orders out, and return whether to go on."""
@@ -284,7 +295,7 @@ class Batcher:
                 self._end(request)
             else:
                 self._handles[part.index].advance()
-        self.observer.on_step(event)
+        self._tell(self.observer.on_step, event)
 
     def _count(self, engine: Engine[ContinuousScheduler]) -> None:
         scheduler, self.num_kept = engine.scheduler, engine.target.num_kept
@@ -317,7 +328,14 @@ class Batcher:
         if request.error is not None:
             _clear_frames(request.error)
         handle.advance()
-        self.observer.on_end(request)
+        self._tell(self.observer.on_end, request)
+
+    def _tell(self, notify: Callable[[T], None], news: T) -> None:
+        """Pass news to the observer; where it fails, requests go on without what it counts."""
+        try:
+            notify(news)
+        except Exception:
+            logger.exception("the observer of the batcher raised; requests go on, and its counts may be wrong")
 
 
 def _is_busy(scheduler: ContinuousScheduler) -> bool:

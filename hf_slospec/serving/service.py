@@ -21,7 +21,13 @@ from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Progress, Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
-from hf_slospec.errors import InvalidInputError, NotRunningError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.errors import (
+    InvalidInputError,
+    NotRunningError,
+    RequestCancelledError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
@@ -269,6 +275,6 @@ def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
         finally:
             streamer.end()
     except Exception as error:  # noqa: BLE001  an error of the streamer fails its request, unless that is over
-        if handle.done():
+        if handle.done() and error is not handle.request.error and not isinstance(error, RequestCancelledError):
             logger.warning("the streamer of request %d raised after its end: %r", handle.request.index, error)
         handle.fail(error)

@@ -156,6 +156,24 @@ def test_the_batcher_frees_the_drafter_before_it_preempts(
     assert shortage.num_failed == 1 and generator.stats().preempted == 0
 
 
+def test_features_that_find_no_memory_are_missing_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, prompts, num_calls = MAKES["eagle3"](tmp_path), prompts_of(2), 0
+    expected, add = expected_of(generator.model, prompts), FeatureQueue.add
+
+    def fails_at_times(queue: FeatureQueue, *arguments: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (2, 5):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        add(queue, *arguments)
+
+    monkeypatch.setattr(FeatureQueue, "add", fails_at_times)
+    assert served(generator, prompts) == expected
+    assert num_calls > 5
+
+
 def test_features_and_kv_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, found = MAKES["eagle3"](tmp_path), list[tuple[int, int, int]]()
     draft = FeatureDrafter.draft

@@ -142,3 +142,26 @@ def test_the_interpreter_ends_with_work_in_flight() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+
+
+def test_a_thread_that_cannot_start_leaves_a_batcher_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = Server()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="new thread"):
+            server.batcher.start()
+    assert not server.batcher.is_running
+    server.batcher.start()
+    assert server.submit(4).result(WAIT_S).token_ids == alone(4)
+    server.batcher.stop(drain=True, timeout=None)
+
+
+def test_an_order_for_a_request_that_is_over_is_not_kept(server: Server) -> None:
+    handle = server.submit(3)
+    handle.result(WAIT_S)
+    server.batcher.stop(drain=True, timeout=None)
+    server.batcher.abort(handle, None)  # as by a thread that found it running just before
+    assert not server.batcher._aborted

@@ -6,11 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from hf_slospec import (
     SLOSpecGenerator,
     tiny_prompts,
 )
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.target import PackedTarget
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
@@ -60,3 +62,25 @@ def test_running_out_of_memory_between_draft_and_verify_is_made_good(
         handles = [generator.submit(prompt, max_new_tokens=30, slo_tpot=10.0) for prompt in PROMPTS[:4]]
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
     assert raised
+
+
+def test_running_out_of_memory_while_committing_is_made_good(
+    pair: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, tokenizer = pair
+    expected = [alone(pair, prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
+    move, calls, raised = KVPool.move, itertools.count(), list[int]()
+
+    def fails_at_times(pool: KVPool, source: list[int], destination: list[int]) -> None:
+        if source and (call := next(calls)) in (0, 2):
+            raised.append(call)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        move(pool, source, destination)
+
+    monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 2)
+    config = CONFIG.model_copy(update={"policy": "fixed", "max_depth": 3, "max_width": 3})
+    with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
+        monkeypatch.setattr(KVPool, "move", fails_at_times)
+        handles = [generator.submit(prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+    assert raised == [0, 2]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.admission import guaranteeable, prefill_deadline_s
-from hf_slospec.engine.scheduling.continuous import LAST_RANK, ContinuousScheduler
+from hf_slospec.engine.scheduling.continuous import LAST_RANK, STARVING, ContinuousScheduler
 
 
 class PlainScheduler(ContinuousScheduler):
@@ -46,7 +46,7 @@ class PlainScheduler(ContinuousScheduler):
 
     def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
         before = [request for request in (*self.running, *self.waiting) if request.is_guaranteed]
-        unmovable = [*before, *(request for request in self.running if request in self._protected)]
+        unmovable = [*before, *(r for r in self.running if r in self._protected and not r.is_guaranteed)]
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
@@ -72,6 +72,6 @@ class PlainScheduler(ContinuousScheduler):
             self.waiting.remove(request)
             self.running.append(request)
             del self._waiting_since[request]
-            if request.is_best_effort and may_preempt:
+            if ranks[request][0] == STARVING:
                 self._protected.add(request)
         return preempted

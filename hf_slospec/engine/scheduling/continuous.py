@@ -23,7 +23,8 @@ from hf_slospec.engine.scheduling.admission import (
 from hf_slospec.engine.scheduling.prefill import prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 
-LAST_RANK = 2  # in the queue: of requests that may preempt no other
+STARVING = 0  # first rank in the queue
+LAST_RANK = 2  # of requests that may preempt no other
 # Prefill tokens of a step for guaranteed requests, and in some steps for others, even if decoding requests become late.
 MIN_CHUNK = 16
 AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
@@ -54,7 +55,7 @@ class ContinuousScheduler:
     Admission ``slo`` guarantees the SLOs of those requests for which SLOs-Serve's dynamic programme finds room;
     ``edf``, ``fcfs`` and ``priority`` guarantee all and serve them by earliest deadline, arrival or priority. Other
     requests are best effort: they use the leftover budget, and are preempted where a guaranteed request needs their
-    K/V; their tokens stay. A best-effort request that waited ``starvation_s`` goes first and is then never preempted.
+    K/V; their tokens stay. A request that waited ``starvation_s`` goes first and is then never preempted.
     """
 
     def __init__(
@@ -188,7 +189,8 @@ class ContinuousScheduler:
         if not undecided:
             return False
         before = [*(request for request in self.running if request.is_guaranteed), *self._guaranteed_waiting]
-        unmovable = [*before, *(request for request in self.running if request in self._protected)]
+        protected = [r for r in self.running if r in self._protected and not r.is_guaranteed]
+        unmovable = [*before, *protected]
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
@@ -220,7 +222,7 @@ class ContinuousScheduler:
             self.running.append(request)
             if request in self._undecided and self._lost(now_s)(request):
                 self._undecided.remove(request)
-            if request.is_best_effort and may_preempt:
+            if rank[0] == STARVING:
                 self._protected.add(request)
         for victim in preempted:  # now, as none of them enters again before the step
             self._queue(victim, now_s)
@@ -231,7 +233,7 @@ class ContinuousScheduler:
         due_s, waiting_since_s = prefill_deadline_s(request), self._waiting_since.get(request)
         came_s = request.arrived_s if waiting_since_s is None else waiting_since_s
         if waiting_since_s is not None and now_s >= came_s + self.limits.starvation_s:
-            return 0, -request.priority, came_s, request.index
+            return STARVING, -request.priority, came_s, request.index
         if request.is_guaranteed:
             return 1, -request.priority, due_s if self.admission in ("slo", "edf") else came_s, came_s, request.index
         is_too_late = not request.num_emitted and now_s > due_s
@@ -347,5 +349,6 @@ class ContinuousScheduler:
     def shrink(self) -> bool:
         """Halve the work of the next steps, and return False if one request per step is reached already."""
         is_least = self._share * len(self.running) <= 1.0 and self._share * self.limits.prefill_chunk <= 1.0
-        self._share /= 2.0
+        if not is_least:  # or it would take many steps to get back
+            self._share /= 2.0
         return not is_least

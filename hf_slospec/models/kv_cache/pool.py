@@ -186,14 +186,19 @@ class KVPool:
             sequence.start = start
 
     def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
-        """Give one sequence the K/V of the first ``length`` tokens of another."""
+        """Give one sequence the K/V of the first ``length`` tokens of another.
+
+        Raises:
+            torch.OutOfMemoryError: there was no memory for its states; both sequences are what they were.
+        """
+        states = None
+        if source.states is not None:
+            source.states.take_in(length)
+            states = source.states.copy()
         for stack in self._stacks.values():
             tokens = stack[:, source.start : source.start + length]
             stack[:, destination.start : destination.start + length] = tokens
-        destination.length, destination.position_offset = length, source.position_offset
-        if source.states is not None:
-            source.states.take_in(length)
-            destination.states = source.states.copy()
+        destination.length, destination.position_offset, destination.states = length, source.position_offset, states
 
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
         """Fill an empty pool with sequences of another one, and with new ones, at these capacities."""

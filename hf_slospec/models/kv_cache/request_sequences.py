@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -158,7 +159,11 @@ class RequestSequences:
         if sequence is None:
             return
         if may_keep and self._is_shareable(sequence, state) and not has_embeds and request.error is None:
-            self._keep(KeptText(request.cache_salt, request.tokens[: sequence.length], sequence))
+            try:
+                with as_memory_error():
+                    self._keep(KeptText(request.cache_salt, request.tokens[: sequence.length], sequence))
+            except MemoryError:  # for its states; they only save time
+                self.cache.release(sequence)
         else:
             self.cache.release(sequence)
 
@@ -262,12 +267,10 @@ class RequestSequences:
 
     def _copy(self, source: CachedSequence, request: RequestText, length: int) -> None:
         """Copy the first tokens' K/V, unless there is no room for both."""
-        try:
+        with contextlib.suppress(MemoryError), as_memory_error():  # the step that needs the room reports it
             self.reserve([request])
-        except MemoryError:
-            return  # the step that needs the room reports it
-        if source.length >= length:  # it was not dropped to make room
-            self.cache.pool.copy(source, self.of(request), length)
+            if source.length >= length:  # it was not dropped to make room
+                self.cache.pool.copy(source, self.of(request), length)
 
     def _keep(self, text: KeptText) -> None:
         if self._kept_state != self.packed.fingerprint.state:

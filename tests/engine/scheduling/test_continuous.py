@@ -336,3 +336,40 @@ def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted:
     late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
     assert late.is_guaranteed == (times_preempted < MAX_PREEMPTED)
+
+
+def test_a_starving_guaranteed_request_is_not_preempted_as_soon_as_it_has_room() -> None:
+    served = Served(Limits(1, 10**6, 4, 8, starvation_s=2.0), "priority")
+    first = served.add(0, new=3, ttft_slo_s=1e3, priority=2)
+    served.step()
+    starving, urgent = served.add(1, ttft_slo_s=1e3), None
+    while not first.is_finished:
+        served.step()
+        if served.clock.now_s >= 2.0 and urgent is None:
+            urgent = served.add(2, ttft_slo_s=1e3, priority=1)
+    served.run()
+    assert starving.num_preempted == 0
+    assert urgent is not None and urgent.is_finished
+
+
+def test_room_of_a_protected_request_is_booked_once_if_it_is_guaranteed_too() -> None:
+    served = Served(Limits(3, 10**6, 4, 8, starvation_s=0.5))
+    early = [served.add(index, new=40, tpot_slo_s=1e-6) for index in range(2)]  # which cannot be met: best effort
+    served.clock.now_s = 1.0
+    served.step()
+    assert all(request in served.scheduler._protected for request in early)
+    for request in early:  # as if their SLO could be met by now
+        request.is_guaranteed, request.is_best_effort = True, False
+    late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
+    for request in early:
+        request.stages = (Stage(1e3),)
+    served.step()
+    assert late.is_guaranteed
+
+
+def test_shortage_of_memory_that_ends_is_soon_forgotten() -> None:
+    served = Served(Limits(8, 10**6, 4, 4, 1e9))
+    served.add(0, new=30)
+    for _ in range(40):
+        served.scheduler.shrink()
+    assert served.scheduler._share >= 1 / 8

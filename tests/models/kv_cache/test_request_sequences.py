@@ -107,3 +107,17 @@ def test_torch_running_out_of_memory_is_a_memory_error() -> None:
         torch.empty(2**60)
     with pytest.raises(RuntimeError, match="size"), as_memory_error():
         torch.ones(2) @ torch.ones(3)
+
+
+def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = RequestSequences(Packed(), MAX_NODES, 100, 100)  # type: ignore[arg-type]
+    request = Request(0, [0] * 30, 2)
+    sequences.reserve([request])
+    sequences.of(request).length = 20
+
+    def fails(text: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sequences, "_keep", fails)
+    sequences.release(request)
+    assert sequences.cache.num_held == 0
