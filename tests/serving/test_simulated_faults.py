@@ -1,0 +1,128 @@
+"""The batcher in simulated schedules of users, faults and times; ``scripts/simulate_faults.py`` runs more of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hf_slospec.engine.scheduling.continuous import Limits
+from hf_slospec.models.kv_cache.pool import KVPool
+from tests.support.simulated_batcher import Fault, Job, Schedule, Simulation, Stop, fault_of, schedule_of, shrunk
+
+SEEDS, BLOCKS = 600, 12  # 25 to 40 ms each on busy cores
+
+
+@pytest.fixture(autouse=True)
+def _no_messages() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)  # of the errors that are injected
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_every_schedule_gives_what_plain_decoding_gives(block: int) -> None:
+    for seed in range(block, SEEDS, BLOCKS):
+        if (error := fault_of(schedule_of(seed))) is not None:
+            raise AssertionError(
+                f"seed {seed} fails; run scripts/simulate_faults.py --seeds {seed}:{seed + 1}"
+            ) from error
+
+
+@pytest.mark.parametrize("seed", [3, 71, 118])
+def test_a_seed_always_gives_the_same_run(seed: int) -> None:
+    runs = []
+    for _ in range(2):
+        simulation = Simulation(schedule_of(seed))
+        simulation.run()
+        outcomes = [(own.handle.token_ids, own.handle.finish_reason, own.seen) for own in simulation.submitted]
+        runs.append((outcomes, simulation.world.now_s, [point for point, _ in simulation.world.struck]))
+    assert runs[0] == runs[1]
+
+
+PLAIN = replace(
+    schedule_of(0), max_queue=100, admission="slo", prefill="beside", policy="whole", depth=2, width=2, num_batchers=1,
+    has_assistant=True, faults=(), users=(), seconds=(1.0,), limits=Limits(2, 404, 4, 16, 20.0), kept=float("inf"),
+)  # fmt: skip
+JOB = Job(family=0, prompt_len=24, own_tokens=2, new=30)
+
+
+def simulated(*faults: Fault, jobs: int = 3, **changes: object) -> Simulation:
+    """Run jobs of as many users under faults; what is wrong with them raises."""
+    users = tuple((replace(JOB, own_tokens=number, consumer="tokens"),) for number in range(jobs))
+    simulation = Simulation(replace(PLAIN, users=users, faults=faults, **changes))
+    simulation.run()
+    return simulation
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "target pool",
+        "target move",
+        "target copy",
+        "target forward",
+        "sampler",
+        "draft pool",
+        "draft copy",
+        "draft forward",
+    ],
+)
+@pytest.mark.parametrize("kind", ["memory", "torch"])
+def test_memory_that_runs_short_once_ends_nothing(point: str, kind: str) -> None:
+    num_struck = 0
+    for number in range(6):
+        simulation = simulated(Fault(point, number, kind))
+        num_struck += len(simulation.world.struck)
+        assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
+    assert num_struck
+
+
+def test_memory_that_stays_short_while_committing_ends_nothing() -> None:
+    faults = [Fault("target move", number, "torch") for number in range(100)]
+    simulation = simulated(*faults, has_assistant=False)  # without memory to free, so that drafting goes on
+    assert len(simulation.world.struck) > 1
+    assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
+
+
+@pytest.mark.parametrize("point", ["on_step", "on_end"])
+def test_errors_of_the_observer_end_nothing(point: str) -> None:
+    simulation = simulated(Fault(point, 0, "observer"), Fault(point, 2, "observer"))
+    assert simulation.world.struck
+    assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
+
+
+@pytest.mark.parametrize("point", ["target forward", "draft forward", "target move"])
+def test_when_the_engine_dies_every_request_ends_with_its_error(point: str) -> None:
+    simulation = simulated(Fault(point, 2, "fatal"))
+    ((_, error),) = simulation.world.struck
+    assert {own.handle.request.error for own in simulation.submitted} == {error}
+
+
+def test_when_the_engine_dies_and_the_observer_fails_too_every_request_ends() -> None:
+    simulation = simulated(Fault("target forward", 2, "fatal"), Fault("on_end", 0, "observer"))
+    assert len(simulation.world.struck) == 2
+
+
+def test_an_engine_that_cannot_close_ends_every_request() -> None:
+    users = ((replace(JOB, consumer="none"), Stop(drain=False, timeout=None)),)
+    simulation = Simulation(replace(PLAIN, users=users, faults=(Fault("close", 0, "fatal"),)))
+    simulation.run()
+    ((_, error),) = simulation.world.struck
+    assert [own.handle.request.error for own in simulation.submitted] == [error]
+
+
+def test_what_is_wrong_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K/V that is moved to wrong slots changes later tokens."""
+    monkeypatch.setattr(KVPool, "move", lambda pool, source, destination: None)
+    failing = next(plan for seed in range(1000) if fault_of(plan := schedule_of(seed)) is not None)
+    smaller = shrunk(failing)
+    assert isinstance(fault_of(smaller), AssertionError)
+    assert size_of(smaller) < size_of(failing) or size_of(failing) == 1
+    assert not smaller.faults
+
+
+def size_of(plan: Schedule) -> int:
+    return sum(map(len, plan.users)) + len(plan.faults)

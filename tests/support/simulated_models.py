@@ -1,0 +1,156 @@
+"""Toy models in real packed storage: the next token depends on every token whose K/V is read, so wrong K/V shows."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.request import Request
+from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.kv_cache.cache import KVCache
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.packed import Outputs
+from hf_slospec.models.sampling import PendingChoices
+from tests.support.simulated_threads import World
+from tests.support.toys import stored
+
+VOCAB, ROWS, LONGEST = 5, 64, 256
+TABLE = torch.from_numpy(np.random.default_rng(0).gumbel(size=(ROWS, VOCAB)).astype(np.float32))
+NOISE = np.random.default_rng(1).gumbel(size=(8, LONGEST, VOCAB)).astype(np.float32)
+
+
+def row_of(tokens: Sequence[int], is_draft: bool = False) -> int:
+    """The place of the next token's logits; the draft's are the target's after three of four texts."""
+    digest = zlib.crc32(bytes(tokens))
+    return (digest >> 10 if is_draft and digest >> 8 & 3 == 0 else digest) % ROWS
+
+
+def chosen(rows: np.ndarray, request: Request, positions: np.ndarray) -> np.ndarray:
+    """The tokens that plain decoding takes at positions of a request's output, given logits [num_tokens, vocab]."""
+    return (rows + NOISE[request.index % 8][positions] if request.is_sampled else rows).argmax(-1)
+
+
+def plain_token(request: Request) -> int:
+    row = TABLE[row_of(request.tokens)].numpy()
+    return int(chosen(row[None], request, np.array([request.num_emitted]))[0])
+
+
+class FaultyPool(KVPool):
+    """Storage whose operations may run out of memory."""
+
+    def __init__(self, world: World, name: str, num_slots: int):
+        world.at(f"{name} pool")
+        super().__init__([LayerShape(stored(1, 1), stored(1, 1))], num_slots)
+        self.world, self.name = world, name
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        if source:
+            self.world.at(f"{self.name} move")
+        super().move(source, destination)
+
+    def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
+        self.world.at(f"{self.name} copy")
+        super().copy(source, destination, length)
+
+    def _shift(self, sequence: CachedSequence, start: int) -> None:
+        if sequence.start != start:
+            self.world.at(f"{self.name} repack")
+        super()._shift(sequence, start)
+
+
+class SimulatedModel:
+    """A packed model that stores tokens as K and their positions as V, and reads the text from there."""
+
+    has_states, vocab_size, device = False, VOCAB, torch.device("cpu")
+    rope = SimpleNamespace(max_plain=None)
+
+    def __init__(self, world: World, name: str, seconds: Sequence[float]):
+        """``seconds`` that forwards take, in turn."""
+        self.world, self.name, self.seconds = world, name, seconds
+        self.model, self.num_forwards = torch.nn.Module(), 0
+        self.fingerprint = SimpleNamespace(state=0, notice=lambda: None)
+        self._shared: Any = lambda: None
+
+    @property
+    def kv_cache(self) -> KVCache:
+        cache = self._shared()
+        if cache is None:
+            cache = KVCache(lambda num_slots: FaultyPool(self.world, self.name, num_slots), self._empty())
+            self._shared = ref(cache)
+        return cache
+
+    def _empty(self) -> KVPool:
+        return KVPool([LayerShape(stored(1, 1), stored(1, 1))], 0)
+
+    @property
+    def num_held(self) -> int:
+        cache = self._shared()
+        return 0 if cache is None else cache.num_held
+
+    def keep_if_captured(self, cache: KVCache) -> None:
+        if not cache.pool.sequences:
+            cache._pool = self._empty()
+
+    def clamp_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    clamp_positions = clamp_tokens
+
+    def outputs(
+        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, feature_layers: tuple[int, ...] = ()
+    ) -> Outputs:
+        self.num_forwards += 1
+        self.world.at(f"{self.name} forward", self.seconds[self.num_forwards % len(self.seconds)])
+        wanted, rows, begin = set(logit_rows.tolist()), list[int](), 0
+        keys, values = pool.keys[0], pool.values[0]
+        for part in parts:
+            own, num_new, num_staged = part.sequence, len(part.input_ids), len(part.positions)
+            end = own.start + own.length + num_staged
+            assert own.length + num_staged <= own.capacity, "K/V is staged in slots of others"
+            keys[end - num_new : end, 0, 0] = part.input_ids.float()
+            values[end - num_new : end, 0, 0] = part.positions[-num_new:].float()
+            tokens, places = (stack[own.start : end, 0, 0].int().tolist() for stack in (keys, values))
+            for new, seen in enumerate(part.mask.tolist()):
+                if begin + new in wanted:
+                    visible = [*range(own.length), *(own.length + at for at in range(num_staged) if seen[at])]
+                    assert [places[at] for at in visible] == list(range(len(visible))), "K/V of other positions"
+                    rows.append(row_of([tokens[at] for at in visible], self.name == "draft"))
+            begin += num_new
+        return Outputs(TABLE[torch.tensor(rows, dtype=torch.int64)])
+
+
+class SimulatedSampler:
+    """Chooses what plain decoding does; each position of a request is chosen once, as processors may have state."""
+
+    def __init__(self, world: World):
+        self.world, self.fails_at = world, dict[Request, tuple[int, BaseException]]()
+        self.next_position = dict[Request, int]()
+
+    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
+        self.world.at("sampler")
+        rows, choosers, begin = logits.numpy(), list[Any](), 0
+        for request, tree in zip(requests, trees, strict=True):
+            own = rows[begin : begin + tree.num_nodes]
+            choosers.append(self._chooser(request, chosen(own, request, request.num_emitted + tree.depths)))
+            begin += tree.num_nodes
+        return torch.empty(0, dtype=torch.int64), lambda _: choosers
+
+    def _chooser(self, request: Request, tokens: np.ndarray) -> Any:
+        def choose(node: int) -> int:
+            position = request.num_emitted
+            due = self.next_position.get(request, request.num_resumed)
+            assert position == due, f"position {position} of request {request.index} is chosen in place of {due}"
+            self.next_position[request] = position + 1
+            fails_at, error = self.fails_at.get(request, (-1, None))
+            if error is not None and position == fails_at:
+                raise error
+            return int(tokens[node])
+
+        return choose

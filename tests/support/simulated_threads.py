@@ -1,0 +1,241 @@
+"""Threads and time of a simulation: one thread runs at a time, and a seed decides which goes on wherever one may wait.
+
+``Threading`` and ``Time`` stand in for the modules ``threading`` and ``time`` of the code under test.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+MODULES = (
+    "hf_slospec.serving.batcher.threading",
+    "hf_slospec.serving.handle.threading",
+    "hf_slospec.engine.fair_lock.threading",
+)
+CLOCKS = ("hf_slospec.serving.batcher.time", "hf_slospec.serving.handle.time")
+MOST_TURNS = 20_000  # more are a loop without end
+
+
+class StuckError(AssertionError):
+    """No thread can go on, or they go on for ever."""
+
+
+class World:
+    """All threads of one simulation, their clock, and the faults that strike them."""
+
+    def __init__(self, seed: int, switching: float = 0.3):
+        """``switching``: how often a thread that need not wait lets another one go first."""
+        self.rng, self.switching = random.Random(seed), switching
+        self.now_s = 0.0
+        self.threads = list[Thread]()
+        self.running: Thread | None = None
+        self.hub = getcurrent()
+        self.faults: dict[tuple[str, int], BaseException] = {}
+        self.struck: list[tuple[str, BaseException]] = []
+        self._counts: dict[str, int] = {}
+        self.is_over = False
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def at(self, point: str, seconds: float = 0.0) -> None:
+        """Let time pass and others go first at a named point, where a fault may strike."""
+        self.now_s += seconds
+        self.pause()
+        number = self._counts[point] = self._counts.get(point, -1) + 1
+        if (error := self.faults.get((point, number))) is not None:
+            self.struck.append((point, error))
+            raise error
+
+    def pause(self) -> None:
+        if self.running is not None and self.rng.random() < self.switching:
+            self.wait_for(lambda: True)
+
+    def wait_for(self, is_ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Let others go on until this thread is ready; return False if that takes longer."""
+        me = self.running
+        if me is None:  # all threads have ended
+            assert is_ready(), "the simulation itself would have to wait"
+            return True
+        me.is_ready, me.until_s = is_ready, None if timeout is None else self.now_s + timeout
+        self.hub.switch()
+        if self.is_over:
+            raise GreenletExit
+        return is_ready()
+
+    def run(self) -> None:
+        """Run all threads to their ends."""
+        for _ in range(MOST_TURNS):
+            alive = [thread for thread in self.threads if thread.is_alive()]
+            ready = [thread for thread in alive if thread.may_run(self.now_s)]
+            if not ready:
+                if not alive:
+                    return
+                ends = [thread.until_s for thread in alive if thread.until_s is not None]
+                if not ends:
+                    raise StuckError(f"all threads wait: {[thread.name for thread in alive]}")
+                self.now_s = min(ends)
+                continue
+            self.running = self.rng.choice(ready)
+            self.running.greenlet.switch()
+            self.running = None
+        raise StuckError(f"these threads do not end: {[thread.name for thread in alive]}")
+
+    def end(self) -> None:
+        """End what is left of the threads."""
+        self.is_over = True
+        for thread in self.threads:
+            self.running = thread
+            for _ in range(20):  # it may catch the exit
+                if thread.is_alive():
+                    thread.greenlet.throw(GreenletExit)
+        self.running = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put these threads and this clock in the place of real ones."""
+        with ExitStack() as stack:
+            for name in MODULES:
+                stack.enter_context(mock.patch(name, Threading(self)))
+            for name in CLOCKS:
+                stack.enter_context(mock.patch(name, Time(self)))
+            stack.callback(self.end)
+            yield
+
+
+class Thread:
+    def __init__(self, world: World, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "") -> None:
+        self.world, self.name = world, name
+        self.is_ready: Callable[[], bool] = lambda: True
+        self.until_s: float | None = None
+        self.greenlet, self.has_begun = greenlet(lambda: target(*args), world.hub), False
+
+    def start(self) -> None:
+        self.has_begun = True
+        self.world.threads.append(self)
+        self.world.pause()
+
+    def is_alive(self) -> bool:
+        return self.has_begun and not self.greenlet.dead
+
+    def may_run(self, now_s: float) -> bool:
+        return self.is_ready() or (self.until_s is not None and now_s >= self.until_s)
+
+    def join(self, timeout: float | None = None) -> None:
+        if not self.has_begun:
+            raise RuntimeError("cannot join thread before it is started")
+        self.world.wait_for(lambda: not self.is_alive(), timeout)
+
+
+class Lock:
+    def __init__(self, world: World):
+        self.world, self.is_held = world, False
+
+    def acquire(self) -> bool:
+        self.world.pause()
+        if self.is_held:
+            self.world.wait_for(lambda: not self.is_held)
+        self.is_held = True
+        return True
+
+    def release(self) -> None:
+        assert self.is_held
+        self.is_held = False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class RLock:
+    def __init__(self, world: World):
+        self.lock, self.world, self.owner, self.depth = Lock(world), world, None, 0
+
+    def __enter__(self) -> None:
+        if self.depth and self.owner is self.world.running:
+            self.depth += 1
+            return
+        self.lock.acquire()
+        self.owner, self.depth = self.world.running, 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.owner = None
+            self.lock.release()
+
+
+class Condition(RLock):
+    def __init__(self, world: World):
+        super().__init__(world)
+        self.waiters = list[list[bool]]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self.depth == 1 and self.owner is self.world.running
+        told: list[bool] = []
+        self.waiters.append(told)
+        self.__exit__()
+        try:
+            return self.world.wait_for(lambda: bool(told), timeout)
+        finally:
+            if not self.world.is_over:
+                if told in self.waiters:
+                    self.waiters = [other for other in self.waiters if other is not told]
+                self.__enter__()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        until_s = None if timeout is None else self.world.now_s + timeout
+        while not (found := predicate()):
+            left_s = None if until_s is None else until_s - self.world.now_s
+            if left_s is not None and left_s <= 0.0:
+                return found
+            self.wait(left_s)
+        return found
+
+    def notify_all(self) -> None:
+        assert self.owner is self.world.running
+        for told in self.waiters:
+            told.append(True)
+        self.waiters = []
+
+
+class Threading:
+    """Stands in for the module ``threading``."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def Thread(  # noqa: N802
+        self, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "", daemon: bool = False
+    ) -> Thread:
+        return Thread(self.world, target, args, name)
+
+    def Lock(self) -> Lock:  # noqa: N802
+        return Lock(self.world)
+
+    def RLock(self) -> RLock:  # noqa: N802
+        return RLock(self.world)
+
+    def Condition(self) -> Condition:  # noqa: N802
+        return Condition(self.world)
+
+    def current_thread(self) -> Thread | World:
+        return self.world.running or self.world
+
+    def get_ident(self) -> int:
+        return id(self.world.running)
+
+
+class Time:
+    """Stands in for the module ``time``."""
+
+    def __init__(self, world: World):
+        self.monotonic = self.perf_counter = world.clock
