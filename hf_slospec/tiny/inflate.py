@@ -1,7 +1,8 @@
 """Function-preserving inflation: a model of larger size with the same outputs.
 
-Additional hidden channels are exactly zero; additional heads, MLP neurons and layers contribute exactly zero. They are
-computed like all others, so that texts and acceptance are real while time and memory are those of the larger shape.
+Additional hidden channels are exactly zero; additional heads, MLP neurons and layers contribute exactly zero, and
+additional ids never win. They are computed like all others, so that texts and acceptance are real while time and
+memory are those of the larger shape.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.heads.eagle3 import Eagle3Head
 from hf_slospec.models.heads.head import own_modules
 from hf_slospec.models.heads.mtp import MtpHead
+from hf_slospec.tiny.placement import Placement
 
 Head = TypeVar("Head", Eagle3Head, MtpHead)
 
@@ -25,6 +28,11 @@ class Shape(NamedTuple):
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    num_heads: int | None = None  # None: scaled with the hidden size, as are the K/V heads
+    num_kv_heads: int | None = None
+    head_dim: int | None = None  # None for this and the following: as before
+    vocab_size: int | None = None
+    tie_word_embeddings: bool | None = None
 
 
 # Hidden sizes are 4**n times the embedded target's 256, which makes the scaling of norms exact in any float format.
@@ -33,7 +41,11 @@ SHAPES = {
     "0.3B": Shape(1024, 5120, 16),
     "0.6B": Shape(1024, 7168, 24),
     "1B": Shape(1024, 11008, 28),
-    "8B": Shape(4096, 14336, 36),
+    "8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, tie_word_embeddings=False),  # Llama-3.1-8B
+}
+# Of drafts, by the size of the target; beside other sizes, the draft stays as it is.
+DRAFT_SHAPES = {
+    "8B": Shape(2048, 8192, 16, 32, 8, 64, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
 }
 
 
@@ -41,43 +53,49 @@ SHAPES = {
 def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
     """Return a larger model with the logits of ``model``, up to the rounding of longer sums.
 
+    Larger heads also round their queries, which are scaled by the root of the ratio of head sizes. Additional ids have
+    logits below -100.
+
     Args:
-        model: a Llama without biases.
-        shape: the new size, no dimension smaller than before. The number of heads is scaled with the hidden size.
+        model: a Llama without biases, with plain rotary embeddings.
+        shape: the new size, no dimension smaller than before.
         seed: of the random weights that do not affect the output.
 
     Raises:
-        ValueError: the shape is smaller than the model, or not a multiple of its hidden size; the model has biases.
+        InvalidInputError: the shape is smaller than the model, or not a multiple of its hidden and head sizes; it has
+            additional ids for a model in fp16; or the model has biases.
     """
+    config = config_of(model, shape)
+    with torch.device(model.device):
+        larger: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=model.dtype).eval()
+    _fill(larger, model, Placement.of(model.config, config), seed)
+    larger.generation_config = model.generation_config
+    return larger
+
+
+def config_of(model: LlamaForCausalLM, shape: Shape) -> LlamaConfig:
+    """Return the config of an inflated model; raises as :func:`inflate` does."""
     old: Any = model.config
     if old.attention_bias or old.mlp_bias:
-        raise ValueError("a model with biases cannot be inflated; use one without attention and MLP biases")
-    factor, remainder = divmod(shape.hidden_size, old.hidden_size)
-    if (
-        remainder
-        or factor < 1
-        or shape.intermediate_size < old.intermediate_size
-        or shape.num_layers < old.num_hidden_layers
-    ):
-        raise ValueError(
-            f"{shape} cannot hold this model: it must have a multiple of hidden size {old.hidden_size}, at least "
-            f"{old.intermediate_size} MLP neurons and at least {old.num_hidden_layers} layers"
-        )
-    config = LlamaConfig(**old.to_dict() | {
+        raise InvalidInputError("a model with biases cannot be inflated; use one without attention and MLP biases")
+    _check_holds(shape, old, model.dtype)
+    factor = shape.hidden_size // old.hidden_size
+    num_heads = shape.num_heads or old.num_attention_heads * factor
+    num_kv_heads = shape.num_kv_heads or old.num_key_value_heads * factor
+    head_dim, vocab_size = shape.head_dim or old.head_dim, shape.vocab_size or old.vocab_size
+    is_tied = old.tie_word_embeddings if shape.tie_word_embeddings is None else shape.tie_word_embeddings
+    return LlamaConfig(**old.to_dict() | {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": old.num_attention_heads * factor,
-        "num_key_value_heads": old.num_key_value_heads * factor,
-        "head_dim": old.head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": is_tied,
         # The mean square is smaller by the factor, because most channels are zero; so epsilon must be, too.
         "rms_norm_eps": old.rms_norm_eps / factor,
     })  # fmt: skip
-    with torch.device(model.device):
-        larger: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=model.dtype).eval()
-    _fill(larger, model, old.hidden_size, factor, seed)
-    larger.generation_config = model.generation_config
-    return larger
 
 
 @torch.no_grad()
@@ -90,17 +108,18 @@ def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, 
         target: the inflated model.
         seed: of the random weights that do not affect the output.
     """
-    size, factor = plain.config.hidden_size, target.config.hidden_size // plain.config.hidden_size
+    factor = target.config.hidden_size // plain.config.hidden_size
     larger: Any
+    old: Any = head.config
     with torch.device(target.device):
         if isinstance(head, Eagle3Head):
-            old: Any = head.config
             config = LlamaConfig(**old.to_dict() | {
                 "hidden_size": target.config.hidden_size,
                 "intermediate_size": max(old.intermediate_size, target.config.intermediate_size),
                 "num_attention_heads": old.num_attention_heads * factor,
                 "num_key_value_heads": old.num_key_value_heads * factor,
                 "rms_norm_eps": old.rms_norm_eps / factor,
+                "vocab_size": target.config.vocab_size,
             })  # fmt: skip
             settings = replace(head.settings, target_hidden_size=target.config.hidden_size)
             larger = Eagle3Head(config, settings, target.get_input_embeddings())
@@ -109,45 +128,40 @@ def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, 
         else:
             larger = MtpHead(target)
     larger.to(target.dtype).eval()
-    _fill(own_modules(larger, target), own_modules(head, plain), size, factor, seed)
+    _fill(own_modules(larger, target), own_modules(head, plain), Placement.of(old, larger.config), seed)
     inflated: Head = larger
     return inflated
 
 
-def _fill(larger: torch.nn.Module, source: torch.nn.Module, hidden_size: int, factor: int, seed: int) -> None:
-    """Set the weights of a larger model from those of one with this hidden size."""
+def _check_holds(shape: Shape, old: Any, dtype: torch.dtype) -> None:
+    """Raise InvalidInputError if a shape cannot hold a model with this config and dtype."""
+    factor = max(shape.hidden_size // old.hidden_size, 1)
+    num_heads = shape.num_heads or old.num_attention_heads * factor
+    num_kv_heads = shape.num_kv_heads or old.num_key_value_heads * factor
+    vocab_size = shape.vocab_size or old.vocab_size
+    needs = {
+        f"a multiple of hidden size {old.hidden_size}": shape.hidden_size % old.hidden_size == 0,
+        f"at least {old.intermediate_size} MLP neurons": shape.intermediate_size >= old.intermediate_size,
+        f"at least {old.num_hidden_layers} layers": shape.num_layers >= old.num_hidden_layers,
+        f"a multiple of head size {old.head_dim}": (shape.head_dim or old.head_dim) % old.head_dim == 0,
+        f"at least {old.num_key_value_heads} K/V heads": num_kv_heads >= old.num_key_value_heads,
+        "for each K/V head as many heads as before, or more": num_heads % num_kv_heads == 0
+        and num_heads // num_kv_heads >= old.num_attention_heads // old.num_key_value_heads,
+        f"at least {old.vocab_size} ids": vocab_size >= old.vocab_size,
+        "additional ids only with a larger hidden size": vocab_size == old.vocab_size
+        or shape.hidden_size > old.hidden_size,
+        "additional ids only in bf16 or fp32": vocab_size == old.vocab_size or dtype != torch.float16,
+        "tied embeddings only if the model has them": old.tie_word_embeddings or not shape.tie_word_embeddings,
+    }
+    if missing := [need for need, is_met in needs.items() if not is_met]:
+        raise InvalidInputError(f"{shape} cannot hold this model: it must have {', '.join(missing)}")
+
+
+def _fill(larger: torch.nn.Module, source: torch.nn.Module, placement: Placement, seed: int) -> None:
+    """Set the weights of a larger model from those of a smaller one."""
     sources = dict(source.named_parameters())
     generators = dict[torch.device, torch.Generator]()
     for name, parameter in larger.named_parameters():
         generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
-        _fill_weight(name, parameter, sources.get(name), hidden_size, factor, generator)
-
-
-def _fill_weight(
-    name: str,
-    parameter: torch.Tensor,
-    source: torch.Tensor | None,
-    hidden_size: int,
-    factor: int,
-    generator: torch.Generator,
-) -> None:
-    """Copy the old weights; set weights that write to hidden channels to zero, and unused weights to random values."""
-    module = name.rpartition(".")[0]
-    writes_hidden = module.endswith(("o_proj", "down_proj", "embed_tokens", "fc"))
-    reads_hidden = not name.endswith("bias") and not module.endswith(("o_proj", "down_proj"))
-    if "norm" in name:
-        parameter.fill_(factor**-0.5)
-    elif writes_hidden:
-        parameter.zero_()
-    else:
-        parameter.normal_(0.0, 0.02, generator=generator)
-    if source is None:
-        return
-    scale = factor**-0.5 if "norm" in name else 1.0
-    if reads_hidden:  # one or more of them, side by side
-        rows = [slice(size) for size in source.shape[:-1]]
-        for begin in range(0, source.shape[-1], hidden_size):
-            columns = slice(begin * factor, begin * factor + hidden_size)
-            parameter[*rows, columns] = source[..., begin : begin + hidden_size] * scale
-    else:
-        parameter[tuple(slice(size) for size in source.shape)] = source * scale
+        shared = "model.embed_tokens.weight" if name == "lm_head.weight" else name  # tied in the smaller model
+        placement.fill(name, parameter, sources.get(name, sources.get(shared)), generator)

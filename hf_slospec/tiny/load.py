@@ -18,7 +18,7 @@ from hf_slospec.models.cpu.kernels import works
 from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.models.machine import native_dtypes
 from hf_slospec.tiny.embedded import load_tiny_pair
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import DRAFT_SHAPES, SHAPES, inflate
 
 DTYPES = ("auto", "fast", "bfloat16", "float16", "float32")
 SIZES = ("tiny", *SHAPES)
@@ -48,6 +48,9 @@ def load_pair(
     images: bool = False,
 ) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
+
+    The target of size 8B has the shape of Llama-3.1-8B, and its draft that of Llama-3.2-1B; other sizes have the draft
+    as it is embedded.
 
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
     this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
@@ -83,4 +86,6 @@ def load_pair(
         raise InvalidInputError(f"--size must be one of {', '.join(SIZES)}, got {size!r}")
     pair: Any = load_tiny_pair(dtype)
     model, draft = pair[0].to(device), pair[1].to(device)
+    if size in DRAFT_SHAPES:
+        draft = inflate(draft, DRAFT_SHAPES[size])
     return Pair(model if size == "tiny" else inflate(model, SHAPES[size]), draft, pair[2])

@@ -26,7 +26,7 @@ from tests.models.heads.checkpoints import (
 from tests.support.tiny_models import ragged_prompts
 
 CONFIG = SLOSpecConfig(policy="fixed", max_depth=3, max_width=3)
-SHAPES = [Shape(128, 192, 9), Shape(128, 100, 8)]
+SHAPES = [Shape(128, 192, 9), Shape(128, 100, 8), Shape(128, 192, 9, 16, 4, 32, 700, tie_word_embeddings=False)]
 
 
 @pytest.fixture(scope="module")
