@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_slospec.config import SLOSpecConfig
@@ -15,27 +13,8 @@ from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.cuda.device_calls import synchronize
 from hf_slospec.models.packed import PackedModel
 
-NUM_COPIES = NUM_FORWARDS = 10
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+NUM_FORWARDS = 10
 GOAL = 1.15  # verify time over the floor, at batch 1
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second, read and written, of the fastest of several large copies on the device."""
-    num_bytes = COPY_BYTES[device.type]
-    if device.type == "cuda":
-        num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    destination = torch.empty_like(source)
-    destination.copy_(source)
-    seconds = []
-    for _ in range(NUM_COPIES):
-        synchronize(device)
-        begun_s = time.perf_counter()
-        destination.copy_(source)
-        synchronize(device)
-        seconds.append(time.perf_counter() - begun_s)
-    return 2 * num_bytes / min(seconds)
 
 
 def weight_bytes(model: Any) -> int:
@@ -46,7 +25,12 @@ def weight_bytes(model: Any) -> int:
 
 
 def floor(
-    target: PreTrainedModel, batch: int, keys_each: int, steps: dict[str, float] | None, bandwidth: float
+    target: PreTrainedModel,
+    batch: int,
+    keys_each: int,
+    steps: dict[str, float] | None,
+    bandwidth: float,
+    datasheet: float | None,
 ) -> dict[str, Any]:
     """Compare a verify step with its floor.
 
@@ -54,7 +38,8 @@ def floor(
         keys_each: cached tokens of each request.
         steps: median ``tokens`` and ``verify_ms`` of hf_slospec's verify phases in the speed comparison; None if there
             were none, then one token per request is assumed.
-        bandwidth: bytes per second.
+        bandwidth: bytes per second, as measured by reading.
+        datasheet: bytes per second as the vendor states them; None if unknown.
 
     Returns:
         Among others ``floor_ms``: weights and K/V cache at this bandwidth; ``forward_ms``: a packed forward alone, by
@@ -69,17 +54,25 @@ def floor(
         forward_s(size)
         seconds = statistics.median(forward_s(size) for _ in range(NUM_FORWARDS))
     weights = weight_bytes(target)
-    floor_s = (weights + kv_bytes) / bandwidth
-    verify_ms = steps["verify_ms"] if steps else None
+    floor_ms = 1e3 * (weights + kv_bytes) / bandwidth
+    datasheet_ms = None if datasheet is None else 1e3 * (weights + kv_bytes) / datasheet
+    forward_ms, verify_ms = 1e3 * seconds, steps["verify_ms"] if steps else None
     return {
         "batch": batch,
         "tokens": num_tokens,
         "keys_each": keys_each,
         "weight_gb": round(weights / 1e9, 4),
         "kv_gb": round(kv_bytes / 1e9, 4),
-        "floor_ms": round(1e3 * floor_s, 4),
-        "forward_ms": round(1e3 * seconds, 4),
-        "forward_over_floor": round(seconds / floor_s, 3),
+        "floor_ms": round(floor_ms, 4),
+        "datasheet_floor_ms": _ratio(datasheet_ms, 1.0),
+        "forward_ms": round(forward_ms, 4),
+        "forward_over_floor": _ratio(forward_ms, floor_ms),
+        "forward_over_datasheet": _ratio(forward_ms, datasheet_ms),
         "verify_ms": verify_ms,
-        "verify_over_floor": None if verify_ms is None else round(verify_ms / (1e3 * floor_s), 3),
+        "verify_over_floor": _ratio(verify_ms, floor_ms),
+        "verify_over_datasheet": _ratio(verify_ms, datasheet_ms),
     }
+
+
+def _ratio(value: float | None, unit: float | None) -> float | None:
+    return None if value is None or unit is None else round(value / unit, 4)

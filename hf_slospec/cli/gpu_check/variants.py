@@ -8,7 +8,9 @@ from hf_slospec.config import SLOSpecConfig
 # By name of the method; the first is the default.
 VARIANTS: dict[str, SLOSpecConfig] = {
     OURS: SLOSpecConfig(),
-    f"{OURS}, sdpa": SLOSpecConfig(attention="sdpa"),
-    f"{OURS}, flash": SLOSpecConfig(attention="flash"),
     f"{OURS}, graphs off": SLOSpecConfig(cuda_graphs=False),
+    f"{OURS}, flash": SLOSpecConfig(attention="flash"),
+    f"{OURS}, sdpa": SLOSpecConfig(attention="sdpa"),
+    f"{OURS}, fixed tree": SLOSpecConfig(policy="fixed"),
+    f"{OURS}, no drafts": SLOSpecConfig(policy="none"),
 }

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
-from hf_slospec.cli.gpu_check import floor, identity
+from hf_slospec.cli.gpu_check import bandwidth, floor, identity
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.cuda import device_calls
@@ -395,13 +395,13 @@ def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
 
 def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but its own tests, and times that say nothing."""
-    monkeypatch.setitem(floor.COPY_BYTES, "cuda", 2**20)
+    monkeypatch.setitem(bandwidth.READ_BYTES, "cuda", 2**20)
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     monkeypatch.setattr(identity, "BATCH", 2)
     path = tmp_path / "result.json"
     shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
     sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--budget-s", "3600", "--json", str(path)]
-    result = CliRunner().invoke(app, ["gpu-check", *shapes, *sizes])
+    result = CliRunner().invoke(app, ["gpu-check", *shapes, *sizes, "--profile"])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())["results"]
     assert found["environment"]["device"] == "cuda:0"
@@ -409,5 +409,8 @@ def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(outcomes.values()) == {"passed", "refused"}
     assert [name for name, outcome in outcomes.items() if outcome == "refused"] == [("float32", "hf_slospec, flash")]
     (cell,) = found["speed"]
-    assert {row["name"] for row in cell["contestants"] if row["status"] != "measured"} == {"hf_slospec, flash"}
+    assert {row["name"]: row["status"] for row in cell["contestants"] if row["status"] != "measured"} == {
+        "hf_slospec, flash": "same"
+    }
+    assert cell["profile"]["status"] == "measured"
     assert len(found["floor"]) == 1
