@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from hf_slospec.cli.benchmark import synchronize
+from hf_slospec.models.cuda.device_calls import synchronize
 
 NUM_READS = 10
 READ_BYTES = {"cuda": 2**32, "cpu": 2**26}

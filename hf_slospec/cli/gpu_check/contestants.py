@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,4 +91,5 @@ def _forget_compiled(target: Any) -> None:
     """Free what the compiled forward keeps, such as its CUDA graphs."""
     for attribute in BY_COMPILING:
         target.__dict__.pop(attribute, None)
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds, for nothing where nothing was compiled
+        torch.compiler.reset()

@@ -48,7 +48,7 @@ def counting() -> Iterator[ForwardCounts]:
         counts.replays -= outputs is not None  # the call around it returns the same outputs
 
     with (
-        called(PackedModel, "outputs", count_forward),
+        called(PackedModel, "_run", count_forward),
         called(Graphs, "run", count_graph),
         called(Graphs, "_capture", count_capture),
     ):

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import Forwards, Size
-from hf_slospec.models.cuda.device_calls import synchronize
 from hf_slospec.models.packed import PackedModel
 
 NUM_FORWARDS = 10

@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 class Repeats(NamedTuple):
-    """How often a method is timed."""
+    """Number of timed calls of a method."""
 
     at_least: int  # as far as its time limit allows
     at_most: int

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
 from hf_slospec.cli.gpu_check import bandwidth, floor, identity
+from hf_slospec.cli.gpu_check.contestants import COMPILED
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.cuda import device_calls
@@ -398,6 +399,7 @@ def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(bandwidth.READ_BYTES, "cuda", 2**20)
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     monkeypatch.setattr(identity, "BATCH", 2)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # there is no compiler for the stand-in
     path = tmp_path / "result.json"
     shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
     sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--budget-s", "3600", "--json", str(path)]
@@ -409,8 +411,8 @@ def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(outcomes.values()) == {"passed", "refused"}
     assert [name for name, outcome in outcomes.items() if outcome == "refused"] == [("float32", "hf_slospec, flash")]
     (cell,) = found["speed"]
-    assert {row["name"]: row["status"] for row in cell["contestants"] if row["status"] != "measured"} == {
-        "hf_slospec, flash": "same"
-    }
-    assert cell["profile"]["status"] == "measured"
+    not_measured = {row["name"]: row["reason"] for row in cell["contestants"] if row["status"] != "measured"}
+    assert not_measured == {"hf_slospec, flash": "it would be the same as hf_slospec"}
+    assert [row["compiled"] for row in cell["contestants"] if row["name"] == COMPILED] == [True]
+    assert cell["profile"]["status"] == "measured", cell["profile"]
     assert len(found["floor"]) == 1
