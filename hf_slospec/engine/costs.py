@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import FloatArray, IntArray
-from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.events import PhaseTimes, StepEvent
 
 Count = IntArray | FloatArray | float
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and what takes its place
@@ -198,13 +198,19 @@ class StepCosts:
         seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
         return LatencyCurve(tuple(sizes), tuple(map(rounded, np.maximum.accumulate(seconds).tolist())))
 
+    def predicted(self, step: StepEvent) -> PhaseTimes:
+        """Return the seconds that a step of this size is expected to take, all but drafting as ``verify_s``."""
+        sizes = step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
+        verify_s = self.verify_s(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
+        draft_s = self.draft_s(*sizes) if step.num_drafted_for else 0.0
+        return PhaseTimes(draft_s=float(draft_s), verify_s=float(verify_s))
+
     def observe(self, step: StepEvent) -> None:
         """Learn from a step of the engine."""
         self.recent.observe(step)
-        num_tokens = sum(request.nodes for request in step.decoding) + step.prefill_tokens
-        if not num_tokens:
+        if not step.num_tokens:
             return
-        self._observe_verify(step, num_tokens)
+        self._observe_verify(step, step.num_tokens)
         if step.num_drafted_for and step.num_catch_up <= MAX_CATCH_UP * step.num_drafted_for:
             self._observe_draft(step)
 

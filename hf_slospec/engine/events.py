@@ -84,6 +84,11 @@ class StepEvent:
         return self.requests[: self.num_decoding]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the target's forward: nodes of the requests that decode, and prefill."""
+        return sum(request.nodes for request in self.decoding) + self.prefill_tokens
+
+    @property
     def committed(self) -> int:
         """Tokens committed, over all requests."""
         return sum(request.committed for request in self.requests)

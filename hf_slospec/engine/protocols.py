@@ -95,7 +95,7 @@ class Selection:
 
 
 class Target(Protocol):
-    """The target model."""
+    """The target model. It may also have ``num_one_off_forwards``, as a drafter may."""
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -165,7 +165,8 @@ class Drafter(Protocol):
     The output is always what the target would have written; good proposals make it faster. Several threads may call
     one drafter at the same time. It may also have ``reuse(request)``, which gives a request what is kept of a text that
     begins alike and returns the number of its tokens that are known then, ``relieve()``, which frees memory when it is
-    short and returns whether there was any to free, and ``close()``. One that reads hidden states
+    short and returns whether there was any to free, ``num_one_off_forwards``, the number of its forwards so far that
+    took longer than later ones of their size will (captures), and ``close()``. One that reads hidden states
     of the target (features) has ``feature_layers``, their numbers as in the model's ``output_hidden_states``, and
     ``take_features(request, begin, features)``, which is called once for all committed tokens, in order, after the
     step that processed them: ``features`` [num_tokens, len(feature_layers) * hidden] are those of

@@ -43,7 +43,7 @@ class Engine(Generic[S]):
         is raised before any token is chosen. One that comes later ends nothing: chosen tokens stay, as processors and
         criteria have seen them, and K/V that could not be kept is computed again.
         """
-        watch = _Stopwatch(self.clock)
+        watch, num_one_offs = _Stopwatch(self.clock), self._num_one_offs()
         self.forget(self.scheduler.enter(watch.begun_s))
         self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
@@ -70,8 +70,11 @@ class Engine(Generic[S]):
             num_catch_up=num_catch_up,
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
         )
+        # Later steps of the same size take less time than one with forwards of which each is the only one of its kind.
+        is_typical = self._num_one_offs() == num_one_offs
+        learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
         with contextlib.suppress(MemoryError):  # what is learned saves time, and finished requests have to leave
-            self._learn(event, schedule, accepted, plan)
+            self._learn(learned, schedule, accepted, plan)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
@@ -174,6 +177,9 @@ class Engine(Generic[S]):
         if schedule.decoding:
             self.policy.observe(schedule.decoding, accepted[: len(schedule.decoding)], event.phases, plan)
         self.scheduler.observe(event)
+
+    def _num_one_offs(self) -> int:
+        return sum(getattr(part, "num_one_off_forwards", 0) for part in (self.target, self.drafter))
 
     def retire(self, finished: Sequence[Request]) -> None:
         """Remove requests that are finished, for whatever reason."""

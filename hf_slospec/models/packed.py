@@ -247,6 +247,12 @@ class PackedModel:
         """Numbers of captured, replayed and eager forwards up to now, of those of sizes that are captured."""
         return replace(self._graph_history.counts)
 
+    @property
+    def num_one_off_forwards(self) -> int:
+        """Return how many forwards took longer than later ones of their size will: captures and those before them."""
+        counts = self._graph_history.counts
+        return counts.captures + counts.eager
+
     def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Stage the K/V of all parts' tokens and return the logits of some of them; see :meth:`outputs`.
 

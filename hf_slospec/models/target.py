@@ -82,6 +82,10 @@ class PackedTarget:
         self._features: torch.Tensor | None = None  # of the verified tokens, [num_tokens, num_features]
         self._begins: dict[Request, int] = {}  # index of a request's first token in the verified packed batch
 
+    @property
+    def num_one_off_forwards(self) -> int:
+        return self.sequences.packed.num_one_off_forwards
+
     def give_features(self, reader: FeatureReader) -> None:
         """Give a drafter the hidden states that it names, of every token that is committed from now on."""
         self._reader = reader

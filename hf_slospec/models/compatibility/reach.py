@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 FAR = 1 << 20  # a position beyond what a mask function may treat as near
 
@@ -15,6 +17,15 @@ class Reach(NamedTuple):
 
     window: int | None = None
     chunk: int | None = None
+
+
+class _OnHost(TorchDispatchMode):
+    """Context in which operators compute on the host: on a GPU, an index beyond a tensor ends the process's context."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), (args, kwargs or {}))
+        own_args, own_kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), on_host)
+        return func(*own_args, **own_kwargs)
 
 
 def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None) -> Reach | None:
@@ -33,7 +44,8 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
     queries, keys = positions[:, None], positions[None, :]
     first = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     try:
-        seen = mask_function(first, first, queries[None, None], keys[None, None]).reshape(queries.shape[0], -1)
+        with _OnHost():  # type: ignore[no-untyped-call]  # torch's has no annotations
+            seen = mask_function(first, first, queries[None, None], keys[None, None]).reshape(queries.shape[0], -1)
     except IndexError:  # it looks up tokens of the batch
         return None
     causal = keys <= queries

@@ -203,13 +203,13 @@ class Graphs:
             is_kept: the result is copied; without it, it may be overwritten from the next run on.
         """
         with self._lock:
+            if self.is_off or not self._capturer.is_usable():
+                return None
             outputs = self._run(inputs, compute, preconditions, is_kept)
             self._history.counts.eager += outputs is None
             return outputs
 
     def _run(self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable, is_kept: bool) -> Any | None:
-        if self.is_off or not self._capturer.is_usable():
-            return None
         self._history.follow(preconditions)
         if preconditions != self._preconditions:
             self._captured.clear()

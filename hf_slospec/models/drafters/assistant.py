@@ -83,6 +83,10 @@ class AssistantDrafter:
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self.translation, self._texts = translation, dict[Request, DraftText]()
 
+    @property
+    def num_one_off_forwards(self) -> int:
+        return self.packed.num_one_off_forwards
+
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with as_memory_error(), evaluating(self.packed.model):
             return self._trees_of(requests, plan)

@@ -124,6 +124,10 @@ class FeatureDrafter:
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self.features = FeatureQueue()
 
+    @property
+    def num_one_off_forwards(self) -> int:
+        return self.packed.num_one_off_forwards
+
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
         self.features.add(request, begin, features)
         if self.features.has_gap(request):

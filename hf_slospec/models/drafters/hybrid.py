@@ -89,6 +89,10 @@ class HybridDrafter:
         self.confident, self.max_model_depth = confident, max_model_depth
         self._lock = threading.Lock()
 
+    @property
+    def num_one_off_forwards(self) -> int:
+        return sum(getattr(source.drafter, "num_one_off_forwards", 0) for source in self._sources)
+
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
             for source in self._sources:

@@ -1,4 +1,7 @@
-"""Normalization, rotary embedding and gated activation as Triton kernels that round as transformers' layers do."""
+"""Normalization, rotary embedding and gated activation as Triton kernels that round as transformers' layers do.
+
+Products and sums are not fused where that would leave out a rounding.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: b
     with on_device_of(states):
         _rms_norm[(states.numel() // hidden,)](
             states, weight, out, eps,
-            HIDDEN=hidden, BLOCK=block, ADDS_ONE=adds_one, num_warps=min(max(block // 256, 1), 16),
+            HIDDEN=hidden, BLOCK=block, ADDS_ONE=adds_one,
+            num_warps=min(max(block // 256, 1), 16), enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -44,7 +48,7 @@ def rotate(
         _rotate[(num_tokens, num_heads + num_kv_heads)](
             query, key, *turned, cos, sin, query.stride(1), query.stride(2), key.stride(1), key.stride(2),
             cos.stride(1), sin.stride(1), num_heads, num_kv_heads,
-            HALF=head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1,
+            HALF=head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return turned[0], turned[1]
 

@@ -132,12 +132,16 @@ def _try_rotary(source: Any, weight: torch.Tensor, fused: Fused) -> Iterator[tup
 
 def _is_norm(module: Any) -> bool:
     names = [name for name, _ in module.named_parameters()]
-    return "RMSNorm" in type(module).__name__ and names == ["weight"] and _eps(module) > 0
+    return "RMSNorm" in type(module).__name__ and names == ["weight"] and _eps(module) > 0 and _takes_states(module)
 
 
 def _is_gated_mlp(module: Any) -> bool:
-    parameters = inspect.signature(type(module).forward).parameters
-    return len(parameters) == 2 and all(hasattr(module, name) for name in GATED)  # self and the states
+    return all(hasattr(module, name) for name in GATED) and _takes_states(module)
+
+
+def _takes_states(module: Any) -> bool:
+    """Return whether the layer's forward takes states and nothing else, such as a gate."""
+    return len(inspect.signature(type(module).forward).parameters) == 2  # self and the states
 
 
 def _eps(module: Any) -> float:
