@@ -75,16 +75,17 @@ class Divergence:
 
     @property
     def is_near_tie(self) -> bool:
-        """Return whether the margin is at most ``rounding`` or ``noise``, whichever is larger.
+        """Return whether the margin is at most twice ``rounding``, or at most ``noise``.
 
-        ``rounding`` alone would be too strict: a logit carries the rounding of every layer below it. ``noise`` is
+        Each of the two logits may be rounded to the other side, so that two spacings vanish. That alone would be too
+        strict: a logit carries the rounding of every layer below it. ``noise`` is
         measured, not assumed: the largest change, over plain forwards that are equal in exact arithmetic, of the margin
         between any two of the 16 best tokens here. The forwards are the row alone, 2 and 8 copies of it as a batch,
         the prompt and then 1, 3, 8 or 24 tokens at a time on a cache, and a copy of the model in the next wider dtype.
         At a near-tie, transformers itself may choose the other token when it calls the same model in another shape;
         any other divergence is not explained by rounding.
         """
-        return self.margin <= max(self.rounding, self.noise)
+        return self.margin <= max(2.0 * self.rounding, self.noise)
 
 
 @dataclass(frozen=True)
