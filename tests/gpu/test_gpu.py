@@ -57,7 +57,13 @@ EXACT = re.findall(r"^\| (\w+) \| [^|]+ \| exact \|", CAUSAL, re.MULTILINE)
 
 def of_class(name: str) -> Callable[[], Any]:
     model_class = getattr(transformers, name)
-    return lambda: model_class(tiny_config(model_class.config_class))
+    config = tiny_config(model_class.config_class)
+    # Values of latent layers are views behind keys. Torch's efficient attention, which some classes call by themselves,
+    # does not check that they begin at multiples of 16 bytes, and ends the process's CUDA context.
+    for size in ("qk_nope_head_dim", "qk_head_dim"):
+        if getattr(config, size, None):
+            setattr(config, size, getattr(config, size) + 4)
+    return lambda: model_class(config)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -12,7 +12,7 @@ from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
 from hf_slospec.models.attention.sdpa import sdpa_attention
-from hf_slospec.models.cuda.transfer import ALIGNMENT
+from hf_slospec.models.cuda.transfer import aligned
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class FlashAttention:
         kernel = self._kernel(query, keys, values, softcap, chunk)
         if isinstance(kernel, str):
             return sdpa_attention(query, keys, values, batch, scaling, window, softcap, sinks, chunk)
-        keys, values = _aligned(keys), _aligned(values)
+        keys, values = aligned(keys), aligned(values)
         packing: Packing = batch.plan(pack, query.device, window, query.shape[0], keys.shape[1])
         query = query.transpose(0, 1)
         out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
@@ -98,19 +98,6 @@ class FlashAttention:
             if isinstance(kernel, str):
                 logger.debug("sdpa instead of flash attention: %s", kernel)
         return self._kernels[key]
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied if its rows do not begin at multiples of 16 bytes, as views of latent layers may not.
-
-    Kernels read 16 bytes at a time and do not check this; what follows is an error of the whole process's CUDA context.
-    """
-    strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
-    return (
-        tensor
-        if not any(start % ALIGNMENT for start in (tensor.data_ptr(), *strides))
-        else tensor.clone(memory_format=torch.contiguous_format)
-    )
 
 
 def _attend_chains(

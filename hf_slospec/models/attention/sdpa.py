@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_slospec.models.attention.dense import dense_attention
 from hf_slospec.models.attention.packed_batch import PackedBatch, PlannedBatch
+from hf_slospec.models.cuda.transfer import aligned
 
 _KERNELS_LOCK = threading.Lock()  # torch's choice of kernels is one of the process, restored at the end of a context
 
@@ -37,6 +38,7 @@ def sdpa_attention(
     """Return attention of each sequence over its own slots, which are sliced from the pool, not padded or gathered."""
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads, groups = keys.shape[1], num_heads // keys.shape[1]
+    keys, values = aligned(keys), aligned(values)
     out = query.new_empty(num_tokens, num_heads, values.shape[-1])
     with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
         for span, slots in zip(batch.spans, batch.visible, strict=True):

@@ -87,6 +87,18 @@ def _host_tensors(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(tree) if tensor.is_cpu]
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor; on CUDA a copy, if its rows do not begin at multiples of 16 bytes, as views may not.
+
+    Attention kernels read 16 bytes at a time. Some do not check this; an error then ends the process's CUDA context.
+    """
+    if tensor.is_cpu:
+        return tensor
+    strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
+    is_aligned = not any(start % ALIGNMENT for start in (tensor.data_ptr(), *strides))
+    return tensor if is_aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def to_device(tree: Any, device: torch.device) -> Any:
     """Return the tree on a device, copying all tensors on the host at once."""
     on_host = _host_tensors(tree)
