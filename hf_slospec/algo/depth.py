@@ -8,9 +8,9 @@ import numpy as np
 
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray, places_in_groups
 
-# draft levels [depths, 1], beam widths [widths], nodes per drafting request [depths, widths]
+# draft levels [depths, 1], beam widths [widths], expected tokens and nodes per drafting request [depths, widths]
 # -> seconds of such steps [depths, widths]
-ShapeTime = Callable[[IntArray, IntArray, FloatArray], FloatArray]
+ShapeTime = Callable[[IntArray, IntArray, FloatArray, FloatArray], FloatArray]
 
 
 def beam_ranks(forest: Forest) -> IntArray:
@@ -44,6 +44,7 @@ class DepthControl:
         self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, which is their expected tokens
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
         self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the place was last drafted
+        self.is_tried = np.zeros((max_depth + 1, max_width), dtype=np.bool_)  # places that a step would have drafted
         self.num_planned = self.num_observed = 0
         self.is_on = True
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
@@ -57,6 +58,7 @@ class DepthControl:
         depth: int,
         width: int,
         num_drafting: int | None = None,
+        planned_depth: int = 0,
     ) -> None:
         """Update the averages by one step.
 
@@ -66,8 +68,11 @@ class DepthControl:
             is_verified: [num_nodes] bool, the nodes that were verified.
             depth, width: shape to which trees were drafted.
             num_drafting: number of trees that were drafted, the others being roots only; None: all.
+            planned_depth: levels that the drafter might have drafted, had those beyond ``depth`` been worth their time.
         """
         self.num_observed += 1
+        # Levels that were not worth drafting need no further look, or every step would take one until they are.
+        self.is_tried[1 : max(depth, planned_depth) + 1, :width] = True
         usual = max(self.WEIGHT, 1.0 / self.num_observed)
         seen = np.s_[1 : depth + 1, :width]
         weights = np.minimum(1.0 - (1.0 - usual) ** self.steps_since[seen], max(usual, self.MAX_WEIGHT))
@@ -91,8 +96,8 @@ class DepthControl:
         self.num_planned += 1
         self.steps_since += 1
         depth, width, best, plain = self.best_shape(max_depth, max_width, seconds)
-        unseen = bool(np.isinf(self.steps_since[1 : max_depth + 1, :max_width]).any())
-        if self.num_observed < self.WARMUP_STEPS or (self.is_on and unseen):
+        is_tried = bool(self.is_tried[1 : max_depth + 1, :max_width].all())
+        if self.num_observed < self.WARMUP_STEPS or (self.is_on and not is_tried):
             self.goodput = max(best, plain)
             return max_depth, max_width
         self._switch(best, plain)
@@ -125,7 +130,7 @@ class DepthControl:
         tokens, nodes = (
             average[: max_depth + 1, :max_width].cumsum(1).cumsum(0) for average in (self.mass, self.nodes)
         )
-        rates = tokens / seconds(depths, widths, nodes)
+        rates = tokens / seconds(depths, widths, tokens, nodes)
         plain = float(rates[0, 0])
         if not max_depth:
             return 0, 1, 0.0, plain

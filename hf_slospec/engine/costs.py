@@ -17,6 +17,8 @@ Count = IntArray | FloatArray | float
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and what takes its place
 
 WEIGHT = 0.1  # of one step in the averages over recent steps
+FLOW_MEMORY = 100.0  # steps over which prefilled and committed tokens are compared
+FLOW_PRIOR = 256.0  # committed tokens without any prefill that the comparison begins with
 MAX_CATCH_UP = 64  # tokens per request; drafters spread longer stretches over several steps
 FAR, PATIENCE = math.log(1.5), 64  # a correction that stayed this far from 1 for so many steps replaces the profile
 LEAST = 1e-3  # factor of a replaced draft cost, which must not become free
@@ -34,11 +36,17 @@ class RecentSteps:
         self.depth = 0.0  # planned draft levels
         self.draft_s = 0.0
         self.step_s = 0.0  # 0 before the first step
+        self._prefilled, self._committed = 0.0, FLOW_PRIOR  # tokens of recent steps
 
     def observe(self, step: StepEvent) -> None:
-        """Take one step into the averages; steps that only prefill are left out."""
+        """Take one step into the averages; those per request leave out steps that only prefill."""
+        if self.step_s:  # prompts of requests that begin together are no flow of prompts
+            self._prefilled += step.prefill_tokens
         if not (number := step.num_decoding):
             return
+        fade = 1.0 - 1.0 / FLOW_MEMORY
+        self._prefilled *= fade
+        self._committed = fade * self._committed + sum(request.committed for request in step.decoding)
         self.tokens += WEIGHT * (sum(request.committed for request in step.decoding) / number - self.tokens)
         self.nodes += WEIGHT * (sum(request.nodes for request in step.decoding) / number - self.nodes)
         self.requests += WEIGHT * (number - self.requests)
@@ -46,6 +54,11 @@ class RecentSteps:
         self.depth += WEIGHT * (step.depth - self.depth)
         self.draft_s += WEIGHT * (step.phases.draft_s - self.draft_s)
         self.step_s += (WEIGHT if self.step_s else 1.0) * (step.phases.total_s - self.step_s)
+
+    @property
+    def prefilled(self) -> float:
+        """Return the prefill tokens per committed token, which a draft that takes part in all steps processes, too."""
+        return self._prefilled / self._committed
 
     @property
     def acceptance(self) -> float:
@@ -164,7 +177,7 @@ class StepCosts:
         depth: IntArray | int,
         width: IntArray | int,
         num_keys: int = 0,
-        num_catch_up: float | None = None,
+        num_catch_up: FloatArray | float | None = None,
     ) -> FloatArray:
         """Return the seconds of drafting; depths and widths may be arrays that broadcast.
 
@@ -172,11 +185,15 @@ class StepCosts:
         of every request.
 
         Args:
-            num_catch_up: tokens of the first level; None: as many as recent steps committed.
+            num_catch_up: tokens of the first level; None: as many as recent steps committed and prefilled.
         """
         if num_catch_up is None:
-            num_catch_up = num_requests * self.recent.tokens
+            num_catch_up = self.catch_up(num_requests * self.recent.tokens)
         return self._draft_correction(self._profiled_draft_s(num_requests, depth, width, num_keys, num_catch_up))
+
+    def catch_up(self, num_committed: FloatArray | float) -> FloatArray | float:
+        """Return the tokens that a draft processes where so many are committed: these and the prompts that arrive."""
+        return num_committed * (1.0 + self.recent.prefilled)
 
     def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
         """Return the seconds of one further draft level."""
@@ -234,7 +251,7 @@ class StepCosts:
             self._heal("draft", min(logs, key=abs))  # a constant cost of drafting is no fault of the profile
 
     def _profiled_draft_s(
-        self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int, num_catch_up: float
+        self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int, num_catch_up: Count
     ) -> FloatArray:
         first_s = self.draft_level(num_catch_up, num_requests, num_keys)
         level_s = self.draft_level(num_requests * np.asarray(width), num_requests, num_keys)

@@ -137,7 +137,9 @@ class AutoPolicy:
         if not plan.depth:
             return
         seen = int(forest.depths.max()) if _was_cut_short(forest, plan) else plan.depth
-        history.depths.observe(forest, prediction.path_probs, is_verified, seen, plan.width, step.num_drafting)
+        history.depths.observe(
+            forest, prediction.path_probs, is_verified, seen, plan.width, step.num_drafting, plan.depth
+        )
         error = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(is_verified)
         history.variance += FADE * (float((error**2).mean()) - history.variance)
         most_tokens = 1.0 + (float(prediction.path_probs.sum()) - num_requests) / step.num_drafting  # roots count 1
@@ -173,8 +175,10 @@ class AutoPolicy:
     def _shape_time(self, num_requests: int, num_drafting: int, num_keys: int) -> ShapeTime:
         """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots."""
 
-        def seconds(depths: IntArray, widths: IntArray, nodes: FloatArray) -> FloatArray:
-            draft_s = self.costs.draft_s(num_requests, depths, widths, num_keys)
+        def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
+            num_committed = num_requests - num_drafting + num_drafting * tokens
+            num_catch_up = self.costs.catch_up(num_committed)
+            draft_s = self.costs.draft_s(num_requests, depths, widths, num_keys, num_catch_up)
             num_nodes = num_requests - num_drafting + num_drafting * nodes
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 

@@ -18,7 +18,7 @@ LOOK, BEYOND = DepthControl.PROBE_DEPTH, DepthControl.BEYOND
 EVERY, FIRST = DepthControl.EXPLORE_EVERY, DepthControl.WARMUP_STEPS
 
 
-def cheap_levels(depths: IntArray, width: int, nodes: FloatArray) -> FloatArray:
+def cheap_levels(depths: IntArray, width: int, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
     """A draft level costs a quarter of a plain step, a node a hundredth; the beam's width is free."""
     return 1.0 + 0.25 * depths + 0.01 * (nodes - 1.0)
 
@@ -79,7 +79,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
     is_verified = (forest.depths == 0) | (rng.random(len(forest.depths)) < 0.8)
     ranks = beam_ranks(forest)
 
-    def seconds(depths: IntArray, width: IntArray | int, nodes: FloatArray) -> FloatArray:
+    def seconds(depths: IntArray, width: IntArray | int, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
         return 1.0 + level_s * depths * width**0.5 + node_s * nodes
 
     control = DepthControl(8, 8)
@@ -91,7 +91,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
         inside = (forest.depths == 0) | ((forest.depths <= depth) & (ranks < width))
         kept = inside & is_verified
         tokens, nodes = forest.path_probs[kept].sum() / 2, np.count_nonzero(kept) / 2
-        return tokens / float(seconds(np.array(depth), width, np.array(nodes)))
+        return tokens / float(seconds(np.array(depth), width, np.array(tokens), np.array(nodes)))
 
     depth, width, best, plain = control.best_shape(max_depth, max_width, seconds)
     rates = {shape: rate(*shape) for shape in itertools.product(range(1, max_depth + 1), range(1, max_width + 1))}
@@ -107,7 +107,7 @@ def test_steps_go_a_little_deeper_than_the_best_depth() -> None:
     control = DepthControl(8, 1)
     picks = chains(control, [0.6] * 100, max_depth=8)
     depth, _, best, plain = control.best_shape(8, 1, cheap_levels)
-    rates = [sum(0.6**d for d in range(n + 1)) / float(cheap_levels(n, 1, n + 1)) for n in range(9)]
+    rates = [sum(0.6**d for d in range(n + 1)) / float(cheap_levels(n, 1, n, n + 1)) for n in range(9)]
     assert 0 < depth == int(np.argmax(rates)) < 8 - BEYOND
     assert picks[:FIRST] == [8] * FIRST
     assert [pick for pick in picks[FIRST:] if pick != 8] == [depth + BEYOND] * picks[FIRST:].count(depth + BEYOND)
@@ -164,6 +164,29 @@ def test_levels_and_places_never_drafted_before_are_looked_at_at_once() -> None:
     assert picks[:10] == [(2, 1)] * 10
     assert picks[10] == (6, 2)
     assert {depth for depth, _ in picks[11:]} == {6}
+
+
+def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> None:
+    """A drafter stops where a level is not worth its time, so that the levels below it stay unknown."""
+    control, worth = DepthControl(6, 1), 2
+    picks = []
+    for _ in range(EVERY - 1):
+        depth, width = control.best(6, 1, cheap_levels)
+        forest = beam(min(depth, worth), width, 0.6, 0.0)
+        is_verified = np.ones(len(forest.depths), dtype=np.bool_)
+        control.observe(forest, forest.path_probs, is_verified, min(depth, worth), width, planned_depth=depth)
+        picks.append(depth)
+    assert picks == [6] * FIRST + [worth + BEYOND] * (EVERY - 1 - FIRST)
+
+
+def test_speculation_is_switched_off_although_levels_stay_unknown() -> None:
+    control = DepthControl(6, 1)
+    for _ in range(FIRST):
+        depth, width = control.best(6, 1, cheap_levels)
+        forest = beam(1, width, 0.01, 0.0)
+        control.observe(forest, forest.path_probs, np.ones(2, dtype=np.bool_), 1, width, planned_depth=depth)
+    assert control.best(6, 1, cheap_levels) == (0, 1)
+    assert not control.is_on
 
 
 def test_no_levels_to_draft_is_no_reason_to_stay_off() -> None:

@@ -113,6 +113,22 @@ def test_the_first_level_catches_up_and_each_further_one_forwards_a_beam() -> No
     assert costs.draft_s(11, 1, 4) == pytest.approx(1.32)
 
 
+def test_the_first_level_processes_the_prompts_that_keep_arriving() -> None:
+    draft = of_tokens((1, 101), (1.0, 2.0))
+    costs, together = (StepCosts(verify=of_tokens((1,), (9.0,)), draft_level=draft) for _ in range(2))
+    phases = PhaseTimes(draft_s=1.04, verify_s=9.0)
+    for _ in range(1000):
+        costs.observe(step(phases, nodes=(4, 4), committed=2, prefill=12, levels=1))
+    assert costs.recent.prefilled == pytest.approx(3.0, rel=0.05)  # 12 tokens of prompts beside 4 committed ones
+    assert costs.catch_up(10.0) == pytest.approx(10.0 * (1.0 + costs.recent.prefilled))
+    alone = float(costs.draft_s(2, 1, 1, 20, 2 * costs.recent.tokens))
+    assert float(costs.draft_s(2, 1, 1, 20)) > alone + 0.05
+    for _ in range(50):  # prompts of requests that begin together
+        together.observe(step(PhaseTimes(verify_s=9.0), nodes=(), prefill=512, levels=0))
+    together.observe(step(phases))
+    assert together.recent.prefilled == 0.0
+
+
 @given(points=POINTS, factor=st.floats(0.5, 2.0), **SIZES)
 @settings(deadline=None)
 def test_draft_costs_add_up_level_by_level(
