@@ -101,7 +101,8 @@ class PackedTarget:
     ) -> Sequence[Chooser]:
         if self.sequences.packed.ranks.number > 1:
             self._check_ranks(requests, trees, chunks)
-        self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)])
+        num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
+        self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
         expected = {request: logits for request in requests if (logits := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
         parts, logit_rows, begin = [], [], 0

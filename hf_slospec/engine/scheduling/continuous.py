@@ -45,8 +45,13 @@ class Limits:
     starvation_s: float  # a best-effort request that waited so long goes first
 
     def kv_needed(self, request: Request) -> int:
-        """Return the slots of the request's K/V at its longest."""
-        return request.prompt_len + request.max_new_tokens + self.max_nodes
+        """Return the slots of the request's K/V at its longest, with the largest draft tree."""
+        return text_slots(request) + self.max_nodes
+
+
+def text_slots(request: Request) -> int:
+    """Return the slots of the request's text at its longest."""
+    return request.prompt_len + request.max_new_tokens
 
 
 class ContinuousScheduler:
@@ -148,11 +153,18 @@ class ContinuousScheduler:
 
     @property
     def kv_held(self) -> int:
-        """Slots that running requests hold at their longest."""
-        return self._held(self.running)
+        """Slots that the texts of running requests hold at their longest."""
+        return sum(map(text_slots, self.running))
+
+    def _kv_needed(self, request: Request) -> int:
+        """Return the slots of the request's text at its longest, and of as many nodes as steps verify lately.
+
+        Where speculation does not pay, requests need no room for trees, so that more of them run together.
+        """
+        return text_slots(request) + min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
 
     def _held(self, requests: Iterable[Request]) -> int:
-        return sum(map(self.limits.kv_needed, requests))
+        return sum(map(self._kv_needed, requests))
 
     # ---- guarantees
 
@@ -195,7 +207,7 @@ class ContinuousScheduler:
         if places <= 0:
             return False
         kv_free = self._kv_limit - self._held(unmovable)
-        found = guaranteeable(undecided, before, kv_free, self.limits.kv_needed, self.num_reusable, self.costs, now_s)
+        found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
         found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
             request.is_guaranteed, request.is_best_effort = True, False
@@ -248,12 +260,12 @@ class ContinuousScheduler:
     def _victims(self, request: Request, spare: list[Request]) -> list[Request] | None:
         """Return which of ``spare`` to preempt, in this order, so that the request fits; None if all do not suffice."""
         places = self.limits.max_batch - len(self.running)
-        slots = (self._kv_limit if self.running else self.limits.kv_tokens) - self.kv_held
+        slots = (self._kv_limit if self.running else self.limits.kv_tokens) - self._held(self.running)
         for count in range(len(spare) + 1):
-            if places > 0 and slots >= self.limits.kv_needed(request):
+            if places > 0 and slots >= self._kv_needed(request):
                 return spare[:count]
             if count < len(spare):
-                places, slots = places + 1, slots + self.limits.kv_needed(spare[count])
+                places, slots = places + 1, slots + self._kv_needed(spare[count])
         return None
 
     def _spare(self, priority: float = -math.inf) -> list[Request]:
@@ -343,7 +355,7 @@ class ContinuousScheduler:
         victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
         for request in victims:
             self.preempt(request, now_s)
-        self._kv_limit = self.kv_held
+        self._kv_limit = self._held(self.running)
         return victims
 
     def shrink(self) -> bool:

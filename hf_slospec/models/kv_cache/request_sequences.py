@@ -91,22 +91,33 @@ class RequestSequences:
         """Return the number of the request's tokens whose K/V is cached."""
         return self._by_request[request].length if request in self._by_request else 0
 
-    def reserve(self, requests: Sequence[RequestText]) -> None:
+    def reserve(self, requests: Sequence[RequestText], num_nodes: Sequence[int] | None = None) -> None:
         """Make room for one more step of these requests, known or new, while nothing is staged.
 
         ``max_new_tokens`` is often far more than a text comes to, so a request starts with little room. Once it is
-        used up, the request gets as much again as its text is long.
+        used up, the request gets as much again as its text is long. Where slots are short, only this step's nodes get any.
+
+        Args:
+            num_nodes: nodes of each request's tree, its root not counted; None: as many as it may have.
 
         Raises:
-            MemoryError: that would be more than ``max_slots``, or than there is memory for. Nothing has changed.
+            MemoryError: the step needs more than ``max_slots``, or than there is memory for. Nothing has changed.
         """
-        self._provide(
-            {
-                request: self._roomy_capacity(request)
-                for request in requests
-                if self._room_of(request) < self._capacity(request, 0)
-            }
-        )
+        sizes = [self.max_nodes] * len(requests) if num_nodes is None else num_nodes
+        needed = {request: len(request.tokens) + size for request, size in zip(requests, sizes, strict=True)}
+        short = {request: slots for request, slots in needed.items() if self._room_of(request) < slots}
+        try:
+            self._provide({request: self._roomy_capacity(request) for request in short})
+        except MemoryError:
+            self._take_back_room_for_nodes()
+            texts = {request: self._roomy_capacity(request) - self.max_nodes for request in short}
+            self._provide({request: max(texts[request], slots) for request, slots in short.items()})
+
+    def _take_back_room_for_nodes(self) -> None:
+        """Leave all requests the slots of their texts at their longest, and what they have cached."""
+        for request, own in self._by_request.items():
+            longest = max(len(request.tokens) + request.num_left, own.length)
+            own.capacity = min(own.capacity, longest)
 
     def reserve_for(self, request: RequestText, length: int) -> None:
         """Make room for a text of this length of one request."""

@@ -373,3 +373,15 @@ def test_shortage_of_memory_that_ends_is_soon_forgotten() -> None:
     for _ in range(40):
         served.scheduler.shrink()
     assert served.scheduler._share >= 1 / 8
+
+
+def test_requests_leave_room_for_as_many_nodes_as_steps_verify() -> None:
+    """Two texts of 10 tokens fit into 25 slots with up to two nodes each, roots not counted."""
+    for nodes, num_running in ((1.0, 2), (3.0, 2), (3.5, 1), (100.0, 1)):
+        served = Served(Limits(8, 25, 4, 64, 1e9))
+        served.scheduler.costs.recent.nodes = nodes
+        for index in range(2):
+            served.add(index, 6, 4)
+        served.scheduler.enter(0.0)
+        assert len(served.scheduler.running) == num_running
+        assert served.scheduler.kv_held == 10 * num_running

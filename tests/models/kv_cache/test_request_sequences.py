@@ -102,6 +102,29 @@ def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
     check(sequences, [held])
 
 
+def test_where_slots_are_short_only_nodes_of_the_step_take_room() -> None:
+    sequences = RequestSequences(Packed(), MAX_NODES, 16)  # type: ignore[arg-type]
+    held, other = Request(0, [0] * 5, 2), Request(1, [0] * 6, 2)
+    sequences.reserve([held], [0])
+    assert sequences.of(held).capacity == 7 + MAX_NODES  # there was room for the largest tree
+    sequences.of(held).length = 4
+    mark(sequences, held)
+    sequences.reserve([held, other], [1, 0])
+    assert (sequences.of(held).capacity, sequences.of(other).capacity) == (7, 8)
+    check(sequences, [held, other])
+    sequences.of(other).length = 5
+    mark(sequences, other)
+    held.tokens += [0]
+    sequences.of(held).length = 5
+    mark(sequences, held)
+    sequences.reserve([held, other], [2, 0])
+    assert sequences.of(held).capacity == 8
+    check(sequences, [held, other])
+    with pytest.raises(MemoryError, match="KV slots"):
+        sequences.reserve([held, other], [MAX_NODES, 1 + MAX_NODES])
+    check(sequences, [held, other])
+
+
 def test_torch_running_out_of_memory_is_a_memory_error() -> None:
     with pytest.raises(MemoryError), as_memory_error():
         torch.empty(2**60)
