@@ -1,6 +1,6 @@
 """TurboSpec's table of mean latencies on H100 (arXiv 2406.14066, table 5) in the simulator.
 
-    python benchmarks/papers/turbospec.py [--seeds 3] [--json ...] [--markdown ...] [--sensitivity] [--auto]
+    python benchmarks/papers/turbospec.py [--seeds 3] [--json ...] [--sensitivity] [--no-auto] [--runs FILE]
 
 Poisson arrivals over two minutes; prompts first and unchunked; latency from arrival to the last token, mean over all
 requests. Published values are read from ``../shared/papers/turbospec.txt`` beside the checkout, or from
@@ -29,7 +29,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import MAX_TOKENS, Hardware, curve, lines
 from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.systems import config_of, is_oracle
 from hf_slospec.sim.texts import TextModel
 from hf_slospec.sim.workload import Job, poisson
 
@@ -44,6 +44,11 @@ COLUMNS: dict[str, str] = {
 }
 LIMITS = '"max_batch": 256, "admission": "fcfs", "prefill": "first", "prefill_chunk": 8192'
 AUTO = {f"auto-{width}": f'auto {{"max_depth": 8, "max_width": {width}, {LIMITS}}}' for width in (1, 3)}
+RIVALS = {
+    "AdaSpec": "adaspec",
+    "oracle": f'oracle {{"max_depth": 8, "max_width": 3, {LIMITS}}}',  # of each step by itself, see OraclePolicy
+}
+SYSTEMS = {**COLUMNS, **AUTO, **RIVALS}
 FIXED = tuple(column for column in COLUMNS if column != "TS")
 CLEAR = 1.10  # ratio of published latencies above which their order is compared
 
@@ -184,8 +189,11 @@ class Task:
     def run(self) -> dict[str, float]:
         """Simulate it.  -> figures"""
         load = self.setup.load(self.rate, self.seed)
-        config = config_of({**COLUMNS, **AUTO}[self.column])
-        return Simulation(load.jobs, load.library, self.setup.hardware, config, seed=self.seed).run().summary()
+        system = SYSTEMS[self.column]
+        simulation = Simulation(
+            load.jobs, load.library, self.setup.hardware, config_of(system), seed=self.seed, oracle=is_oracle(system)
+        )
+        return simulation.run().summary()
 
 
 FIGURES = ("latency_s", "ttft_s", "tpot_ms", "depth", "nodes_per_step", "requests_per_step", "step_ms",
@@ -194,8 +202,8 @@ FIGURES = ("latency_s", "ttft_s", "tpot_ms", "depth", "nodes_per_step", "request
 
 def simulated(
     setups: Sequence[Setup], columns: Sequence[str], seeds: int, workers: int, kept: Path | None = None
-) -> dict[tuple[str, float, str], dict[str, float]]:
-    """Return the figures of every cell, means over seeds.
+) -> dict[tuple[str, float, str], list[dict[str, float]]]:
+    """Return the figures of every cell and seed.
 
     Args:
         kept: a file with a line per finished run, which is not repeated; new runs are added.
@@ -214,12 +222,19 @@ def simulated(
                 with kept.open("a") as file:
                     file.write(json.dumps([key, runs[key]]) + "\n")
     return {
-        (setup.name, rate, column): {
-            figure: round(mean(runs[setup.name, rate, column, seed][figure] for seed in range(seeds)), 4)
-            for figure in FIGURES
-        }
+        (setup.name, rate, column): [runs[setup.name, rate, column, seed] for seed in range(seeds)]
         for setup, rate, column in cells
     }
+
+
+def latencies(cells: dict[tuple[str, float, str], list[dict[str, float]]]) -> Cells:
+    """Return the mean latencies over seeds."""
+    return {cell: mean(run["latency_s"] for run in runs) for cell, runs in cells.items()}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean over seeds, with the lowest and the highest."""
+    return {"mean": round(mean(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
 
 
 # ---- comparing
@@ -301,7 +316,7 @@ def markdown(ours: Cells, theirs: Cells, columns: Sequence[str]) -> str:
 def main(
     seeds: Annotated[int, typer.Option(help="Loads per cell; figures are means.")] = 3,
     workers: Annotated[int, typer.Option(help="Processes.")] = 1,
-    auto: Annotated[bool, typer.Option(help="Also simulate policy auto.")] = True,
+    auto: Annotated[bool, typer.Option(help="Also simulate policy auto, AdaSpec and the oracle.")] = True,
     sensitivity: Annotated[
         bool, typer.Option(help="Also change draft times and acceptance by 20 %, one seed.")
     ] = False,
@@ -314,32 +329,44 @@ def main(
     theirs = published(path) if path.exists() else {}
     if not theirs:
         print(f"{path} does not exist: only simulated values are printed")
-    columns = (*COLUMNS, *(AUTO if auto else ()))
+    columns = tuple(SYSTEMS if auto else COLUMNS)
     setups = [setup for setup in SETUPS if only in setup.name]
     figures = simulated(setups, columns, seeds, workers, kept)
-    ours = {cell: values["latency_s"] for cell, values in figures.items()}
+    ours = latencies(figures)
     print(markdown(ours, theirs, columns))
     record: dict[str, Any] = {
         "provenance": provenance(seeds=seeds, span_s=SPAN_S),
-        "cells": [{"setup": n, "rate": r, "column": c, **values} for (n, r, c), values in figures.items()],
+        "cells": [
+            {
+                "setup": n,
+                "rate": r,
+                "column": c,
+                **{figure: spread([run[figure] for run in runs]) for figure in FIGURES},
+            }
+            for (n, r, c), runs in figures.items()
+        ],
     }
     if theirs:
         record["summary"] = summary(ours, theirs)
     if auto:
-        record["auto over best fixed"] = {
-            f"{name}, {rate:g}": {
-                column: round(ours[name, rate, column] / min(ours[name, rate, fixed] for fixed in FIXED), 3)
-                for column in (*AUTO, "TS")
+        record["over best fixed"], record["share of the oracle's gain"] = {}, {}
+        for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours):
+            runs = [
+                {column: figures[name, rate, column][seed]["latency_s"] for column in columns} for seed in range(seeds)
+            ]
+            record["over best fixed"][f"{name}, {rate:g}"] = {
+                column: spread([run[column] / min(run[fixed] for fixed in FIXED) for run in runs])
+                for column in (*AUTO, *RIVALS, "TS")
             }
-            for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours)
-        }
+            record["share of the oracle's gain"][f"{name}, {rate:g}"] = {
+                column: spread([(run["Org"] - run[column]) / (run["Org"] - run["oracle"]) for run in runs])
+                for column in AUTO
+            }
     if sensitivity and theirs:
         record["sensitivity"] = {}
         for label, changed in varied(setups).items():
             cells = simulated(changed, tuple(COLUMNS), 1, workers)
-            record["sensitivity"][label] = summary(
-                {cell: values["latency_s"] for cell, values in cells.items()}, theirs
-            )
+            record["sensitivity"][label] = summary(latencies(cells), theirs)
     print(json.dumps({key: value for key, value in record.items() if key not in ("cells", "provenance")}, indent=1))
     if json_path is not None:
         json_path.write_text(json.dumps(record, indent=1) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import FloatArray, TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request
 
@@ -16,13 +16,18 @@ Clock = Callable[[], float]  # monotonic seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """The shape of one step's drafting."""
+    """The shape of one step's drafting.
+
+    ``goes_on`` gets the path probabilities of each drafted level but the last planned one, [num_requests, beam] f64,
+    and returns whether to draft the next. Drafters that do not draft level by level need not ask it.
+    """
 
     depth: int  # draft levels; 0 decodes plainly
     width: int  # beam width per request
     min_path_prob: float = 0.0  # a node of lower path probability is not worth its share of the verify step
     min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in sum
     min_confidence: float = 0.0  # stop drafting once every path holds a token that is less probable than this
+    goes_on: Callable[[FloatArray], bool] | None = None  # asked for the next level, see below; None: no further rule
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
     state: Any = None  # data of the policy for its own select and observe; nothing else reads it
 

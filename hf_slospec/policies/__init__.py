@@ -11,6 +11,7 @@ from hf_slospec.engine.protocols import Policy
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
 from hf_slospec.policies.fixed import FixedPolicy
 from hf_slospec.policies.papers.adaserve import AdaServePolicy
+from hf_slospec.policies.papers.adaspec import AdaSpecPolicy
 from hf_slospec.policies.papers.sequoia import SequoiaPolicy
 from hf_slospec.policies.papers.slos_serve import SLOsServePolicy
 from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
@@ -24,6 +25,7 @@ from hf_slospec.policies.settings import PolicyName, PolicySettings, Settings
 
 BASELINES: dict[PolicyName, Callable[[PolicySettings, StepCosts], Policy]] = {  # all but auto
     "adaserve": AdaServePolicy,
+    "adaspec": AdaSpecPolicy,
     "thesis": ThesisPolicy,
     "thesis-slo": ThesisSLOPolicy,
     "thesis-slo-capped": lambda config, costs: ThesisSLOPolicy(config, costs, capped=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from weakref import WeakSet
 
 import numpy as np
@@ -77,8 +78,8 @@ class AutoPolicy:
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         depth, width = depths.best(max_depth, max_width, self._shape_time(num_requests, num_requests, num_keys))
-        # Probes keep to the same requests, whose prompts the draft has prefilled already.
-        drafting = requests if depths.is_on else requests[:PROBED_REQUESTS]
+        # Probes take the requests of which the draft has least to prefill.
+        drafting = requests if depths.is_on else sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]
         if depth == 0 and (num_late := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all may still be faster for late requests that get all of the nodes.
             drafting, shape_time = requests, self._shape_time(num_requests, num_late, num_keys)

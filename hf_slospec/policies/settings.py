@@ -20,6 +20,7 @@ from hf_slospec.policies.papers.options import OPTIONS, PolicyOptions, policies_
 PolicyName = Literal[
     "auto",
     "adaserve",
+    "adaspec",
     "thesis",
     "thesis-slo",
     "thesis-slo-capped",
@@ -48,7 +49,8 @@ class PolicySettings(BaseModel):
         "auto",
         description="Policy that decides depth, width and nodes of each step. auto: the most expected tokens per "
         "second, weighted by how late requests are. adaserve: the paper's Algorithm 2 and equations 8 and 9, the whole "
-        "token budget on every step. thesis: trees grown and pruned to the token budget; thesis-slo: the latest "
+        "token budget on every step. adaspec: chains drafted for as long as predicted goodput rises. thesis: trees "
+        "grown and pruned to the token budget; thesis-slo: the latest "
         "requests' nodes first (thesis-slo-capped: with AdaServe's limits). smartspec, turbospec: chains of the length "
         "with the best goodput, the same for all requests (smartspec-requests: one per request; smartspec-confidence: "
         "until the draft is unsure; smartspec-tree: trees). slos-serve: chains as long as each tier of TPOT SLOs "

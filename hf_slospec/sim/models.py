@@ -102,6 +102,8 @@ class SimulatedDrafter:
             paths = layers[-1].path_probs
             if plan.min_gain and np.maximum(paths - plan.min_path_prob, 0.0).sum() < plan.min_gain:
                 break  # the rules of the real drafters
+            if plan.goes_on is not None and not plan.goes_on(paths):
+                break
             if plan.min_confidence and not (layers[-1].min_probs > plan.min_confidence).any():
                 break
             seconds += float(self.hardware.draft(layers[-1].tokens.size, num_requests, num_keys))

@@ -1,4 +1,4 @@
-"""An oracle policy: verifies exactly the candidates that will be accepted, at the depth with the most tokens/s."""
+"""An oracle policy: drafts for and verifies exactly what will be accepted, in the shape with the most tokens/s."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from hf_slospec.sim.texts import Library
 
 
 class OraclePolicy:
-    """Policy with access to the texts; drafts every step on a separate clock first to choose the depth.
+    """Policy with access to the texts, which drafts every step in all widths on a separate clock first.
 
-    It ignores SLOs: it measures the throughput that unknown acceptance costs, not attainment.
+    It drafts only for requests of which some token will be accepted, and knows what their drafting costs. It chooses
+    the most tokens per second of each step by itself and ignores SLOs and queues, so it shows what unknown acceptance
+    costs; it is no bound on latency or attainment.
     """
 
     def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, seed: int):
@@ -28,19 +30,32 @@ class OraclePolicy:
         self._trial = SimulatedDrafter(library, hardware, VirtualClock(), seed)
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        """Return the depth with the most committed tokens per second, by a trial of this step's drafting."""
-        num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
-        width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
+        """Return the shape with the most committed tokens per second, by trials of this step's drafting."""
         max_depth = max_useful_depth(requests, self.config.max_depth)
         if not max_depth:
             return Plan(0, 1)
+        max_width = min(max(self.config.draft_budget // len(requests), 1), self.config.max_width)
+        plans = [self._best_depth(requests, max_depth, width) for width in range(1, max_width + 1)]
+        return max(plans, key=lambda pair: pair[0])[1]
+
+    def _best_depth(self, requests: Sequence[Request], max_depth: int, width: int) -> tuple[float, Plan]:
+        """Return the best plan of one width, and its committed tokens per second."""
+        num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         trees = self._trial.draft(requests, Plan(max_depth, width))
         hits = np.array([len(self._true(*pair)) - 1 for pair in zip(requests, trees, strict=True)])
+        drafting = [request for request, hit in zip(requests, hits.tolist(), strict=True) if hit]
+        if not drafting:
+            return num_requests / float(self.costs.verify_s(num_requests, num_requests, num_keys)), Plan(0, 1)
         depths = np.arange(max_depth + 1)
         accepted = np.minimum(hits[:, None], depths).sum(axis=0)
-        draft_s = self.costs.draft_s(num_requests, depths, width, num_keys)
-        seconds = draft_s + self.costs.verify_s(num_requests + accepted, num_requests, num_keys)
-        return Plan(int(np.argmax((num_requests + accepted) / seconds)), width)
+        num_catch_up = sum(request.num_draft_behind for request in drafting)
+        draft_keys = sum(len(request.tokens) for request in drafting)
+        draft_s = self.costs.draft_s(len(drafting), depths, width, draft_keys, num_catch_up)
+        rates = (num_requests + accepted) / (
+            draft_s + self.costs.verify_s(num_requests + accepted, num_requests, num_keys)
+        )
+        best = int(np.argmax(rates))
+        return float(rates[best]), Plan(best, width, drafting=drafting)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         """Return the candidates that will be accepted."""

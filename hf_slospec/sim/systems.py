@@ -31,6 +31,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "adaserve": ADASERVE,
     "smartspec": dict(policy="smartspec", max_depth=8, max_width=1, **UNCHUNKED),
     "turbospec": dict(policy="turbospec", max_depth=8, max_width=1, **UNCHUNKED),
+    "adaspec": dict(policy="adaspec", max_depth=8, max_width=1, **UNCHUNKED),
     "slos-serve": dict(policy="slos-serve", max_depth=8, max_width=1, admission="slo"),
 }
 

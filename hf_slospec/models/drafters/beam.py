@@ -50,6 +50,10 @@ def beam_search(
         sizes = *level.sizes, beam.nodes.shape[2] - sum(level.sizes)
         if is_last or (beam.is_futile is not None and is_over.next(beam.is_futile)):
             break
+        if plan.goes_on is not None:
+            path_probs = beam.path_logprobs[: len(requests)].exp().double().cpu().numpy()
+            if not plan.goes_on(path_probs):
+                break
         level = replace(level, sizes=sizes, nodes=beam.nodes, states=beam.states)
     return _trees(requests, beam.nodes, sizes)
 

@@ -95,7 +95,8 @@ class RequestSequences:
         """Make room for one more step of these requests, known or new, while nothing is staged.
 
         ``max_new_tokens`` is often far more than a text comes to, so a request starts with little room. Once it is
-        used up, the request gets as much again as its text is long. Where slots are short, only this step's nodes get any.
+        used up, the request gets as much again as its text is long. Where slots are short, nodes get what this step's
+        trees need.
 
         Args:
             num_nodes: nodes of each request's tree, its root not counted; None: as many as it may have.

@@ -106,6 +106,22 @@ def test_drafting_stops_once_every_request_is_unsure() -> None:
     assert trees(0.999, width=3)[0].max_depth < 8  # beams stop, too: no path is sure all along
 
 
+def test_drafting_stops_where_a_plan_does_not_go_on() -> None:
+    requests = [Request(index, [1, 5 + index, 9], 40) for index in range(2)]
+    model, seen = tiny_model("llama"), list[np.ndarray]()
+
+    def goes_on(path_probs: np.ndarray) -> bool:
+        seen.append(path_probs)
+        return len(seen) < 3
+
+    trees = AssistantDrafter(PackedModel(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2, goes_on=goes_on))
+    whole = AssistantDrafter(PackedModel(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2))
+    for index, (tree, own) in enumerate(zip(trees, whole, strict=True)):
+        assert tree.tokens.tolist() == own.up_to(3).tokens.tolist()
+        given = np.concatenate([level[index] for level in seen])
+        assert given == pytest.approx(tree.path_probs[1:])
+
+
 def search(table: torch.Tensor, depth: int, width_at: Callable[[int], int]) -> TokenTree:
     """One request's candidate tree after token 0; ``table[t]`` holds the logits after token t."""
     tokens, path_logprobs = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1)
