@@ -29,6 +29,7 @@ UNATTAINABLE = 2.0  # an SLO is out of reach if it needs this many times the tok
 MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as out of reach
 FADE = 0.1  # weight of a step in running averages
 MAX_NEEDED = 1000.0  # tokens per step; more are as good as infinitely many
+SETTLED_STEPS = 32  # over which drafting must pay for what the draft has to process first
 PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay: drafting for all would prefill all prompts
 BEST_EFFORT_WEIGHT = 0.5  # weight of a best-effort request
 
@@ -77,12 +78,12 @@ class AutoPolicy:
         urgencies = self._urgencies(requests, begun_s)
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
-        depth, width = depths.best(max_depth, max_width, self._shape_time(num_requests, num_requests, num_keys))
+        depth, width = depths.best(max_depth, max_width, self._shape_time(requests, num_requests, num_keys))
         # Probes take the requests of which the draft has least to prefill.
         drafting = requests if depths.is_on else sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]
         if depth == 0 and (num_late := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all may still be faster for late requests that get all of the nodes.
-            drafting, shape_time = requests, self._shape_time(num_requests, num_late, num_keys)
+            drafting, shape_time = requests, self._shape_time(requests, num_late, num_keys)
             depth, width, best, plain = depths.best_shape(max_depth, max_width, shape_time)
             depth, width = (depth, width) if best > plain else (0, 1)
         # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
@@ -173,12 +174,17 @@ class AutoPolicy:
                 else "the time that its SLO allows for all of its tokens has passed",
             )
 
-    def _shape_time(self, num_requests: int, num_drafting: int, num_keys: int) -> ShapeTime:
-        """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots."""
+    def _shape_time(self, requests: Sequence[Request], num_drafting: int, num_keys: int) -> ShapeTime:
+        """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots.
+
+        What the draft has to process first is spread over the next steps, so that speculation is not switched on for
+        less than that costs.
+        """
+        num_requests, num_behind = len(requests), sum(request.num_draft_behind for request in requests)
 
         def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
             num_committed = num_requests - num_drafting + num_drafting * tokens
-            num_catch_up = self.costs.catch_up(num_committed)
+            num_catch_up = self.costs.catch_up(num_committed) + num_behind / SETTLED_STEPS
             draft_s = self.costs.draft_s(num_requests, depths, widths, num_keys, num_catch_up)
             num_nodes = num_requests - num_drafting + num_drafting * nodes
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
@@ -124,3 +126,20 @@ def test_auto_learns_from_a_few_as_from_all() -> None:
         policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME, plan)
         found.append(experience.depths.mass[:3, 0].tolist())
     assert found[0] == pytest.approx(found[1]) and found[0][2] > 0.5
+
+
+@pytest.mark.parametrize(("num_behind", "is_switched_on"), [(1, True), (4000, False)])
+def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
+    num_behind: int, is_switched_on: bool
+) -> None:
+    config = SLOSpecConfig(max_depth=1, max_width=1)
+    history = SpeculationHistory(config)
+    history.depths.num_observed, history.depths.is_on = 99, False
+    history.depths.is_tried[1], history.depths.steps_since[1] = True, 1.0
+    history.depths.mass[1] = history.depths.nodes[1] = 0.9
+    draft_level = ForwardCost(LatencyCurve((1, 1001), (0.1, 10.1)))  # 0.01 s per token
+    policy = new_policy(config, StepCosts(costs(1e-3).verify, draft_level), history)
+    request = Request(0, [1] * 5000, 100)
+    request.num_draft_seen = 5000 - num_behind
+    policy.plan([request], 0.0)
+    assert history.depths.is_on == is_switched_on

@@ -17,7 +17,9 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
 from hf_slospec.policies.settings import PolicyName
+from hf_slospec.sim import simulation
 from hf_slospec.sim.hardware import Hardware, lines
+from hf_slospec.sim.models import VirtualClock
 from hf_slospec.sim.outcomes import Run
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import SYSTEMS, config_of
@@ -230,6 +232,32 @@ def test_what_is_wrong_with_its_decisions_is_said() -> None:
     config = config_of('{"policy": "none", "max_depth": 6, "max_width": 1}')
     with pytest.raises(InvalidInputError, match="depth 7 and width 1, but a request has room for 6"):
         Simulation([JOB], library_of([JOB]), HARDWARE, config, make_policy=Greedy).run()
+
+
+class SlowedClock(VirtualClock):
+    """Half speed from second 10 to 70: durations that begin there count twice."""
+
+    def __setattr__(self, name: str, value: float) -> None:
+        before = getattr(self, name, 0.0)
+        super().__setattr__(name, before + (value - before) * (2.0 if 10.0 <= before < 70.0 else 1.0))
+
+
+def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "VirtualClock", SlowedClock)
+    jobs = [Job(0.0, 20, 7000) for _ in range(2)]
+    watched = Watched(jobs, "auto", replace(HARDWARE, kv_tokens=50_000))
+    watched.run()
+
+    def errors(begin_s: float, end_s: float) -> list[float]:
+        within = [event for event in watched.events if begin_s <= event.begun_s < end_s and event.predicted_s]
+        return [abs(event.predicted_s / event.phases.total_s - 1.0) for event in within]
+
+    assert np.median(errors(0.0, 10.0)) < 0.05
+    assert errors(10.0, 11.0)[0] > 0.4  # the first step took twice what was expected
+    assert np.median(errors(16.0, 70.0)) < 0.1
+    assert len(errors(80.0, math.inf)) > 50 and np.median(errors(80.0, math.inf)) < 0.1
+    is_drafting = [event.depth > 0 for event in watched.events if 5.0 < event.begun_s < 100.0]
+    assert all(is_drafting)  # half speed of both models changes no decision
 
 
 def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:
