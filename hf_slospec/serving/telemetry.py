@@ -38,7 +38,7 @@ class Stats(BaseModel):
 
     running: int = Field(description="Requests that hold K/V.")
     waiting: int = Field(description="Requests that wait for room, preempted ones included.")
-    kv_tokens: int = Field(description="Tokens of K/V that running requests hold at their longest.")
+    kv_tokens: int = Field(description="Tokens of K/V that the texts of running requests hold at their longest.")
     kept_tokens: int = Field(description="Tokens of finished requests whose K/V is kept for requests that begin alike.")
     kv_limit: int = Field(description="Tokens of K/V at most.")
     memory: MemoryUse | None = Field(description="None before the batcher was first started.")
