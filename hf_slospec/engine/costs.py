@@ -185,15 +185,36 @@ class StepCosts:
         of every request.
 
         Args:
-            num_catch_up: tokens of the first level; None: as many as recent steps committed and prefilled.
+            num_catch_up: tokens of the first level; None: as many as recent steps committed.
         """
         if num_catch_up is None:
-            num_catch_up = self.catch_up(num_requests * self.recent.tokens)
+            num_catch_up = num_requests * self.recent.tokens
         return self._draft_correction(self._profiled_draft_s(num_requests, depth, width, num_keys, num_catch_up))
 
-    def catch_up(self, num_committed: FloatArray | float) -> FloatArray | float:
-        """Return the tokens that a draft processes where so many are committed: these and the prompts that arrive."""
-        return num_committed * (1.0 + self.recent.prefilled)
+    def steady_draft_s(
+        self,
+        num_requests: int,
+        depth: IntArray,
+        width: IntArray,
+        num_keys: int,
+        num_committed: FloatArray,
+        prompt_len: float,
+    ) -> FloatArray:
+        """Return the mean seconds of drafting in steps that each commit so many tokens, while prompts keep arriving.
+
+        The draft processes a prompt as a whole, in the step in which it drafts for the request first.
+
+        Args:
+            num_committed: tokens of all requests.
+            prompt_len: mean tokens of a prompt.
+        """
+        arriving = self.recent.prefilled * num_committed / prompt_len  # prompts per step
+        without_s, with_s = (
+            self.draft_s(num_requests, depth, width, num_keys, num_committed + num_tokens)
+            for num_tokens in (0.0, np.maximum(arriving, 1.0) * prompt_len)
+        )
+        seconds: FloatArray = without_s + np.minimum(arriving, 1.0) * (with_s - without_s)
+        return seconds
 
     def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
         """Return the seconds of one further draft level."""

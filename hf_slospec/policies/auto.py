@@ -177,17 +177,19 @@ class AutoPolicy:
     def _shape_time(self, requests: Sequence[Request], num_drafting: int, num_keys: int) -> ShapeTime:
         """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots.
 
-        What the draft has to process first is spread over the next steps, so that speculation is not switched on for
-        less than that costs.
+        The time of what the draft has to process first is spread over the next steps, so that speculation is not
+        switched on for less than that costs.
         """
         num_requests, num_behind = len(requests), sum(request.num_draft_behind for request in requests)
+        behind_s, usual_s = (self.costs.draft_s(num_requests, 1, 1, num_keys, n) for n in (num_behind, num_requests))
+        prompt_len = sum(request.prompt_len for request in requests) / num_requests
+        first_s = max(float(behind_s - usual_s), 0.0) / SETTLED_STEPS
 
         def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
             num_committed = num_requests - num_drafting + num_drafting * tokens
-            num_catch_up = self.costs.catch_up(num_committed) + num_behind / SETTLED_STEPS
-            draft_s = self.costs.draft_s(num_requests, depths, widths, num_keys, num_catch_up)
+            draft_s = self.costs.steady_draft_s(num_requests, depths, widths, num_keys, num_committed, prompt_len)
             num_nodes = num_requests - num_drafting + num_drafting * nodes
-            return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
+            return draft_s + first_s * (depths > 0) + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
         return seconds
 

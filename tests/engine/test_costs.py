@@ -120,13 +120,20 @@ def test_the_first_level_processes_the_prompts_that_keep_arriving() -> None:
     for _ in range(1000):
         costs.observe(step(phases, nodes=(4, 4), committed=2, prefill=12, levels=1))
     assert costs.recent.prefilled == pytest.approx(3.0, rel=0.05)  # 12 tokens of prompts beside 4 committed ones
-    assert costs.catch_up(10.0) == pytest.approx(10.0 * (1.0 + costs.recent.prefilled))
-    alone = float(costs.draft_s(2, 1, 1, 20, 2 * costs.recent.tokens))
-    assert float(costs.draft_s(2, 1, 1, 20)) > alone + 0.05
+    one, prefilled = np.array([1]), costs.recent.prefilled
+    for prompt_len in (5.0, 24.0):  # more and fewer than a prompt per step of 4 tokens, in which 12 tokens arrive
+        rare = min(4.0 * prefilled / prompt_len, 1.0)
+        without_s, with_s = (
+            float(costs.draft_s(2, 1, 1, 20, 4.0 + tokens)) for tokens in (0.0, max(4.0 * prefilled, prompt_len))
+        )
+        seconds = costs.steady_draft_s(2, one, one, 20, np.array([4.0]), prompt_len)
+        assert seconds == pytest.approx(without_s + rare * (with_s - without_s)) and without_s < seconds <= with_s
     for _ in range(50):  # prompts of requests that begin together
         together.observe(step(PhaseTimes(verify_s=9.0), nodes=(), prefill=512, levels=0))
     together.observe(step(phases))
     assert together.recent.prefilled == 0.0
+    alone = together.steady_draft_s(2, one, one, 20, np.array([4.0]), 256.0)
+    assert float(alone[0]) == pytest.approx(float(together.draft_s(2, 1, 1, 20, 4.0)))
 
 
 @given(points=POINTS, factor=st.floats(0.5, 2.0), **SIZES)
