@@ -394,7 +394,7 @@ def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
         assert stock[0, len(prompt) :].tolist() == list(tokens)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, where a static cache is used
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, for static caches
 def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but its own tests, and times that say nothing."""
     monkeypatch.setitem(bandwidth.READ_BYTES, "cuda", 2**20)
