@@ -43,7 +43,7 @@ class Shortage:
     def __init__(self, generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch):
         self.target, self.forwards = generator.model, list[str]()  # "draft" or "verify"
         self.fails: Callable[[str, int], bool] = lambda kind, count: False
-        self.num_failed, self._outputs = 0, PackedModel.outputs
+        self.num_failed, self._run = 0, PackedModel._run
         self.drafter: Any = None
         new_drafter = Speculator.new_drafter
 
@@ -53,7 +53,7 @@ class Shortage:
 
         _ = generator.decoder.speculator.costs  # measured before
         monkeypatch.setattr(Speculator, "new_drafter", made)
-        monkeypatch.setattr(PackedModel, "outputs", lambda packed, *arguments: self._forward(packed, *arguments))
+        monkeypatch.setattr(PackedModel, "_run", lambda packed, *arguments: self._forward(packed, *arguments))
 
     def _forward(self, packed: PackedModel, *arguments: Any) -> Any:
         kind = "verify" if packed.model is self.target else "draft"
@@ -61,7 +61,7 @@ class Shortage:
         if self.fails(kind, self.forwards.count(kind)):
             self.num_failed += 1
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        return self._outputs(packed, *arguments)
+        return self._run(packed, *arguments)
 
 
 def served(generator: SLOSpecGenerator, prompts: list[list[int]], **options: Any) -> list[Any]:

@@ -165,16 +165,16 @@ def test_copies_and_changed_weights(tmp_path: Path) -> None:
 def test_an_interrupted_call_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
     ours = SLOSpecGenerator(target, drafter=HeadMethod(random_head("eagle3", tmp_path)), config=DRAFTS_ALWAYS)
-    outputs, calls = PackedModel.outputs, list[Any]()
+    run, calls = PackedModel._run, list[Any]()
 
     def interrupted(self: PackedModel, *arguments: Any) -> Any:
         calls.append(self.model)
         if len(calls) == 7:
             raise KeyboardInterrupt
-        return outputs(self, *arguments)
+        return run(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PackedModel, "outputs", interrupted)
+        patched.setattr(PackedModel, "_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours.generate(**ragged_prompts(2), do_sample=False, max_new_tokens=20)
     memory = ours.decoder.speculator.memory(0)

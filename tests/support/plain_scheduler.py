@@ -51,7 +51,7 @@ class PlainScheduler(ContinuousScheduler):
         if places <= 0:
             return False
         kv_free = self._kv_limit - self._held(unmovable)
-        found = guaranteeable(undecided, before, kv_free, self.limits.kv_needed, self.num_reusable, self.costs, now_s)
+        found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
         found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
             request.is_guaranteed, request.is_best_effort = True, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -14,6 +15,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.drafters.level import Level
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
 from hf_slospec.models.packed import Outputs
@@ -68,7 +70,8 @@ class FaultyPool(KVPool):
 class SimulatedModel:
     """A packed model that stores tokens as K and their positions as V, and reads the text from there."""
 
-    has_states, vocab_size, device = False, VOCAB, torch.device("cpu")
+    has_states, vocab_size, device, num_one_off_forwards = False, VOCAB, torch.device("cpu"), 0
+    ranks = SimpleNamespace(number=1)
     rope = SimpleNamespace(max_plain=None)
 
     def __init__(self, world: World, name: str, seconds: Sequence[float]):
@@ -102,6 +105,15 @@ class SimulatedModel:
         return tokens
 
     clamp_positions = clamp_tokens
+
+    def num_draft_rows(self, num_requests: int) -> int:
+        return num_requests
+
+    def draft(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: Level) -> Any:
+        own = level.resolved(parts)
+        ids = [level.inputs({"input_ids": part.input_ids[None]})["input_ids"][0] for part in own]
+        own = [replace(part, input_ids=tokens) for part, tokens in zip(own, ids, strict=True)]
+        return level.outputs(self.outputs(pool, own, logit_rows).logits)
 
     def outputs(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, feature_layers: tuple[int, ...] = ()

@@ -313,8 +313,9 @@ class GraphPreconditions:
         weights = [home[name] for home, name in self._homes]
         are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        if (found := settings(self._model)) != getattr(self, "_settings", None):
-            self._settings = found  # equal ones stay the same object, which every forward compares at once
+        if (now := settings(self._model)) != self._settings:  # thousands of values, compared here and in no forward
+            self._settings = now
+            self._version += 1
 
     def now(self) -> Hashable:
         """Return a value that stays equal as long as no change is noticed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -106,13 +106,17 @@ class RequestSequences:
         """
         sizes = [self.max_nodes] * len(requests) if num_nodes is None else num_nodes
         needed = {request: len(request.tokens) + size for request, size in zip(requests, sizes, strict=True)}
-        short = {request: slots for request, slots in needed.items() if self._room_of(request) < slots}
         try:
-            self._provide({request: self._roomy_capacity(request) for request in short})
+            self._provide({request: self._roomy_capacity(request) for request in self._short(needed)})
         except MemoryError:
             self._take_back_room_for_nodes()
+            short = self._short(needed)  # requests that had room before may have lost it
             texts = {request: self._roomy_capacity(request) - self.max_nodes for request in short}
             self._provide({request: max(texts[request], slots) for request, slots in short.items()})
+
+    def _short(self, needed: Mapping[RequestText, int]) -> dict[RequestText, int]:
+        """Return the requests that have fewer slots than needed, with what they need."""
+        return {request: slots for request, slots in needed.items() if self._room_of(request) < slots}
 
     def _take_back_room_for_nodes(self) -> None:
         """Leave all requests the slots of their texts at their longest, and what they have cached."""

@@ -23,7 +23,7 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
         parts = [bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents)) for r, parents in pairs]
         larger = padded(parts, torch.arange(5), bench.sequences.cache.pool)
         assert larger is not None
-        return bench.packed._inputs(packed.PackedBatch.of(larger[0], is_padded=True), *larger)
+        return bench.packed._inputs(packed.PackedBatch.of(larger[0], is_padded=True), *larger, (), None)
 
     first = inputs()
     assert any(key[2] is not None for key in first.plans) and len(tensors_in(first)) > 10

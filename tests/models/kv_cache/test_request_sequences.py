@@ -144,3 +144,13 @@ def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch: pytest.
     monkeypatch.setattr(sequences, "_keep", fails)
     sequences.release(request)
     assert sequences.cache.num_held == 0
+
+
+def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step() -> None:
+    """Found by simulated faults, seed 385."""
+    sequences = RequestSequences(Packed(), MAX_NODES, 17)  # type: ignore[arg-type]
+    held, other = Request(0, [0] * 5, 2), Request(1, [0] * 6, 2)
+    sequences.reserve([held], [0])
+    sequences.reserve([held, other], [3, 0])  # held had room for its tree, until other needed some
+    assert sequences.of(held).capacity >= len(held.tokens) + 3
+    assert sequences.of(other).capacity >= len(other.tokens)
