@@ -84,6 +84,7 @@ class PackedTarget:
 
     @property
     def num_one_off_forwards(self) -> int:
+        """Return how many forwards took longer than later ones of their size will."""
         return self.sequences.packed.num_one_off_forwards
 
     def give_features(self, reader: FeatureReader) -> None:

@@ -203,7 +203,7 @@ def _attend(
 def _merge(
     parts, lses, out, num_rows, num_splits, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge the results of all splits of one token and head by their log-sum-exps, which are to base 2."""
+    """Compute attention of one token and head from the results of all splits; their log-sum-exps are to base 2."""
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_V)

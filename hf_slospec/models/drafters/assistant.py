@@ -85,6 +85,7 @@ class AssistantDrafter:
 
     @property
     def num_one_off_forwards(self) -> int:
+        """Return how many forwards took longer than later ones of their size will."""
         return self.packed.num_one_off_forwards
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:

@@ -126,6 +126,7 @@ class FeatureDrafter:
 
     @property
     def num_one_off_forwards(self) -> int:
+        """Return how many forwards took longer than later ones of their size will."""
         return self.packed.num_one_off_forwards
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:

@@ -91,6 +91,7 @@ class HybridDrafter:
 
     @property
     def num_one_off_forwards(self) -> int:
+        """Return how many forwards took longer than later ones of their size will."""
         return sum(getattr(source.drafter, "num_one_off_forwards", 0) for source in self._sources)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
