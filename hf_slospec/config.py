@@ -39,7 +39,7 @@ class SLOSpecConfig(PolicySettings):
     )
     cuda_graphs: bool = Field(
         True,
-        description="CUDA with attention by triton or flash: capture forwards of up to 256 tokens that recur, and "
+        description="CUDA with attention by triton or flash: capture forwards of up to 640 tokens that recur, and "
         "replay them. Takes up to a sixteenth of the device's memory for each model.",
     )
     fused_layers: bool = Field(

@@ -44,10 +44,10 @@ class RecentSteps:
             self._prefilled += step.prefill_tokens
         if not (number := step.num_decoding):
             return
-        fade = 1.0 - 1.0 / FLOW_MEMORY
+        fade, committed = 1.0 - 1.0 / FLOW_MEMORY, sum(request.committed for request in step.decoding)
         self._prefilled *= fade
-        self._committed = fade * self._committed + sum(request.committed for request in step.decoding)
-        self.tokens += WEIGHT * (sum(request.committed for request in step.decoding) / number - self.tokens)
+        self._committed = fade * self._committed + committed
+        self.tokens += WEIGHT * (committed / number - self.tokens)
         self.nodes += WEIGHT * (sum(request.nodes for request in step.decoding) / number - self.nodes)
         self.requests += WEIGHT * (number - self.requests)
         self.keys += WEIGHT * (step.num_keys / number - self.keys)

@@ -70,7 +70,7 @@ class Engine(Generic[S]):
             num_catch_up=num_catch_up,
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
         )
-        # Later steps of the same size take less time than one with forwards of which each is the only one of its kind.
+        # A step with captures takes longer than later ones of its size will, so its time teaches nothing.
         is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
         with contextlib.suppress(MemoryError):  # what is learned saves time, and finished requests have to leave
