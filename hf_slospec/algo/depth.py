@@ -11,6 +11,7 @@ from hf_slospec.algo.tree import FloatArray, Forest, IntArray, places_in_groups
 # draft levels [depths, 1], beam widths [widths], expected tokens and nodes per drafting request [depths, widths]
 # -> seconds of such steps [depths, widths]
 ShapeTime = Callable[[IntArray, IntArray, FloatArray, FloatArray], FloatArray]
+ProbeTime = Callable[[int, int], float]  # draft levels, beam width -> seconds
 
 
 def beam_ranks(forest: Forest) -> IntArray:
@@ -25,19 +26,21 @@ def beam_ranks(forest: Forest) -> IntArray:
 class DepthControl:
     """Running averages of the contribution of each place of a beam, and the best depth and width by these averages.
 
-    Places that were not drafted keep their averages. While speculation is on, every ``EXPLORE_EVERY``-th step drafts
-    the whole shape, so that all averages are renewed. While it is off, a probe drafts ``PROBE_DEPTH`` levels, and the
-    interval between probes doubles up to ``MAX_INTERVAL`` steps, which bounds what probing costs.
+    Places that were not drafted keep their averages. Looks renew them: while speculation is on, a look drafts the
+    whole shape; while it is off, ``PROBE_DEPTH`` levels for a few requests. What looks cost in addition stays below
+    ``LOOK_SHARE`` of the time, so that they are frequent where they are cheap.
     """
 
-    EXPLORE_EVERY = 32  # steps
+    LOOK_SHARE = 0.01  # of the time
+    MIN_GAP = 8  # steps between looks
     WARMUP_STEPS = 3  # steps of the whole shape before the averages decide
-    PROBE_DEPTH = 2  # levels of a probe while speculation is off
+    PROBE_DEPTH = 2  # levels of a look while speculation is off
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
-    MIN_INTERVAL, MAX_INTERVAL = 8, 128  # steps between probes while speculation is off
     MARGIN = 1.02  # factor by which speculation must be better than plain decoding to be switched on
     WEIGHT = 0.1  # of a step in the running averages, if the place was drafted in the step before, too
     MAX_WEIGHT = 0.5  # of a step in the running averages, if the place was not drafted for long
+    DOUBT = 0.5  # standard deviation of a node's contribution in one step, at most
+    NO_DOUBT = 0.02  # relative error of the averages below which they are taken as they are
 
     def __init__(self, max_depth: int, max_width: int):
         self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, place in beam] verified nodes per request
@@ -45,10 +48,10 @@ class DepthControl:
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
         self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the place was last drafted
         self.is_tried = np.zeros((max_depth + 1, max_width), dtype=np.bool_)  # places that a step would have drafted
-        self.num_planned = self.num_observed = 0
+        self.num_observed = self.num_trees = 0  # steps that drafted, and the trees of these
         self.is_on = True
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
-        self._steps_off, self._interval = 0, self.MIN_INTERVAL
+        self._steps_since_look, self._look_s = 0, 0.0  # seconds that a look may cost by now
 
     def observe(
         self,
@@ -70,7 +73,9 @@ class DepthControl:
             num_drafting: number of trees that were drafted, the others being roots only; None: all.
             planned_depth: levels that the drafter might have drafted, had those beyond ``depth`` been worth their time.
         """
+        num_drafting = num_drafting or len(forest.trees)
         self.num_observed += 1
+        self.num_trees += num_drafting
         # Levels that were not worth drafting need no further look, or every step would take one until they are.
         self.is_tried[1 : max(depth, planned_depth) + 1, :width] = True
         usual = max(self.WEIGHT, 1.0 / self.num_observed)
@@ -80,60 +85,84 @@ class DepthControl:
         max_depth, max_width = self.nodes.shape[0] - 1, self.nodes.shape[1]
         at = np.minimum(forest.depths, max_depth) * max_width + np.minimum(beam_ranks(forest), max_width - 1)
         for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
-            now = np.bincount(at, values, minlength=average.size).reshape(average.shape) / (
-                num_drafting or len(forest.trees)
-            )
+            now = np.bincount(at, values, minlength=average.size).reshape(average.shape) / num_drafting
             average[seen] += weights * (now[seen] - average[seen])
         self.steps_since[seen] = 0
 
-    def best(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int]:
-        """Return the depth and width to draft: those of most expected tokens per second, or a larger exploring shape.
+    def best(self, max_depth: int, max_width: int, seconds: ShapeTime, probe_s: ProbeTime) -> tuple[int, int]:
+        """Return the depth and width to draft: those of most expected tokens per second, or a look's.
 
         Args:
             max_depth, max_width: bounds of the shape.
             seconds: predicted step times by shape.
+            probe_s: predicted seconds that a look takes beside plain decoding.
         """
-        self.num_planned += 1
         self.steps_since += 1
+        self._steps_since_look += 1
         depth, width, best, plain = self.best_shape(max_depth, max_width, seconds)
         is_tried = bool(self.is_tried[1 : max_depth + 1, :max_width].all())
         if self.num_observed < self.WARMUP_STEPS or (self.is_on and not is_tried):
             self.goodput = max(best, plain)
             return max_depth, max_width
         self._switch(best, plain)
+        self.goodput = best if self.is_on else plain
         if not self.is_on:
-            self.goodput, self._steps_off = plain, self._steps_off + 1
-            if self._steps_off < self._interval:
-                return 0, 1
-            self._steps_off, self._interval = 0, min(2 * self._interval, self.MAX_INTERVAL)
-            return min(self.PROBE_DEPTH, max_depth), max_width
-        self.goodput = best
-        if self.num_planned % self.EXPLORE_EVERY == 0:
+            probe_depth = min(self.PROBE_DEPTH, max_depth)
+            is_due = self._is_look_due(1.0 / plain, lambda: probe_s(probe_depth, max_width))
+            return (probe_depth, max_width) if is_due else (0, 1)
+        tokens, step_s = self._expected(max_depth, max_width, seconds)
+        # The whole shape yields tokens, too, for which the best one would need some time as well.
+        if self._is_look_due(float(step_s[depth, width - 1]), lambda: float(step_s[-1, -1] - tokens[-1, -1] / best)):
             return max_depth, max_width
         return min(depth + self.BEYOND, max_depth), width
+
+    def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
+        """Return whether a look's further seconds ``look_s`` stay within their share, the present step's included."""
+        self._look_s += self.LOOK_SHARE * step_s
+        if self._steps_since_look < self.MIN_GAP or self._look_s < look_s():
+            return False
+        self._steps_since_look, self._look_s = 0, 0.0
+        return True
 
     def _switch(self, best: float, plain: float) -> None:
         was_on, self.is_on = self.is_on, best > plain * (1.0 if self.is_on else self.MARGIN)
         if was_on and not self.is_on:
-            self._steps_off = 0
-        if self.is_on:
-            self._interval = self.MIN_INTERVAL
+            self._steps_since_look, self._look_s = 0, 0.0
 
     def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
-        """Find the best shape by the averages, without exploring.
+        """Find the best shape by the averages, without looks.
+
+        While few trees are known, it is the shape that loses least to the best one whether the averages are too high
+        or too low by their standard error.
 
         Returns:
             Depth, width, and expected tokens per second and request of the best shape that drafts; then the same rate
             of plain decoding.
         """
-        depths, widths = np.arange(max_depth + 1)[:, None], np.arange(1, max_width + 1)
-        tokens, nodes = (
-            average[: max_depth + 1, :max_width].cumsum(1).cumsum(0) for average in (self.mass, self.nodes)
-        )
-        rates = tokens / seconds(depths, widths, tokens, nodes)
+        tokens, step_s = self._expected(max_depth, max_width, seconds)
+        rates = tokens / step_s
         plain = float(rates[0, 0])
         if not max_depth:
             return 0, 1, 0.0, plain
-        at = int(np.argmax(rates[1:].T))  # of equal rates the narrowest shape, then the shallowest
+        losses, doubt = 1.0 - rates / rates.max(), self.DOUBT / max(self.num_trees, 1) ** 0.5
+        if doubt > self.NO_DOUBT:
+            estimates = (self._expected(max_depth, max_width, seconds, error) for error in (-doubt, doubt))
+            low, high = (tokens / step_s for tokens, step_s in estimates)
+            losses = np.maximum(1.0 - low / low.max(), 1.0 - high / high.max())
+        at = int(np.argmin(losses[1:].T))  # of equal losses the narrowest shape, then the shallowest
         width, depth = divmod(at, max_depth)
         return depth + 1, width + 1, float(rates[depth + 1, width]), plain
+
+    def _expected(
+        self, max_depth: int, max_width: int, seconds: ShapeTime, error: float = 0.0
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return expected tokens per drafting request, and seconds of a step, by shape.  -> both [depths, widths] f64
+
+        Args:
+            error: relative error of the probability that a token follows the one before it; 0.1: it is 10 % higher.
+        """
+        depths, widths = np.arange(max_depth + 1)[:, None], np.arange(1, max_width + 1)
+        mass, nodes = (average[: max_depth + 1, :max_width] for average in (self.mass, self.nodes))
+        mass = np.minimum(mass * np.maximum(1.0 + error, 0.0) ** depths, 1.0)
+        tokens, nodes = (values.cumsum(1).cumsum(0) for values in (mass, nodes))
+        return tokens, seconds(depths, widths, tokens, nodes)

@@ -17,8 +17,8 @@ Count = IntArray | FloatArray | float
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and what takes its place
 
 WEIGHT = 0.1  # of one step in the averages over recent steps
-FLOW_MEMORY = 100.0  # steps over which prefilled and committed tokens are compared
-FLOW_PRIOR = 256.0  # committed tokens without any prefill that the comparison begins with
+FLOW_MEMORY = 100.0  # steps over which the arrival of prompts is averaged
+FLOW_PRIOR = 16.0  # steps without any prompt that the average begins with
 MAX_CATCH_UP = 64  # tokens per request; drafters spread longer stretches over several steps
 FAR, PATIENCE = math.log(1.5), 64  # a correction that stayed this far from 1 for so many steps replaces the profile
 LEAST = 1e-3  # factor of a replaced draft cost, which must not become free
@@ -36,17 +36,20 @@ class RecentSteps:
         self.depth = 0.0  # planned draft levels
         self.draft_s = 0.0
         self.step_s = 0.0  # 0 before the first step
-        self._prefilled, self._committed = 0.0, FLOW_PRIOR  # tokens of recent steps
+        self._prefilled = self._elapsed_s = 0.0  # tokens and seconds of recent steps
 
     def observe(self, step: StepEvent) -> None:
         """Take one step into the averages; those per request leave out steps that only prefill."""
         if self.step_s:  # prompts of requests that begin together are no flow of prompts
             self._prefilled += step.prefill_tokens
+            self._elapsed_s += step.phases.total_s
         if not (number := step.num_decoding):
             return
-        fade, committed = 1.0 - 1.0 / FLOW_MEMORY, sum(request.committed for request in step.decoding)
-        self._prefilled *= fade
-        self._committed = fade * self._committed + committed
+        if not self.step_s:
+            self._elapsed_s = FLOW_PRIOR * step.phases.total_s
+        self._prefilled *= 1.0 - 1.0 / FLOW_MEMORY
+        self._elapsed_s *= 1.0 - 1.0 / FLOW_MEMORY
+        committed = sum(request.committed for request in step.decoding)
         self.tokens += WEIGHT * (committed / number - self.tokens)
         self.nodes += WEIGHT * (sum(request.nodes for request in step.decoding) / number - self.nodes)
         self.requests += WEIGHT * (number - self.requests)
@@ -56,9 +59,12 @@ class RecentSteps:
         self.step_s += (WEIGHT if self.step_s else 1.0) * (step.phases.total_s - self.step_s)
 
     @property
-    def prefilled(self) -> float:
-        """Return the prefill tokens per committed token, which a draft that takes part in all steps processes, too."""
-        return self._prefilled / self._committed
+    def prefill_rate(self) -> float:
+        """Return the prompt tokens per second that arrive, which a draft that takes part in all steps processes, too.
+
+        Requests arrive whether steps are fast or slow, so they are counted by time and not by committed tokens.
+        """
+        return self._prefilled / self._elapsed_s if self._elapsed_s else 0.0
 
     @property
     def acceptance(self) -> float:
@@ -198,6 +204,7 @@ class StepCosts:
         width: IntArray,
         num_keys: int,
         num_committed: FloatArray,
+        verify_s: FloatArray,
         prompt_len: float,
     ) -> FloatArray:
         """Return the mean seconds of drafting in steps that each commit so many tokens, while prompts keep arriving.
@@ -206,13 +213,13 @@ class StepCosts:
 
         Args:
             num_committed: tokens of all requests.
+            verify_s: seconds of everything else in such steps.
             prompt_len: mean tokens of a prompt.
         """
-        arriving = self.recent.prefilled * num_committed / prompt_len  # prompts per step
-        without_s, with_s = (
-            self.draft_s(num_requests, depth, width, num_keys, num_committed + num_tokens)
-            for num_tokens in (0.0, np.maximum(arriving, 1.0) * prompt_len)
-        )
+        without_s = self.draft_s(num_requests, depth, width, num_keys, num_committed)
+        arriving = self.recent.prefill_rate * (without_s + verify_s) / prompt_len  # prompts per step
+        num_catch_up = num_committed + np.maximum(arriving, 1.0) * prompt_len
+        with_s = self.draft_s(num_requests, depth, width, num_keys, num_catch_up)
         seconds: FloatArray = without_s + np.minimum(arriving, 1.0) * (with_s - without_s)
         return seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from weakref import WeakSet
 
@@ -78,13 +79,13 @@ class AutoPolicy:
         urgencies = self._urgencies(requests, begun_s)
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
-        depth, width = depths.best(max_depth, max_width, self._shape_time(requests, num_requests, num_keys))
-        # Probes take the requests of which the draft has least to prefill.
-        drafting = requests if depths.is_on else sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]
+        shape_time = self._shape_time(requests, num_requests, num_keys)
+        depth, width = depths.best(max_depth, max_width, shape_time, partial(self._probe_s, requests))
+        drafting = requests if depths.is_on else _probed(requests)
         if depth == 0 and (num_late := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all may still be faster for late requests that get all of the nodes.
-            drafting, shape_time = requests, self._shape_time(requests, num_late, num_keys)
-            depth, width, best, plain = depths.best_shape(max_depth, max_width, shape_time)
+            drafting, late_time = requests, self._shape_time(requests, num_late, num_keys)
+            depth, width, best, plain = depths.best_shape(max_depth, max_width, late_time)
             depth, width = (depth, width) if best > plain else (0, 1)
         # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
         goodput = depths.goodput * num_requests
@@ -174,6 +175,12 @@ class AutoPolicy:
                 else "the time that its SLO allows for all of its tokens has passed",
             )
 
+    def _probe_s(self, requests: Sequence[Request], depth: int, width: int) -> float:
+        """Return the seconds of drafting for a look while speculation is off."""
+        probed = _probed(requests)
+        num_keys, num_behind = sum(len(r.tokens) for r in probed), sum(r.num_draft_behind for r in probed)
+        return float(self.costs.draft_s(len(probed), depth, width, num_keys, num_behind))
+
     def _shape_time(self, requests: Sequence[Request], num_drafting: int, num_keys: int) -> ShapeTime:
         """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots.
 
@@ -187,11 +194,19 @@ class AutoPolicy:
 
         def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
             num_committed = num_requests - num_drafting + num_drafting * tokens
-            draft_s = self.costs.steady_draft_s(num_requests, depths, widths, num_keys, num_committed, prompt_len)
             num_nodes = num_requests - num_drafting + num_drafting * nodes
-            return draft_s + first_s * (depths > 0) + self.costs.verify_s(num_nodes, num_requests, num_keys)
+            verify_s = self.costs.verify_s(num_nodes, num_requests, num_keys)
+            draft_s = self.costs.steady_draft_s(
+                num_requests, depths, widths, num_keys, num_committed, verify_s, prompt_len
+            )
+            return draft_s + first_s * (depths > 0) + verify_s
 
         return seconds
+
+
+def _probed(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests that are drafted for in a look: those of which the draft has least to prefill."""
+    return sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]
 
 
 def _was_cut_short(forest: Forest, plan: Plan) -> bool:
