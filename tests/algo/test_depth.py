@@ -14,13 +14,18 @@ from hf_slospec.algo.depth import DepthControl, beam_ranks
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray
 from tests.support.toys import SEEDS, UNEVEN, grow, random_tree
 
-LOOK, BEYOND = DepthControl.PROBE_DEPTH, DepthControl.BEYOND
-EVERY, FIRST = DepthControl.EXPLORE_EVERY, DepthControl.WARMUP_STEPS
+LOOK, BEYOND, GAP = DepthControl.PROBE_DEPTH, DepthControl.BEYOND, DepthControl.MIN_GAP
+SHARE, FIRST = DepthControl.LOOK_SHARE, DepthControl.WARMUP_STEPS
 
 
 def cheap_levels(depths: IntArray, width: int, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
     """A draft level costs a quarter of a plain step, a node a hundredth; the beam's width is free."""
     return 1.0 + 0.25 * depths + 0.01 * (nodes - 1.0)
+
+
+def probe(depth: int, width: int) -> float:
+    """A look while speculation is off costs its levels."""
+    return 0.25 * depth
 
 
 def beam(depth: int, width: int, favourite: float, other: float) -> Forest:
@@ -39,7 +44,7 @@ def run(
     """The shapes picked when every step's draft has these conditionals and all of it is verified."""
     picks = []
     for step, draft in enumerate(drafts):
-        depth, width = control.best(*shape(step), cheap_levels)
+        depth, width = control.best(*shape(step), cheap_levels, probe)
         if depth:
             forest = beam(depth, width, *draft)
             control.observe(forest, forest.path_probs, np.ones(len(forest.depths), dtype=np.bool_), depth, width)
@@ -69,11 +74,13 @@ def test_beam_ranks_count_earlier_nodes_of_the_same_depth(seed: int, sizes: list
     level_s=st.floats(0.01, 0.5),
     node_s=st.floats(0.0, 0.2),
     bounds=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    num_trees=st.sampled_from([6, 24, 10**6]),
 )
 @settings(deadline=None)
 def test_shape_is_the_brute_force_best_of_a_stationary_draft(
-    seed: int, level_s: float, node_s: float, bounds: tuple[int, int]
+    seed: int, level_s: float, node_s: float, bounds: tuple[int, int], num_trees: int
 ) -> None:
+    """With few trees known, the best shape is the one that loses least if the averages are too high or too low."""
     rng = np.random.default_rng(seed)
     forest = Forest.of([random_tree(rng, 8, UNEVEN) for _ in range(2)])
     is_verified = (forest.depths == 0) | (rng.random(len(forest.depths)) < 0.8)
@@ -85,33 +92,47 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
     control = DepthControl(8, 8)
     for _ in range(12):
         control.observe(forest, forest.path_probs, is_verified, 8, 8)
+    control.num_trees = num_trees
     max_depth, max_width = bounds
 
-    def rate(depth: int, width: int) -> float:
-        inside = (forest.depths == 0) | ((forest.depths <= depth) & (ranks < width))
-        kept = inside & is_verified
-        tokens, nodes = forest.path_probs[kept].sum() / 2, np.count_nonzero(kept) / 2
+    def rate(depth: int, width: int, error: float = 0.0) -> float:
+        tokens = nodes = 0.0
+        for place in itertools.product(range(depth + 1), range(width)):
+            own = (forest.depths == place[0]) & (ranks == place[1]) & is_verified
+            tokens += min(float(forest.path_probs[own].sum()) / 2 * (1.0 + error) ** place[0], 1.0)
+            nodes += np.count_nonzero(own) / 2
         return tokens / float(seconds(np.array(depth), width, np.array(tokens), np.array(nodes)))
 
+    def loss(shape: tuple[int, int], error: float) -> float:
+        return 1.0 - rate(*shape, error) / max(rate(*other, error) for other in [(0, 1), *shapes])
+
+    shapes = list(itertools.product(range(1, max_depth + 1), range(1, max_width + 1)))
     depth, width, best, plain = control.best_shape(max_depth, max_width, seconds)
-    rates = {shape: rate(*shape) for shape in itertools.product(range(1, max_depth + 1), range(1, max_width + 1))}
+    doubt = DepthControl.DOUBT / num_trees**0.5
+    errors = (-doubt, doubt) if doubt > DepthControl.NO_DOUBT else (0.0,)
+    losses = {shape: max(loss(shape, error) for error in errors) for shape in shapes}
+    assert losses[depth, width] == pytest.approx(min(losses.values()), abs=1e-12)
     assert plain == pytest.approx(rate(0, 1))
-    assert best == pytest.approx(max(rates.values())) == pytest.approx(rates[depth, width])
+    assert best == pytest.approx(rate(depth, width))
 
 
 def test_first_steps_look_at_everything_and_good_drafts_stay_deep() -> None:
     assert chains(DepthControl(6, 1), [1.0] * 80) == [6] * 80
 
 
-def test_steps_go_a_little_deeper_than_the_best_depth() -> None:
+def test_steps_go_a_little_deeper_than_the_best_depth_and_looks_take_their_share_of_the_time() -> None:
     control = DepthControl(8, 1)
-    picks = chains(control, [0.6] * 100, max_depth=8)
+    picks = chains(control, [0.6] * 1000, max_depth=8)
     depth, _, best, plain = control.best_shape(8, 1, cheap_levels)
-    rates = [sum(0.6**d for d in range(n + 1)) / float(cheap_levels(n, 1, n, n + 1)) for n in range(9)]
+    tokens = [sum(0.6**d for d in range(n + 1)) for n in range(9)]
+    step_s = [float(cheap_levels(np.array(n), 1, np.array(tokens[n]), np.array(n + 1.0))) for n in range(9)]
+    rates = [tokens[n] / step_s[n] for n in range(9)]
     assert 0 < depth == int(np.argmax(rates)) < 8 - BEYOND
     assert picks[:FIRST] == [8] * FIRST
-    assert [pick for pick in picks[FIRST:] if pick != 8] == [depth + BEYOND] * picks[FIRST:].count(depth + BEYOND)
-    assert [step + 1 for step in range(FIRST, 100) if picks[step] == 8] == list(range(EVERY, 101, EVERY))
+    assert set(picks[-500:]) == {8, depth + BEYOND}  # few trees had been seen before
+    look_s = step_s[8] - tokens[8] / rates[depth]
+    gaps = np.diff([step for step in range(500, 1000) if picks[step] == 8])
+    assert set(gaps.tolist()) == {max(int(np.ceil(look_s / (SHARE * step_s[depth]))), GAP)}
     assert control.goodput == best > plain
 
 
@@ -122,30 +143,25 @@ def test_width_is_taken_only_where_it_pays() -> None:
     assert run(wide, [(0.35, 0.3)] * 3, lambda _: (4, 2))[-1][1] == 2  # never wider than it may be
 
 
-def test_useless_drafts_switch_speculation_off_and_looks_get_rarer() -> None:
+def test_useless_drafts_switch_speculation_off_and_looks_take_their_share_of_the_time() -> None:
     control = DepthControl(6, 1)
     picks = chains(control, [0.0] * 1000)
     assert not control.is_on
     assert set(picks[FIRST:]) == {0, LOOK}
     at = looks(picks)
     assert at[:FIRST] == list(range(FIRST))
-    gaps = np.diff(at[FIRST:]).tolist()
-    doubled = list(itertools.takewhile(lambda gap: gap < DepthControl.MAX_INTERVAL, (2**i for i in range(4, 20))))
-    assert at[FIRST] - FIRST < DepthControl.MIN_INTERVAL
-    assert gaps == [*doubled, *[DepthControl.MAX_INTERVAL] * (len(gaps) - len(doubled))]
-    assert len(gaps) > len(doubled)
+    gap = int(np.ceil(probe(LOOK, 1) / SHARE))  # a plain step takes 1 s
+    assert gap > GAP
+    assert set(np.diff(at[FIRST:]).tolist()) <= {gap, gap + 1} and len(at) > FIRST + 10
 
 
 def test_speculation_comes_back_when_it_pays_again() -> None:
-    useless, longest = 300, DepthControl.MAX_INTERVAL
+    useless, gap = 300, int(np.ceil(probe(LOOK, 1) / SHARE))
     control = DepthControl(6, 1)
-    picks = chains(control, [0.0] * useless + [1.0] * (2 * longest + 4 * EVERY))
-    assert set(picks[useless - EVERY : useless]) <= {0, LOOK}
-    assert set(picks[-EVERY:]) == {6}
+    picks = chains(control, [0.0] * useless + [1.0] * (4 * gap))
+    assert set(picks[useless - gap : useless]) <= {0, LOOK}
+    assert set(picks[-gap:]) == {6}
     assert control.is_on
-    again = looks(chains(control, [0.0] * 100))
-    assert not control.is_on
-    assert 2 * DepthControl.MIN_INTERVAL in np.diff(again)  # having been on, it looks often again
 
 
 def test_a_draft_at_the_break_even_point_does_not_flicker() -> None:
@@ -170,22 +186,22 @@ def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> No
     """A drafter stops where a level is not worth its time, so that the levels below it stay unknown."""
     control, worth = DepthControl(6, 1), 2
     picks = []
-    for _ in range(EVERY - 1):
-        depth, width = control.best(6, 1, cheap_levels)
+    for _ in range(FIRST + GAP - 1):
+        depth, width = control.best(6, 1, cheap_levels, probe)
         forest = beam(min(depth, worth), width, 0.6, 0.0)
         is_verified = np.ones(len(forest.depths), dtype=np.bool_)
         control.observe(forest, forest.path_probs, is_verified, min(depth, worth), width, planned_depth=depth)
         picks.append(depth)
-    assert picks == [6] * FIRST + [worth + BEYOND] * (EVERY - 1 - FIRST)
+    assert picks == [6] * FIRST + [worth + BEYOND] * (GAP - 1)
 
 
 def test_speculation_is_switched_off_although_levels_stay_unknown() -> None:
     control = DepthControl(6, 1)
     for _ in range(FIRST):
-        depth, width = control.best(6, 1, cheap_levels)
+        depth, width = control.best(6, 1, cheap_levels, probe)
         forest = beam(1, width, 0.01, 0.0)
         control.observe(forest, forest.path_probs, np.ones(2, dtype=np.bool_), 1, width, planned_depth=depth)
-    assert control.best(6, 1, cheap_levels) == (0, 1)
+    assert control.best(6, 1, cheap_levels, probe) == (0, 1)
     assert not control.is_on
 
 

@@ -119,21 +119,30 @@ def test_the_first_level_processes_the_prompts_that_keep_arriving() -> None:
     phases = PhaseTimes(draft_s=1.04, verify_s=9.0)
     for _ in range(1000):
         costs.observe(step(phases, nodes=(4, 4), committed=2, prefill=12, levels=1))
-    assert costs.recent.prefilled == pytest.approx(3.0, rel=0.05)  # 12 tokens of prompts beside 4 committed ones
-    one, prefilled = np.array([1]), costs.recent.prefilled
-    for prompt_len in (5.0, 24.0):  # more and fewer than a prompt per step of 4 tokens, in which 12 tokens arrive
-        rare = min(4.0 * prefilled / prompt_len, 1.0)
-        without_s, with_s = (
-            float(costs.draft_s(2, 1, 1, 20, 4.0 + tokens)) for tokens in (0.0, max(4.0 * prefilled, prompt_len))
-        )
-        seconds = costs.steady_draft_s(2, one, one, 20, np.array([4.0]), prompt_len)
-        assert seconds == pytest.approx(without_s + rare * (with_s - without_s)) and without_s < seconds <= with_s
+    rate = costs.recent.prefill_rate
+    assert rate == pytest.approx(12.0 / phases.total_s, rel=0.05)  # 12 tokens of prompts in every step
+    one, verify_s = np.array([1]), np.array([9.0])
+    for prompt_len in (5.0, 24.0):  # more and fewer than a prompt per step
+        without_s = float(costs.draft_s(2, 1, 1, 20, 4.0))
+        arriving = rate * (without_s + 9.0) / prompt_len  # prompts
+        with_s = float(costs.draft_s(2, 1, 1, 20, 4.0 + max(arriving, 1.0) * prompt_len))
+        seconds = costs.steady_draft_s(2, one, one, 20, np.array([4.0]), verify_s, prompt_len)
+        assert seconds == pytest.approx(without_s + min(arriving, 1.0) * (with_s - without_s))
+        assert without_s < seconds <= with_s
     for _ in range(50):  # prompts of requests that begin together
         together.observe(step(PhaseTimes(verify_s=9.0), nodes=(), prefill=512, levels=0))
     together.observe(step(phases))
-    assert together.recent.prefilled == 0.0
-    alone = together.steady_draft_s(2, one, one, 20, np.array([4.0]), 256.0)
+    assert together.recent.prefill_rate == 0.0
+    alone = together.steady_draft_s(2, one, one, 20, np.array([4.0]), verify_s, 256.0)
     assert float(alone[0]) == pytest.approx(float(together.draft_s(2, 1, 1, 20, 4.0)))
+
+
+def test_prompts_count_by_the_time_in_which_they_arrive_not_by_the_tokens_that_others_write_meanwhile() -> None:
+    slow, fast = (StepCosts(verify=of_tokens((1,), (9.0,)), draft_level=of_tokens((1,), (1.0,))) for _ in range(2))
+    for _ in range(500):
+        slow.observe(step(PhaseTimes(verify_s=2.0), nodes=(1,), committed=1, prefill=20, levels=0))
+        fast.observe(step(PhaseTimes(verify_s=1.0), nodes=(1,), committed=1, prefill=10, levels=0))
+    assert slow.recent.prefill_rate == pytest.approx(fast.recent.prefill_rate)
 
 
 @given(points=POINTS, factor=st.floats(0.5, 2.0), **SIZES)
