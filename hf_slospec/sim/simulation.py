@@ -60,8 +60,9 @@ class Replica:
         seed: int,
         oracle: bool,
         make_policy: NewPolicy | None,
+        clock: VirtualClock,
     ):
-        self.clock, costs = VirtualClock(), hardware.costs()
+        self.clock, costs = clock, hardware.costs()
         max_nodes = max_nodes_per_request(config, make_policy)
         limits = limits_of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
         policy: Policy
@@ -142,6 +143,7 @@ class Simulation:
         oracle: use the oracle policy in place of the config's policy.
         make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
             ``max_depth`` and ``max_width``.
+        new_clock: makes the clock of a replica; one of your own may simulate a machine whose speed changes.
 
     Raises:
         InvalidInputError: an argument is out of its range, or the arguments do not fit together.
@@ -159,6 +161,7 @@ class Simulation:
         seed: int = 0,
         oracle: bool = False,
         make_policy: NewPolicy | None = None,
+        new_clock: Callable[[], VirtualClock] = VirtualClock,
     ):
         if not jobs:
             raise InvalidInputError("the load contains no requests")
@@ -177,7 +180,8 @@ class Simulation:
         if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
             raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
         self.replicas = [
-            Replica(config, hardware, library, seed + index, oracle, make_policy) for index in range(replicas)
+            Replica(config, hardware, library, seed + index, oracle, make_policy, new_clock())
+            for index in range(replicas)
         ]
         limits = self.replicas[0].scheduler.limits
         for index, job in enumerate(jobs):  # before the token lists are allocated

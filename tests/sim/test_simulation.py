@@ -17,7 +17,6 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
 from hf_slospec.policies.settings import PolicyName
-from hf_slospec.sim import simulation
 from hf_slospec.sim.hardware import Hardware, lines
 from hf_slospec.sim.models import VirtualClock
 from hf_slospec.sim.outcomes import Run
@@ -242,10 +241,9 @@ class SlowedClock(VirtualClock):
         super().__setattr__(name, before + (value - before) * (2.0 if 10.0 <= before < 70.0 else 1.0))
 
 
-def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "VirtualClock", SlowedClock)
+def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon() -> None:
     jobs = [Job(0.0, 20, 7000) for _ in range(2)]
-    watched = Watched(jobs, "auto", replace(HARDWARE, kv_tokens=50_000))
+    watched = Watched(jobs, "auto", replace(HARDWARE, kv_tokens=50_000), new_clock=SlowedClock)
     watched.run()
 
     def errors(begin_s: float, end_s: float) -> list[float]:

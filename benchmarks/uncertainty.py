@@ -1,0 +1,123 @@
+"""Policy auto when little is known or things change, in the simulator: bursts at the start, recovery, slow minutes.
+
+    python benchmarks/uncertainty.py --json benchmarks/results/uncertainty.json
+
+Every scenario is served by auto, by plain decoding and by chains of fixed lengths. Figures are mean latencies of the
+requests of interest, relative to the best of the fixed lengths for these very requests, which is known afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.sim.comparison import Load
+from hf_slospec.sim.hardware import HARDWARE, Hardware
+from hf_slospec.sim.models import VirtualClock
+from hf_slospec.sim.simulation import Simulation
+from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.texts import TextModel
+from hf_slospec.sim.workload import Job, poisson
+
+OURS, LENGTHS = "auto", (1, 2, 3, 5, 8)
+LIMITS = {"max_batch": 256, "admission": "fcfs", "prefill_chunk": 2048, "max_width": 1}
+POLICIES: dict[str, dict[str, Any]] = {
+    OURS: {"policy": "auto", "max_depth": 8},
+    "plain": {"policy": "none"},
+    **{f"k={length}": {"policy": "fixed", "max_depth": length} for length in LENGTHS},
+}
+SYSTEMS = {name: json.dumps(options | LIMITS) for name, options in POLICIES.items()}
+SLOW_S = (60.0, 120.0)  # a minute
+
+
+class SlowedClock(VirtualClock):
+    """A clock on which everything that begins within ``SLOW_S`` takes twice as long."""
+
+    def __setattr__(self, name: str, value: float) -> None:
+        before = getattr(self, name, 0.0)
+        super().__setattr__(name, before + (value - before) * (2.0 if SLOW_S[0] <= before < SLOW_S[1] else 1.0))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load on a machine, and the arrivals of the requests of interest."""
+
+    name: str
+    phases: tuple[tuple[float, float], ...]  # seconds and requests per second; no seconds: so many at once
+    acceptance: float
+    hardware: Hardware
+    arrivals_s: tuple[float, float] = (0.0, math.inf)
+    new_clock: Callable[[], VirtualClock] = VirtualClock
+
+    def load(self, seed: int) -> Load:
+        """Return the requests: prompts of 50 to 350 tokens, outputs of 40 to 160."""
+        rng, jobs, begin_s = np.random.default_rng(seed), list[Job](), 0.0
+        for seconds, rate in self.phases:
+            number = round(seconds * rate) if seconds else round(rate)
+            at_s = poisson(rng, rate, number) if seconds else np.zeros(number)
+            sizes = zip(rng.integers(50, 350, number).tolist(), rng.integers(40, 160, number).tolist(), strict=True)
+            jobs += [Job(begin_s + at, *size) for at, size in zip(at_s.tolist(), sizes, strict=True)]
+            begin_s += seconds
+        return Load.of(self.name, jobs, TextModel(self.acceptance, 12.0), rng)
+
+    def latency_s(self, system: str, seed: int) -> float:
+        """Return the mean latency of the requests of interest."""
+        load = self.load(seed)
+        simulation = Simulation(
+            load.jobs, load.library, self.hardware, config_of(SYSTEMS[system]), seed=seed, new_clock=self.new_clock
+        )
+        first_s, last_s = self.arrivals_s
+        own = [o for o in simulation.run().outcomes if first_s <= o.arrival_s < last_s]
+        return float(np.mean([outcome.finish_s - outcome.arrival_s for outcome in own]))
+
+
+LARGE = replace(HARDWARE["llama-70b-4xh100"], kv_tokens=10**6)
+SMALL = replace(HARDWARE["llama-7b-h100"], kv_tokens=10**6)
+RUSH = ((20.0, 60.0), (40.0, 2.0))
+STEADY = ((180.0, 6.0),)
+SCENARIOS = [
+    *(
+        Scenario(f"first {number} requests at once, acceptance {acceptance:g}", ((0.0, number),), acceptance, LARGE)
+        for number in (4, 32, 128)
+        for acceptance in (0.4, 0.6, 0.8)
+    ),
+    Scenario("first 64 requests at once, small model", ((0.0, 64),), 0.6, SMALL),
+    Scenario("quiet after a rush: all", RUSH, 0.6, SMALL),
+    Scenario("quiet after a rush: the quiet", RUSH, 0.6, SMALL, (20.0, math.inf)),
+    Scenario("a minute at half speed: that minute", STEADY, 0.6, LARGE, SLOW_S, SlowedClock),
+    Scenario("a minute at half speed: afterwards", STEADY, 0.6, LARGE, (SLOW_S[1], math.inf), SlowedClock),
+]
+
+
+def main(
+    seeds: Annotated[int, typer.Option()] = 5,
+    only: Annotated[str, typer.Option(help="Only scenarios whose names contain this.")] = "",
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Simulate every scenario with several seeds."""
+    results: dict[str, Any] = {}
+    for scenario in SCENARIOS:
+        if only not in scenario.name:
+            continue
+        latencies = {name: [scenario.latency_s(name, seed) for seed in range(seeds)] for name in SYSTEMS}
+        fixed = [min(own) for own in zip(*(own for name, own in latencies.items() if name != OURS), strict=True)]
+        ratios = [ours / best for ours, best in zip(latencies[OURS], fixed, strict=True)]
+        results[scenario.name] = {"auto_to_best_fixed": ratios, "latency_s": latencies}
+        means = "  ".join(f"{name} {np.mean(own):.2f}" for name, own in latencies.items())
+        print(
+            f"{scenario.name}: {np.mean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})   s: {means}", flush=True
+        )
+    if json_path is not None:
+        json_path.write_text(json.dumps({"provenance": provenance(seeds=seeds), "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
