@@ -123,6 +123,11 @@ class Request:
         return self.max_new_tokens - self.num_emitted
 
     @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output at their longest."""
+        return self.prompt_len + self.max_new_tokens
+
+    @property
     def num_left_in_stage(self) -> int:
         """Tokens to the end of the present stage, as far as that is known."""
         num_tokens = self.stages[self._stage].num_tokens

@@ -254,13 +254,13 @@ def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = Fa
             raise UnsupportedInputError(
                 f"row {request.index} of input_ids is empty or all padding; give it at least one token"
             )
-        if limit is not None and request.prompt_len + request.max_new_tokens - 1 > limit:  # the last needs no position
+        if limit is not None and request.max_len - 1 > limit:  # the last needs no position
             raise UnsupportedInputError(
                 f"row {request.index}: prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} "
                 f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
                 f"{max(limit - request.prompt_len + 1, 0)}"
             )
-        longest = request.prompt_len + request.max_new_tokens
+        longest = request.max_len
         if target.num_selected is not None and longest > target.num_selected:
             raise UnsupportedInputError(
                 f"row {request.index} may get {longest} tokens long, and beyond {target.num_selected} this model's "

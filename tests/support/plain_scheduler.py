@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.admission import guaranteeable, prefill_deadline_s
+from hf_slospec.engine.scheduling.admission import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s
 from hf_slospec.engine.scheduling.continuous import LAST_RANK, STARVING, ContinuousScheduler
 
 
@@ -75,3 +78,16 @@ class PlainScheduler(ContinuousScheduler):
             if ranks[request][0] == STARVING:
                 self._protected.add(request)
         return preempted
+
+
+def plain_load_of(scheduler: ContinuousScheduler, load: ReplicaLoad) -> ReplicaLoad:
+    """A load with what is summed over requests summed over all of them, those that wait included."""
+    unfinished = (*scheduler.running, *scheduler.waiting)
+    guaranteed = Counter(tightest_tpot_slo_s(request) for request in unfinished if request.is_guaranteed)
+    return replace(
+        load,
+        guaranteed=tuple(sorted(guaranteed.items())),
+        best_effort=sum(not request.is_guaranteed for request in unfinished),
+        prefill_tokens=sum(request.num_uncached for request in unfinished if not request.is_decoding),
+        kv_free=scheduler.limits.kv_tokens - sum(map(scheduler.limits.kv_needed, unfinished)),
+    )

@@ -46,12 +46,7 @@ class Limits:
 
     def kv_needed(self, request: Request) -> int:
         """Return the slots of the request's K/V at its longest, with the largest draft tree."""
-        return text_slots(request) + self.max_nodes
-
-
-def text_slots(request: Request) -> int:
-    """Return the slots of the request's text at its longest."""
-    return request.prompt_len + request.max_new_tokens
+        return request.max_len + self.max_nodes
 
 
 class ContinuousScheduler:
@@ -154,14 +149,14 @@ class ContinuousScheduler:
     @property
     def kv_held(self) -> int:
         """Slots that the texts of running requests hold at their longest."""
-        return sum(map(text_slots, self.running))
+        return sum(request.max_len for request in self.running)
 
     def _kv_needed(self, request: Request) -> int:
         """Return the slots of the request's text at its longest, and of as many nodes as steps verify lately.
 
         Where speculation does not pay, requests need no room for trees, so that more of them run together.
         """
-        return text_slots(request) + min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
+        return request.max_len + min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
 
     def _held(self, requests: Iterable[Request]) -> int:
         return sum(map(self._kv_needed, requests))

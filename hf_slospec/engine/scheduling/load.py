@@ -11,14 +11,15 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 
 
 def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
-    """Return the load of an engine's scheduler."""
-    unfinished = (*scheduler.running, *scheduler.waiting)
-    guaranteed = Counter(tightest_tpot_slo_s(request) for request in unfinished if request.is_guaranteed)
+    """Return the load of an engine's scheduler, between two steps; looks at its running requests only."""
+    running, waiting, limits = scheduler.running, scheduler.waiting, scheduler.limits
+    guaranteed = waiting.guaranteed + Counter(tightest_tpot_slo_s(own) for own in running if own.is_guaranteed)
+    waiting_slots = waiting.max_len + len(waiting) * limits.max_nodes
     return ReplicaLoad(
         guaranteed=tuple(sorted(guaranteed.items())),
-        best_effort=len(unfinished) - guaranteed.total(),
-        prefill_tokens=sum(request.num_uncached for request in unfinished if not request.is_decoding),
-        kv_free=scheduler.limits.kv_tokens - sum(map(scheduler.limits.kv_needed, unfinished)),
+        best_effort=len(running) + len(waiting) - guaranteed.total(),
+        prefill_tokens=waiting.num_tokens + sum(own.num_uncached for own in running if not own.is_decoding),
+        kv_free=limits.kv_tokens - sum(map(limits.kv_needed, running)) - waiting_slots,
         step_s=scheduler.costs.step_curve(MAX_STEP),
         acceptance_length=scheduler.costs.recent.tokens,
         nodes=scheduler.costs.recent.nodes,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.admission import tightest_tpot_slo_s
 
 SLACK = 16  # removed entries that a heap may hold beside as many again as there are requests
 
@@ -59,33 +62,65 @@ class RequestHeap:
         return None
 
 
+class _Size(NamedTuple):
+    """What a waiting request adds to the totals of its queue."""
+
+    num_tokens: int
+    max_len: int
+    guaranteed_slo_s: float | None  # its tightest TPOT SLO; None: it is not guaranteed
+
+    @classmethod
+    def of(cls, request: Request) -> _Size:
+        slo_s = tightest_tpot_slo_s(request) if request.is_guaranteed else None
+        return cls(len(request.tokens), request.max_len, slo_s)
+
+
 class WaitingQueue:
-    """Waiting requests by their rank, which changes at known times; iterating is in the order in which they came."""
+    """Waiting requests by their rank, which changes at known times; iterating is in the order in which they came.
+
+    Totals are kept up to date, so that reports of the load need not look at every request.
+    """
 
     def __init__(self, rank: Rank, next_change: NextChange):
         self._rank, self._next_change = rank, next_change
-        self._requests: dict[Request, None] = {}  # in the order in which they came
+        self._sizes: dict[Request, _Size] = {}  # in the order in which they came
         self._ranked, self._changes = RequestHeap(), RequestHeap()  # by rank, and by the time when it changes
+        self.num_tokens = 0  # of all texts so far; none of them is cached
+        self.max_len = 0  # sum of the tokens of all texts at their longest
+        self.guaranteed: Counter[float] = Counter()  # guaranteed requests by their tightest TPOT SLO
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._sizes)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        return iter(self._sizes)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._requests
+        return request in self._sizes
 
     def put(self, request: Request) -> None:
         """Add a request, or rank it anew, as what its rank depends on has changed."""
-        self._requests[request] = None
+        before, size = self._sizes.get(request), _Size.of(request)
+        self._sizes[request] = size
+        self._count(size, 1)
+        if before is not None:
+            self._count(before, -1)
         self._changes.put(request, (-math.inf,))
 
     def remove(self, request: Request) -> None:
         """Remove a request, if it is there."""
-        self._requests.pop(request, None)
+        if (size := self._sizes.pop(request, None)) is not None:
+            self._count(size, -1)
         self._ranked.remove(request)
         self._changes.remove(request)
+
+    def _count(self, size: _Size, sign: int) -> None:
+        self.num_tokens += sign * size.num_tokens
+        self.max_len += sign * size.max_len
+        if (slo_s := size.guaranteed_slo_s) is not None:
+            self.guaranteed[slo_s] += sign
+            if not self.guaranteed[slo_s]:
+                del self.guaranteed[slo_s]
 
     def first(self, now_s: float) -> tuple[Key, Request] | None:
         """Return the lowest rank at a time, no earlier than that of the call before, and its request, or None."""

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.scheduling.queue import SLACK, RequestHeap
-from tests.support.plain_scheduler import PlainScheduler
+from tests.support.plain_scheduler import PlainScheduler, plain_load_of
 from tests.support.toy_models import new_costs
 from tests.support.toys import SEEDS
 
@@ -41,7 +42,10 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
                 scheduler.add(new)
         event = rng.random()
         if event < 0.1 and scheduler.running:
-            decided.append([request.index for request in scheduler.relieve(now_s)])
+            relieved = scheduler.relieve(now_s)
+            for request in relieved:
+                request.num_cached = 0
+            decided.append([request.index for request in relieved])
         elif event < 0.3 and (present := sorted([*scheduler.running, *scheduler.waiting], key=lambda r: r.index)):
             gone = rng.choice(present)
             gone.end(None)
@@ -57,6 +61,9 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
             request.num_cached = len(request.tokens) - 1
             if request.is_finished:
                 scheduler.remove(request)
+        if kind is ContinuousScheduler:
+            load = load_of(scheduler)
+            assert load == plain_load_of(scheduler, load)
         decided.append(
             (
                 [request.index for request in preempted],
@@ -88,7 +95,7 @@ class WatchedRequest(Request):
 
 
 def reads_of_a_turn(num_waiting: int, admission: str, running_slo: float | None) -> tuple[int, int]:
-    """How often a turn reads waiting requests, and how many of them, once the queue has been looked at."""
+    """How often a turn and its report read waiting requests, and how many, once the queue has been looked at."""
     scheduler = ContinuousScheduler(Limits(4, 10**9, 6, 64, 1e6), new_costs(), admission)
     for index in range(4):
         scheduler.add(Request(index, [1, 2], 10**6, (Stage(running_slo),), ttft_slo_s=1e5))
@@ -103,10 +110,14 @@ def reads_of_a_turn(num_waiting: int, admission: str, running_slo: float | None)
     scheduler.enter(1.0)
     for request in scheduler.waiting:
         request.__class__ = WatchedRequest
+    cancelled = [request for place, request in enumerate(scheduler.waiting) if place in (10, 500, 700)]
     WatchedRequest.reads.clear()
-    for turn in range(3):  # of which each lets one request go and another one in
+    for turn in range(3):  # of which each lets one request go and another one in, and cancels one
+        load_of(scheduler)
         scheduler.add(WatchedRequest(10**7 + turn, [1, 2], 5, (Stage(2.0),), ttft_slo_s=1e5))
         scheduler.remove(scheduler.running[0])
+        cancelled[turn].end(None)
+        scheduler.remove(cancelled[turn])
         scheduler.enter(2.0 + turn)
         scheduler.schedule(2.0 + turn)
     return WatchedRequest.reads.total(), len(WatchedRequest.reads)
