@@ -195,17 +195,21 @@ class Engine(Generic[S]):
             request.num_cached = request.num_draft_seen = 0
 
     def relieve(self) -> bool:
-        """Free the drafter's memory after a MemoryError, and pause drafting; its K/V only saves time.
+        """Free the drafter's memory after a MemoryError, and pause drafting, which only saves time.
+
+        The slots of requests that run together hold their texts, and not always the trees that were drafted for them.
 
         Returns:
-            Whether there was any, or drafting was not paused yet, so that the step is worth another try.
+            Whether there was memory to free, or drafting was not paused yet, so that the step is worth another try.
         """
         relieve = getattr(self.drafter, "relieve", None)
-        if relieve is None or not (relieve() or not self._num_paused):
+        has_freed = relieve is not None and relieve()
+        if not has_freed and self._num_paused:
             return False
         self._num_paused = PAUSE
-        for request in self.scheduler.running:
-            request.num_draft_seen = 0
+        if has_freed:
+            for request in self.scheduler.running:
+                request.num_draft_seen = 0
         return True
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_slospec.engine.scheduling import AdmissionName
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.models.kv_cache.pool import KVPool
 from tests.support.simulated_batcher import Fault, Job, Schedule, Simulation, Stop, fault_of, schedule_of, shrunk
@@ -44,7 +45,7 @@ def test_a_seed_always_gives_the_same_run(seed: int) -> None:
 
 PLAIN = replace(
     schedule_of(0), max_queue=100, admission="slo", prefill="beside", policy="whole", depth=2, width=2, num_batchers=1,
-    has_assistant=True, faults=(), users=(), seconds=(1.0,), limits=Limits(2, 404, 4, 16, 20.0), kept=float("inf"),
+    has_assistant=True, faults=(), users=(), seconds=(1.0,), limits=Limits(2, 404, 4, 16, 20.0), kept=float("inf"), switching=0.9,
 )  # fmt: skip
 JOB = Job(family=0, prompt_len=24, own_tokens=2, new=30)
 
@@ -80,11 +81,27 @@ def test_memory_that_runs_short_once_ends_nothing(point: str, kind: str) -> None
     assert num_struck
 
 
-def test_memory_that_stays_short_while_committing_ends_nothing() -> None:
-    faults = [Fault("target move", number, "torch") for number in range(100)]
-    simulation = simulated(*faults, has_assistant=False)  # without memory to free, so that drafting goes on
+def test_memory_that_stays_short_while_committing_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 1)  # so that drafting soon goes on
+    simulation = simulated(*(Fault("target move", number, "torch") for number in range(100)))
     assert len(simulation.world.struck) > 1
     assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
+
+
+@pytest.mark.parametrize("admission", ["slo", "fcfs"])
+@pytest.mark.parametrize("has_assistant", [True, False])
+def test_where_texts_fill_the_slots_they_are_decoded_without_drafts(
+    has_assistant: bool, admission: AdmissionName
+) -> None:
+    """Requests enter with room for the nodes of recent steps, and later steps draft more (seeds 1670 and 13280)."""
+    first = replace(JOB, own_tokens=0, new=5, ttft_slo_s=1e7)
+    jobs = [first, replace(JOB, prompt_len=42, own_tokens=5, new=2, tpot_slo_s=1e3)]
+    plan = replace(PLAIN, limits=Limits(4, 73, 3, 16, 20.0), depth=3, width=1, users=tuple((job,) for job in jobs))
+    for seed in range(8):
+        simulation = Simulation(replace(plan, seed=seed, has_assistant=has_assistant, admission=admission))
+        simulation.run()
+        assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 2
+        assert simulation.servers[0].most_running == 2
 
 
 @pytest.mark.parametrize("point", ["on_step", "on_end"])

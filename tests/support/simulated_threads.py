@@ -33,13 +33,13 @@ class World:
         """``switching``: how often a thread that need not wait lets another one go first."""
         self.rng, self.switching = random.Random(seed), switching
         self.now_s = 0.0
-        self.threads = list[Thread]()
+        self.threads = list[Thread]()  # that have begun and not ended
         self.running: Thread | None = None
         self.hub = getcurrent()
         self.faults: dict[tuple[str, int], BaseException] = {}
         self.struck: list[tuple[str, BaseException]] = []
         self._counts: dict[str, int] = {}
-        self.is_over = False
+        self.is_over, self._num_turns = False, 0
 
     def clock(self) -> float:
         return self.now_s
@@ -55,7 +55,8 @@ class World:
 
     def pause(self) -> None:
         if self.running is not None and self.rng.random() < self.switching:
-            self.wait_for(lambda: True)
+            self.running.is_ready = None
+            self._let_others_run()
 
     def wait_for(self, is_ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Let others go on until this thread is ready; return False if that takes longer."""
@@ -64,33 +65,55 @@ class World:
             assert is_ready(), "the simulation itself would have to wait"
             return True
         me.is_ready, me.until_s = is_ready, None if timeout is None else self.now_s + timeout
-        self.hub.switch()
+        self._let_others_run()
+        me.until_s = None
+        return is_ready()
+
+    def _let_others_run(self) -> None:
+        """Go on with one of the threads that are ready, which may be this one."""
+        me, chosen = self.running, self._chosen()
+        if chosen is None:
+            self.hub.switch()  # which raises why there is none
+        elif chosen is not me:
+            self.running = chosen
+            chosen.greenlet.switch()
         if self.is_over:
             raise GreenletExit
-        return is_ready()
+
+    def _chosen(self) -> Thread | None:
+        self._num_turns += 1
+        if self._num_turns > MOST_TURNS:
+            return None
+        while True:
+            now_s = self.now_s
+            ready = [
+                thread
+                for thread in self.threads
+                if thread.is_ready is None
+                or thread.is_ready()
+                or (thread.until_s is not None and now_s >= thread.until_s)
+            ]
+            if ready:
+                return ready[int(self.rng.random() * len(ready))]
+            ends = [thread.until_s for thread in self.threads if thread.until_s is not None]
+            if not ends:
+                return None
+            self.now_s = min(ends)
 
     def run(self) -> None:
         """Run all threads to their ends."""
-        for _ in range(MOST_TURNS):
-            alive = [thread for thread in self.threads if thread.is_alive()]
-            ready = [thread for thread in alive if thread.may_run(self.now_s)]
-            if not ready:
-                if not alive:
-                    return
-                ends = [thread.until_s for thread in alive if thread.until_s is not None]
-                if not ends:
-                    raise StuckError(f"all threads wait: {[thread.name for thread in alive]}")
-                self.now_s = min(ends)
-                continue
-            self.running = self.rng.choice(ready)
+        while self.threads:
+            self.running = self._chosen()
+            if self.running is None:
+                what = "wait" if self._num_turns <= MOST_TURNS else "do not end"
+                raise StuckError(f"these threads {what}: {[thread.name for thread in self.threads]}")
             self.running.greenlet.switch()
-            self.running = None
-        raise StuckError(f"these threads do not end: {[thread.name for thread in alive]}")
+        self.running = None
 
     def end(self) -> None:
         """End what is left of the threads."""
         self.is_over = True
-        for thread in self.threads:
+        for thread in list(self.threads):
             self.running = thread
             for _ in range(20):  # it may catch the exit
                 if thread.is_alive():
@@ -112,20 +135,24 @@ class World:
 class Thread:
     def __init__(self, world: World, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "") -> None:
         self.world, self.name = world, name
-        self.is_ready: Callable[[], bool] = lambda: True
+        self.is_ready: Callable[[], bool] | None = None  # None: it need not wait
         self.until_s: float | None = None
-        self.greenlet, self.has_begun = greenlet(lambda: target(*args), world.hub), False
+        self.target, self.args = target, args
+        self.greenlet, self.has_begun = greenlet(self._run, world.hub), False
 
     def start(self) -> None:
         self.has_begun = True
         self.world.threads.append(self)
         self.world.pause()
 
-    def is_alive(self) -> bool:
-        return self.has_begun and not self.greenlet.dead
+    def _run(self) -> None:
+        try:
+            self.target(*self.args)
+        finally:
+            self.world.threads.remove(self)
 
-    def may_run(self, now_s: float) -> bool:
-        return self.is_ready() or (self.until_s is not None and now_s >= self.until_s)
+    def is_alive(self) -> bool:
+        return self in self.world.threads
 
     def join(self, timeout: float | None = None) -> None:
         if not self.has_begun:
