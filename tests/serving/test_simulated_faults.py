@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import runpy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from hf_slospec.engine.scheduling import AdmissionName
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.models.kv_cache.pool import KVPool
-from tests.support.simulated_batcher import Fault, Job, Schedule, Simulation, Stop, fault_of, schedule_of, shrunk
+from tests.support.simulated_batcher import Simulation, fault_of
+from tests.support.simulated_schedules import Fault, Job, Schedule, Stop, schedule_of, shrunk
 
-SEEDS, BLOCKS = 600, 12  # 25 to 40 ms each on busy cores
+SEEDS, BLOCKS = 4_000, 20  # 10 to 18 ms each, on idle and on busy cores
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +50,8 @@ def test_a_seed_always_gives_the_same_run(seed: int) -> None:
 
 PLAIN = replace(
     schedule_of(0), max_queue=100, admission="slo", prefill="beside", policy="whole", depth=2, width=2, num_batchers=1,
-    has_assistant=True, faults=(), users=(), seconds=(1.0,), limits=Limits(2, 404, 4, 16, 20.0), kept=float("inf"), switching=0.9,
+    has_assistant=True, faults=(), users=(), seconds=(1.0,), limits=Limits(2, 404, 4, 16, 20.0), kept=float("inf"),
+    switching=0.9,
 )  # fmt: skip
 JOB = Job(family=0, prompt_len=24, own_tokens=2, new=30)
 
@@ -135,10 +141,29 @@ def test_what_is_wrong_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
     """K/V that is moved to wrong slots changes later tokens."""
     monkeypatch.setattr(KVPool, "move", lambda pool, source, destination: None)
     failing = next(plan for seed in range(1000) if fault_of(plan := schedule_of(seed)) is not None)
-    smaller = shrunk(failing)
+    smaller = shrunk(failing, lambda plan: fault_of(plan) is not None)
     assert isinstance(fault_of(smaller), AssertionError)
     assert size_of(smaller) < size_of(failing) or size_of(failing) == 1
     assert not smaller.faults
+
+
+def test_the_script_runs_what_its_log_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "simulate_faults.py"))
+    app, log, ran = typer.Typer(), tmp_path / "log", list[int]()
+    app.command()(script["main"])
+    names = script["main"].__globals__
+    simulate = names["simulate"]
+    monkeypatch.setitem(names, "simulate", lambda plan: ran.append(plan.seed) or simulate(plan))
+    monkeypatch.setitem(names, "_commit", lambda: "abc")
+    monkeypatch.setitem(names, "RANGE", 2)
+    first, second = (CliRunner().invoke(app, ["--seeds", seeds, "--log", str(log)]) for seeds in ("0:4", "0:6"))
+    assert first.exit_code == second.exit_code == 0, second.output
+    assert ran == [0, 1, 2, 3, 4, 5]
+    whole = log.read_text()
+    log.write_text(whole + whole[:20])  # as the process that wrote it was ended
+    third = CliRunner().invoke(app, ["--seeds", "0:8", "--log", str(log), "--counts"])
+    assert ran[6:] == [6, 7] and "steps that decode" in third.output and "0 of 8 schedules failed" in third.output
+    assert log.read_text().startswith(whole) and log.read_text().count("\n") == 4
 
 
 def size_of(plan: Schedule) -> int:

@@ -24,13 +24,13 @@ from tests.support.simulated_threads import World
 from tests.support.toys import stored
 
 VOCAB, ROWS, LONGEST = 5, 64, 256
-TABLE = torch.from_numpy(np.random.default_rng(0).gumbel(size=(ROWS, VOCAB)).astype(np.float32))
+TABLE = np.random.default_rng(0).gumbel(size=(ROWS, VOCAB)).astype(np.float32)
 NOISE = np.random.default_rng(1).gumbel(size=(8, LONGEST, VOCAB)).astype(np.float32)
 
 
-def row_of(tokens: Sequence[int], is_draft: bool = False) -> int:
+def row_of(tokens: bytes, is_draft: bool = False) -> int:
     """The place of the next token's logits; the draft's are the target's after three of four texts."""
-    digest = zlib.crc32(bytes(tokens))
+    digest = zlib.crc32(tokens)
     return (digest >> 10 if is_draft and digest >> 8 & 3 == 0 else digest) % ROWS
 
 
@@ -40,7 +40,7 @@ def chosen(rows: np.ndarray, request: Request, positions: np.ndarray) -> np.ndar
 
 
 def plain_token(request: Request) -> int:
-    row = TABLE[row_of(request.tokens)].numpy()
+    row = TABLE[row_of(bytes(request.tokens))]
     return int(chosen(row[None], request, np.array([request.num_emitted]))[0])
 
 
@@ -98,7 +98,7 @@ class SimulatedModel:
         return 0 if cache is None else cache.num_held
 
     def keep_if_captured(self, cache: KVCache) -> None:
-        if not cache.pool.sequences:
+        if cache.pool.num_slots and not cache.pool.sequences:
             cache._pool = self._empty()
 
     def clamp_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -120,22 +120,27 @@ class SimulatedModel:
     ) -> Outputs:
         self.num_forwards += 1
         self.world.at(f"{self.name} forward", self.seconds[self.num_forwards % len(self.seconds)])
-        wanted, rows, begin = set(logit_rows.tolist()), list[int](), 0
-        keys, values = pool.keys[0], pool.values[0]
+        wanted, rows, begin = logit_rows.tolist(), list[int](), 0
+        keys, values = pool.keys[0].numpy()[:, 0, 0], pool.values[0].numpy()[:, 0, 0]
         for part in parts:
-            own, num_new, num_staged = part.sequence, len(part.input_ids), len(part.positions)
+            own, new_tokens, new_places = part.sequence, part.input_ids.numpy(), part.positions.numpy()
+            num_new, num_staged = len(new_tokens), len(new_places)
             end = own.start + own.length + num_staged
             assert own.length + num_staged <= own.capacity, "K/V is staged in slots of others"
-            keys[end - num_new : end, 0, 0] = part.input_ids.float()
-            values[end - num_new : end, 0, 0] = part.positions[-num_new:].float()
-            tokens, places = (stack[own.start : end, 0, 0].int().tolist() for stack in (keys, values))
-            for new, seen in enumerate(part.mask.tolist()):
-                if begin + new in wanted:
-                    visible = [*range(own.length), *(own.length + at for at in range(num_staged) if seen[at])]
-                    assert [places[at] for at in visible] == list(range(len(visible))), "K/V of other positions"
-                    rows.append(row_of([tokens[at] for at in visible], self.name == "draft"))
+            keys[end - num_new : end], values[end - num_new : end] = new_tokens, new_places[-num_new:]
+            if own_rows := [row - begin for row in wanted if begin <= row < begin + num_new]:
+                tokens, places, mask = (
+                    keys[own.start : end].astype(np.uint8),
+                    values[own.start : end],
+                    part.mask.numpy(),
+                )
+                for row in own_rows:
+                    visible = np.concatenate((np.ones(own.length, np.bool_), mask[row]))
+                    seen = places[visible]
+                    assert (seen == np.arange(len(seen))).all(), "K/V of other positions"
+                    rows.append(row_of(tokens[visible].tobytes(), self.name == "draft"))
             begin += num_new
-        return Outputs(TABLE[torch.tensor(rows, dtype=torch.int64)])
+        return Outputs(torch.from_numpy(TABLE[rows]))
 
 
 class SimulatedSampler:

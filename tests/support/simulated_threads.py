@@ -6,19 +6,24 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-MODULES = (
-    "hf_slospec.serving.batcher.threading",
-    "hf_slospec.serving.handle.threading",
-    "hf_slospec.engine.fair_lock.threading",
+from hf_slospec.engine import fair_lock
+from hf_slospec.serving import batcher, handle
+
+REPLACED = (
+    (batcher, "threading"),
+    (batcher, "time"),
+    (handle, "threading"),
+    (handle, "time"),
+    (fair_lock, "threading"),
 )
-CLOCKS = ("hf_slospec.serving.batcher.time", "hf_slospec.serving.handle.time")
 MOST_TURNS = 20_000  # more are a loop without end
 
 
@@ -71,6 +76,8 @@ class World:
 
     def _let_others_run(self) -> None:
         """Go on with one of the threads that are ready, which may be this one."""
+        if self.is_over:
+            raise GreenletExit
         me, chosen = self.running, self._chosen()
         if chosen is None:
             self.hub.switch()  # which raises why there is none
@@ -123,13 +130,15 @@ class World:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put these threads and this clock in the place of real ones."""
-        with ExitStack() as stack:
-            for name in MODULES:
-                stack.enter_context(mock.patch(name, Threading(self)))
-            for name in CLOCKS:
-                stack.enter_context(mock.patch(name, Time(self)))
-            stack.callback(self.end)
+        stand_ins, real = {"threading": Threading(self), "time": Time(self)}, {"threading": threading, "time": time}
+        for module, name in REPLACED:
+            setattr(module, name, stand_ins[name])
+        try:
             yield
+        finally:
+            self.end()
+            for module, name in REPLACED:
+                setattr(module, name, real[name])
 
 
 class Thread:

@@ -290,10 +290,11 @@ class ContinuousScheduler:
             kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
         else:
             must = [request for request in decoding if not request.is_best_effort]
-            spare = [request for request in decoding if request.is_best_effort]
-            least_s = float(self.costs.step_s(max(len(must), 1)))
-            times_s = self.costs.step_s(len(must) + np.arange(1, len(spare) + 1))
-            num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
+            num_spare, spare = 0, [request for request in decoding if request.is_best_effort]
+            if spare:
+                least_s = float(self.costs.step_s(max(len(must), 1)))
+                times_s = self.costs.step_s(len(must) + np.arange(1, len(spare) + 1))
+                num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
             spare.sort(key=lambda request: -self._sits.get(request, 0))  # stable: otherwise in order of arrival
             kept = {*must, *spare[: max(num_spare, math.ceil(len(spare) / (MAX_SITS + 1)))]}
         for request in decoding:
@@ -305,10 +306,14 @@ class ContinuousScheduler:
 
         Requests whose SLO is lost even if they decode alone from now on do not count.
         """
+        if self.admission in ("fcfs", "priority"):
+            return math.inf
+        bound = [request for request in decoding if request.is_guaranteed and request.tpot_slo_s is not None]
+        if not bound:
+            return math.inf
         allowed_s, alone_s = math.inf, float(self.costs.step_s(1)) / self.costs.recent.tokens
-        for request in decoding:
-            if request.tpot_slo_s is None or not request.is_guaranteed or self.admission in ("fcfs", "priority"):
-                continue
+        for request in bound:
+            assert request.tpot_slo_s is not None
             elapsed_s, emitted = request.decoded(now_s)
             num_left = request.num_left_in_stage
             if request.tpot_slo_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:

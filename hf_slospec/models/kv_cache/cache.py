@@ -61,7 +61,7 @@ class KVCache:
         if sum(larger.values()) > pool.largest_free:
             held = {sequence: sequence.capacity for sequence in pool.sequences}
             if (needed := sum((held | larger).values())) > pool.num_slots:
-                if not held:
+                if pool.num_slots and not held:
                     pool = self._pool = self._new_pool(0)  # frees its memory before more is allocated
                 doubled = 2 * pool.num_slots
                 grown = self._new_pool(max(needed, doubled if max_slots is None else min(doubled, max_slots)))

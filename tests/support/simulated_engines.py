@@ -1,0 +1,149 @@
+"""Real engines and batchers on simulated models, under a scheduler that checks what it guarantees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+from hf_slospec.assembly import Parts, continuous_engine
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.engine.protocols import Plan as DraftPlan
+from hf_slospec.engine.protocols import Schedule as StepSchedule
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.continuous import MAX_SITS, ContinuousScheduler
+from hf_slospec.engine.step import Engine
+from hf_slospec.generate.speculator import Speculator
+from hf_slospec.models.drafters.assistant import AssistantDrafter
+from hf_slospec.models.drafters.prompt_lookup import PromptLookupDrafter
+from hf_slospec.models.target import PackedTarget
+from hf_slospec.policies import new_policy
+from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.serving.batcher import Batcher
+from hf_slospec.serving.telemetry import Telemetry
+from tests.support.simulated_models import VOCAB, SimulatedModel, SimulatedSampler
+from tests.support.simulated_schedules import Schedule
+from tests.support.simulated_threads import World
+from tests.support.toy_models import WholeTrees, new_costs
+
+
+class CheckedScheduler(ContinuousScheduler):
+    """Checks what the scheduler guarantees, at every step."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.left_out = dict[Request, int]()  # steps in a row
+
+    def enter(self, now_s: float) -> list[Request]:
+        waited = dict.fromkeys(self.waiting)
+        starving = [request for request in waited if now_s >= self._waiting_since[request] + self.limits.starvation_s]
+        guaranteed = {request for request in (*self.running, *waited) if request.is_guaranteed}
+        preempted = super().enter(now_s)
+        assert all(request.is_guaranteed for request in guaranteed), "a guarantee was taken back"
+        present = [*self.running, *self.waiting]
+        assert len(set(present)) == len(present), "a request is held twice"
+        assert {*waited} <= {*present}, "a request was lost"
+        assert len(self.running) <= self.limits.max_batch
+        assert self.kv_held <= self.limits.kv_tokens
+        booked = [request for request in present if request.is_guaranteed]
+        if self.admission == "slo":
+            assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
+            # Texts only: where nodes find no room beside them, they are decoded without drafts.
+            assert sum(request.max_len for request in booked) <= self.limits.kv_tokens, "K/V is guaranteed twice"
+        entered = [request for request in self.running if request in waited]
+        left = [request for request in starving if request in self.waiting]
+        if left:
+            assert all(request in starving for request in entered), "a starving request was overtaken"
+        return preempted
+
+    def schedule(self, now_s: float) -> StepSchedule:
+        schedule = super().schedule(now_s)
+        taking_part = {*schedule.decoding, *(chunk.request for chunk in schedule.chunks)}
+        assert taking_part or not self.running, "a step does nothing"
+        if self.prefill == "first":  # which leaves all others out as long as prompts come
+            return schedule
+        most = (MAX_SITS + 1) * self.limits.max_batch  # each of them may be left out before one takes part
+        for request in self.running:
+            self.left_out[request] = 0 if request in taking_part else self.left_out.get(request, 0) + 1
+            assert self.left_out[request] <= most, f"request {request.index} starves"
+        return schedule
+
+
+class Engines:
+    """What engines of one simulation have in common: models, lock and settings."""
+
+    def __init__(self, plan: Schedule, world: World):
+        self.plan, self.world, self.lock = plan, world, FairLock()
+        self.target = SimulatedModel(world, "target", plan.seconds)
+        self.draft = SimulatedModel(world, "draft", [0.01])
+        self.config = SLOSpecConfig(max_depth=max(plan.depth, 1), max_width=plan.width, check_invariants=True)
+        self.costs, self.counts = new_costs(), Counter[str]()
+
+    def new_drafter(self, kv_tokens: int | None = None, kept: float = 0.0) -> Any:
+        if not self.plan.has_assistant:
+            return PromptLookupDrafter()
+        return AssistantDrafter(self.draft, self.plan.limits.max_nodes, VOCAB, kv_tokens, kept)
+
+    def new_target(self, sampler: SimulatedSampler, kv_tokens: int | None = None, kept: float = 0.0) -> PackedTarget:
+        return PackedTarget(self.target, self.plan.limits.max_nodes, sampler, kv_tokens, kept)
+
+    def parts(self, target: PackedTarget, drafter: Any, costs: StepCosts, _: None = None) -> Parts:
+        policy: Any = WholeTrees(DraftPlan(self.plan.depth, self.plan.width))
+        if self.plan.policy == "auto" and self.plan.depth:
+            policy = new_policy(self.config, costs, SpeculationHistory(self.config))
+        return Parts(target, drafter, policy, costs, self.world.clock)
+
+    def on_step(self, step: StepEvent) -> None:
+        self.counts["steps"] += 1
+        self.counts["steps that decode"] += step.num_decoding > 0
+        self.counts["steps that draft"] += step.draft_levels > 0
+        self.counts["draft tokens accepted"] += step.committed - len(step.requests) if step.draft_levels else 0
+
+    def generate(self, requests: Sequence[Request]) -> None:
+        """Decode requests in the calling thread, as a call of ``generate`` does."""
+        target = self.new_target(SimulatedSampler(self.world))
+        try:
+            Speculator.run(cast(Any, self), requests, target, self.on_step)
+        finally:
+            with self.lock:
+                target.close()
+
+
+class Server:
+    """One batcher with its engine's parts."""
+
+    def __init__(self, engines: Engines):
+        self.engines, self.world = engines, engines.world
+        self.telemetry, self.ended, self.most_running = Telemetry(), list[Request](), 0
+        self.sampler = SimulatedSampler(engines.world)
+        self.batcher = Batcher(self._engine, engines.plan.max_queue, engines.lock, self)
+
+    def _engine(self) -> Engine[ContinuousScheduler]:
+        engines, plan, costs = self.engines, self.engines.plan, new_costs()
+        engines.counts["starts"] += 1
+        target = engines.new_target(self.sampler, plan.limits.kv_tokens, plan.kept)
+        drafter = engines.new_drafter(plan.limits.kv_tokens, plan.kept)
+        engine = continuous_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
+        engine.scheduler = CheckedScheduler(plan.limits, costs, plan.admission, plan.prefill, target.num_reusable)
+        close = engine.close
+
+        def closed() -> None:
+            close()
+            self.world.at("close")
+
+        engine.close = closed
+        return engine
+
+    def on_step(self, step: StepEvent) -> None:
+        self.engines.on_step(step)
+        self.most_running = max(self.most_running, len(step.requests))
+        self.world.at("on_step")
+        self.telemetry.on_step(step)
+
+    def on_end(self, request: Request) -> None:
+        self.ended.append(request)
+        self.world.at("on_end")
+        self.telemetry.on_end(request)
