@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import runpy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,8 @@ from typer.testing import CliRunner
 from hf_slospec.engine.scheduling import AdmissionName
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.models.kv_cache.pool import KVPool
-from tests.support.simulated_batcher import Simulation, fault_of
+from scripts import simulate_faults
+from tests.support.simulated_batcher import Simulation, fault_of, simulate
 from tests.support.simulated_schedules import Fault, Job, Schedule, Stop, schedule_of, shrunk
 
 SEEDS, BLOCKS = 4_000, 20  # 10 to 18 ms each, on idle and on busy cores
@@ -148,14 +148,11 @@ def test_what_is_wrong_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_script_runs_what_its_log_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "simulate_faults.py"))
     app, log, ran = typer.Typer(), tmp_path / "log", list[int]()
-    app.command()(script["main"])
-    names = script["main"].__globals__
-    simulate = names["simulate"]
-    monkeypatch.setitem(names, "simulate", lambda plan: ran.append(plan.seed) or simulate(plan))
-    monkeypatch.setitem(names, "_commit", lambda: "abc")
-    monkeypatch.setitem(names, "RANGE", 2)
+    app.command()(simulate_faults.main)
+    monkeypatch.setattr(simulate_faults, "simulate", lambda plan: ran.append(plan.seed) or simulate(plan))
+    monkeypatch.setattr(simulate_faults, "_commit", lambda: "abc")
+    monkeypatch.setattr(simulate_faults, "RANGE", 2)
     first, second = (CliRunner().invoke(app, ["--seeds", seeds, "--log", str(log)]) for seeds in ("0:4", "0:6"))
     assert first.exit_code == second.exit_code == 0, second.output
     assert ran == [0, 1, 2, 3, 4, 5]
