@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.models.kv_cache.pool import KVPool
 from scripts import simulate_faults
 from tests.support.simulated_batcher import Simulation, fault_of, simulate
-from tests.support.simulated_schedules import Fault, Job, Schedule, Stop, schedule_of, shrunk
+from tests.support.simulated_schedules import Fault, Generate, Job, Schedule, Stop, schedule_of, shrunk
 
 SEEDS, BLOCKS = 4_000, 20  # 10 to 18 ms each, on idle and on busy cores
 
@@ -108,6 +109,38 @@ def test_where_texts_fill_the_slots_they_are_decoded_without_drafts(
         simulation.run()
         assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 2
         assert simulation.servers[0].most_running == 2
+
+
+def test_batchers_and_generate_on_one_model_take_turns_whatever_their_load() -> None:
+    """Each of them waits for one step of every other, or two where it came late; their K/V lies in one pool."""
+    light = (replace(JOB, consumer="tokens", batcher=1),)
+    heavy = tuple(replace(JOB, own_tokens=number, family=number % 2, consumer="none") for number in range(5))
+    plan = replace(PLAIN, num_batchers=2, users=(light, heavy, heavy, (Generate((JOB,)),)))
+    for seed in range(3):
+        simulation = Simulation(replace(plan, seed=seed))
+        simulation.run()
+        turns = simulation.engines.turns
+        places = {user: [place for place, other in enumerate(turns) if other is user] for user in {*turns}}
+        gaps = [after - before for own in places.values() for before, after in pairwise(own)]
+        assert len(places) == 3 and max(gaps) <= 2 * 3
+        first, last = sorted(places.values(), key=len)[0], max(places.values(), key=len)
+        assert len(last) > 3 * len(first)
+        assert first[-1] < last[len(last) // 2]  # few steps are over long before many are
+
+
+@pytest.mark.parametrize("point", ["plan", "select", "learn"])
+def test_memory_that_runs_short_in_a_policy_ends_nothing(point: str) -> None:
+    simulation = simulated(Fault(point, 1, "memory"))
+    assert simulation.world.struck
+    assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
+
+
+@pytest.mark.parametrize("in_criterion", [False, True])
+def test_errors_of_a_requests_own_end_it_alone(in_criterion: bool) -> None:
+    jobs = (replace(JOB, consumer="none", fails_at=3, in_criterion=in_criterion), replace(JOB, consumer="none"))
+    simulation = Simulation(replace(PLAIN, users=(jobs,)))
+    simulation.run()
+    assert [own.handle.finish_reason for own in simulation.submitted] == ["error", "length"]
 
 
 @pytest.mark.parametrize("point", ["on_step", "on_end"])

@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -162,15 +163,14 @@ class Simulation:
         # Sampled requests of equal number mod 8 have the same noise.
         index = 8 * self.num_tried + job.prompt_len % 8
         return Request(
-            index, prompt, job.new, (Stage(job.tpot_slo_s),),
-            is_stop=lambda tokens: job.stops_at is not None and len(tokens) == job.prompt_len + job.stops_at + 1,
+            index, prompt, job.new, (Stage(job.tpot_slo_s),), is_stop=partial(_is_stop, job),
             arrived_s=self.world.now_s, is_sampled=job.is_sampled, ttft_slo_s=job.ttft_slo_s, priority=job.priority,
             is_best_effort=job.best_effort, cache_salt=job.salt, must_guarantee=job.must_guarantee,
         )  # fmt: skip
 
     def _generate(self, call: Generate) -> None:
         requests = [self._new_request(job) for job in call.jobs]
-        expected = [_decoded_alone(request).tokens for request in requests]
+        expected = [_decoded_alone(own, job).tokens for own, job in zip(requests, call.jobs, strict=True)]
         try:
             self.engines.generate(requests)
         except (MemoryError, DeviceError) as error:
@@ -191,8 +191,11 @@ class Simulation:
         submitted = Submitted(job, server, handle)
         if job.fails_at is not None:
             error = MemoryError("of a processor") if job.processor_memory else ProcessorError()
-            server.sampler.fails_at[request] = job.fails_at, error
             submitted.expected += (type(error),)
+            if job.in_criterion:
+                request.is_stop = partial(_is_stop, job, error=error)
+            else:
+                server.sampler.fails_at[request] = job.fails_at, error
         server.batcher.submit(handle, job.block, job.timeout)
         self.submitted.append(submitted)
         return submitted
@@ -276,7 +279,7 @@ class Simulation:
         job, handle, request = own.job, own.handle, own.handle.request
         name = f"request {request.index}"
         assert handle.done(), f"{name} does not end"
-        alone = _decoded_alone(request)
+        alone = _decoded_alone(request, job)
         tokens = handle.token_ids
         assert tokens == request.tokens[request.prompt_len :], f"{name} has tokens that its handle does not show"
         assert tokens == alone.tokens[alone.prompt_len :][: len(tokens)], f"{name} has wrong tokens: {tokens}"
@@ -306,12 +309,18 @@ class Simulation:
         assert stats.guaranteed == guaranteed, "a guarantee is not counted once"
 
 
-def _decoded_alone(request: Request) -> Request:
+def _is_stop(job: Job, tokens: list[int], error: BaseException | None = None) -> bool:
+    """The job's criterion, which raises an error at a position."""
+    position = len(tokens) - job.prompt_len - 1
+    if error is not None and position == job.fails_at:
+        raise error
+    return position == job.stops_at
+
+
+def _decoded_alone(request: Request, job: Job) -> Request:
     """A request of the same prompt, decoded plainly to its end."""
     prompt = request.tokens[: request.prompt_len]
-    alone = Request(
-        request.index, prompt, request.max_new_tokens, is_sampled=request.is_sampled, is_stop=request.is_stop
-    )
+    alone = Request(request.index, prompt, job.new, is_sampled=job.is_sampled, is_stop=partial(_is_stop, job))
     while not alone.emit(plain_token(alone)):
         pass
     return alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from hf_slospec.assembly import Parts, continuous_engine
@@ -12,6 +13,7 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Plan as DraftPlan
+from hf_slospec.engine.protocols import Policy, Selection
 from hf_slospec.engine.protocols import Schedule as StepSchedule
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import MAX_SITS, ContinuousScheduler
@@ -72,6 +74,25 @@ class CheckedScheduler(ContinuousScheduler):
         return schedule
 
 
+class FaultyPolicy:
+    """A policy for which memory may run short."""
+
+    def __init__(self, policy: Policy, world: World):
+        self.policy, self.world = policy, world
+
+    def plan(self, *arguments: Any) -> DraftPlan:
+        self.world.at("plan")
+        return self.policy.plan(*arguments)
+
+    def select(self, *arguments: Any) -> Selection:
+        self.world.at("select")
+        return self.policy.select(*arguments)
+
+    def observe(self, *arguments: Any) -> None:
+        self.world.at("learn")
+        self.policy.observe(*arguments)
+
+
 class Engines:
     """What engines of one simulation have in common: models, lock and settings."""
 
@@ -81,6 +102,7 @@ class Engines:
         self.draft = SimulatedModel(world, "draft", [0.01])
         self.config = SLOSpecConfig(max_depth=max(plan.depth, 1), max_width=plan.width, check_invariants=True)
         self.costs, self.counts = new_costs(), Counter[str]()
+        self.turns = list[object]()  # the batchers and calls of `generate` whose steps have ended, in order
 
     def new_drafter(self, kv_tokens: int | None = None, kept: float = 0.0) -> Any:
         if not self.plan.has_assistant:
@@ -94,9 +116,10 @@ class Engines:
         policy: Any = WholeTrees(DraftPlan(self.plan.depth, self.plan.width))
         if self.plan.policy == "auto" and self.plan.depth:
             policy = new_policy(self.config, costs, SpeculationHistory(self.config))
-        return Parts(target, drafter, policy, costs, self.world.clock)
+        return Parts(target, drafter, FaultyPolicy(policy, self.world), costs, self.world.clock)
 
-    def on_step(self, step: StepEvent) -> None:
+    def on_step(self, step: StepEvent, user: object) -> None:
+        self.turns.append(user)
         self.counts["steps"] += 1
         self.counts["steps that decode"] += step.num_decoding > 0
         self.counts["steps that draft"] += step.draft_levels > 0
@@ -106,7 +129,7 @@ class Engines:
         """Decode requests in the calling thread, as a call of ``generate`` does."""
         target = self.new_target(SimulatedSampler(self.world))
         try:
-            Speculator.run(cast(Any, self), requests, target, self.on_step)
+            Speculator.run(cast(Any, self), requests, target, partial(self.on_step, user=target))
         finally:
             with self.lock:
                 target.close()
@@ -138,7 +161,7 @@ class Server:
         return engine
 
     def on_step(self, step: StepEvent) -> None:
-        self.engines.on_step(step)
+        self.engines.on_step(step, self)
         self.most_running = max(self.most_running, len(step.requests))
         self.world.at("on_step")
         self.telemetry.on_step(step)

@@ -10,7 +10,17 @@ import torch
 
 from hf_slospec.engine.scheduling.continuous import Limits
 
-MEMORY = ("target pool", "target move", "target copy", "target repack", "target forward", "sampler")
+MEMORY = (
+    "target pool",
+    "target move",
+    "target copy",
+    "target repack",
+    "target forward",
+    "sampler",
+    "plan",
+    "select",
+    "learn",
+)
 DRAFT_MEMORY = ("draft pool", "draft copy", "draft repack", "draft forward")
 RARE = ("target move", "target copy", "target repack", "draft copy", "draft repack")  # points of few schedules
 OBSERVER = ("on_step", "on_end")
@@ -40,6 +50,7 @@ class Job:
     ends_after: int | None = None  # tokens after which the user cancels it, or ends it with an error
     ends_with_error: bool = False
     fails_at: int | None = None  # position at which its processor raises
+    in_criterion: bool = False  # its criterion, after the token
     processor_memory: bool = False  # MemoryError
     stops_at: int | None = None  # position after which its criterion stops it
     block: bool = False
@@ -176,7 +187,8 @@ def _job(rng: random.Random, longest: int, room: int, batcher: int) -> Job:
         is_sampled=rng.random() < 0.5, salt=rng.choice(["", "", "", "x"]),
         consumer=rng.choice(["result", "tokens", "streamer", "none"]),
         ends_after=rng.choice([None] * 5 + [0, 2]), ends_with_error=rng.random() < 0.3,
-        fails_at=rng.choice([None] * 10 + [0, 2]), processor_memory=rng.random() < 0.3,
+        fails_at=rng.choice([None] * 10 + [0, 2]), in_criterion=rng.random() < 0.4,
+        processor_memory=rng.random() < 0.3,
         stops_at=rng.choice([None] * 4 + [1, 4]), block=rng.random() < 0.5, timeout=rng.choice([None, 0.5, 50.0]),
         resumes=rng.random() < 0.5, batcher=batcher,
     )  # fmt: skip
