@@ -20,9 +20,10 @@ from hf_slospec.sim.texts import Library
 class OraclePolicy:
     """Policy with access to the texts, which drafts every step in all widths on a separate clock first.
 
-    It drafts only for requests of which some token will be accepted, and knows what their drafting costs. It chooses
-    the most tokens per second of each step by itself and ignores SLOs and queues, so it shows what unknown acceptance
-    costs; it is no bound on latency or attainment.
+    It drafts only for requests of which some token will be accepted, and knows what their drafting costs. Prompts that
+    the draft has to process first are left out of that: they pay in later steps. It chooses the most tokens per second
+    of each step by itself and knows neither SLOs nor arrivals, so it shows what unknown acceptance costs. It is no
+    bound, which :mod:`hf_slospec.sim.bounds` has; the best of several settings comes closer to that.
     """
 
     def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, seed: int):
@@ -48,7 +49,7 @@ class OraclePolicy:
             return num_requests / float(self.costs.verify_s(num_requests, num_requests, num_keys)), Plan(0, 1)
         depths = np.arange(max_depth + 1)
         accepted = np.minimum(hits[:, None], depths).sum(axis=0)
-        num_catch_up = sum(request.num_draft_behind for request in drafting)
+        num_catch_up = sum(min(request.num_draft_behind, max_depth + 1) for request in drafting)
         draft_keys = sum(len(request.tokens) for request in drafting)
         draft_s = self.costs.draft_s(len(drafting), depths, width, draft_keys, num_catch_up)
         rates = (num_requests + accepted) / (

@@ -1,0 +1,96 @@
+"""What the replays of papers share: runs that resume, the oracle and the bound beside the systems, and their plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from hf_slospec.sim.comparison import COLOURS, MARKERS
+from hf_slospec.sim.intervals import share_closed
+
+Key = tuple[Any, ...]  # of strings and numbers
+Figures = dict[str, Any]
+Interval = dict[str, float]
+
+
+def resumed(tasks: Mapping[Key, Callable[[], Figures]], workers: int, kept: Path | None) -> dict[Key, Figures]:
+    """Return the figures of every task.
+
+    Args:
+        kept: a file with a line per finished task, which is not repeated; new ones are added as they finish.
+    """
+    found: dict[Key, Figures] = {}
+    if kept is not None and kept.exists():
+        lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines())
+        found = {tuple(key): figures for key, figures in lines if tuple(key) in tasks}
+    with ProcessPoolExecutor(workers) as pool:
+        started = {pool.submit(task): key for key, task in tasks.items() if key not in found}
+        for done in tqdm(as_completed(started), total=len(started), disable=not sys.stderr.isatty()):
+            key = started[done]
+            found[key] = done.result()
+            if kept is not None:
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([key, found[key]]) + "\n")
+    return found
+
+
+def shares_closed(runs: Sequence[Mapping[str, float]], base: Sequence[str], best: str, own: str) -> list[float]:
+    """Return for each run which share of the distance from the best of ``base`` to ``best`` the system ``own`` closes.
+
+    Runs without such a distance are left out. Higher figures are better, unless ``best`` is below all of ``base``.
+    """
+    found = []
+    for run in runs:
+        others = [run[name] for name in base]
+        start = min(others) if run[best] < min(others) else max(others)
+        if (share := share_closed(start, run[own], run[best])) is not None:
+            found.append(share)
+    return found
+
+
+def shown(interval: Interval | None, digits: int, factor: float = 1.0) -> str:
+    """Return an interval for a table: the mean, and what it may be off by."""
+    if interval is None:
+        return ""
+    text = f"{factor * interval['mean']:.{digits}f}"
+    if "low" not in interval:
+        return text
+    low, high = (factor * abs(interval[end] - interval["mean"]) for end in ("low", "high"))
+    return f"{text} -{low:.{digits}f}+{high:.{digits}f}"
+
+
+def draw(panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x_label: str, path: Path) -> None:
+    """Plot figures with their intervals by rate.
+
+    Args:
+        panels: by the label of the axis, the system's name and the rate.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), layout="constrained", squeeze=False)
+    for panel, (label, systems) in zip(axes.flat, panels.items(), strict=True):
+        for index, (name, own) in enumerate(systems.items()):
+            x, means = [float(rate) for rate in own], np.array([interval["mean"] for interval in own.values()])
+            ends = [[interval.get(end, interval["mean"]) for interval in own.values()] for end in ("low", "high")]
+            is_bound = name.endswith("bound")
+            panel.errorbar(
+                x, means, np.abs(np.array(ends) - means), label=name, capsize=3, markersize=5,
+                color="grey" if is_bound else COLOURS[index % len(COLOURS)],
+                marker="" if is_bound else MARKERS[index % len(MARKERS)], linestyle="--" if is_bound else "-",
+            )  # fmt: skip
+        panel.set(xlabel=x_label, ylabel=label)
+        panel.grid(alpha=0.3)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
