@@ -1,6 +1,7 @@
 """AdaServe's figures 8, 9 and 12 (Llama-3.1-70B on four A100) in the simulator, with the published values.
 
-    python benchmarks/papers/adaserve.py --json benchmarks/results/papers-adaserve.json
+    python benchmarks/papers/adaserve.py --runs runs.jsonl --json benchmarks/results/papers-adaserve.json \
+        --plot docs/adaserve.png
 
 Uses the paper's arrival traces and values read from its figures if they are in ../shared/reference, and otherwise only
 synthetic traces with the same statistics. All points have the same parameters.
@@ -12,22 +13,25 @@ import csv
 import json
 import logging
 import sys
-from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from replays import Figures, Key, draw, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.hardware import HARDWARE, Hardware, lines
+from hf_slospec.sim.intervals import interval_of, wilson
 from hf_slospec.sim.outcomes import METRICS
 from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.systems import config_of, is_oracle
 from hf_slospec.sim.texts import Library, TextModel
 from hf_slospec.sim.traces import read_trace
 from hf_slospec.sim.workload import Job, early_ends, gamma, jobs_of, mix_of
@@ -39,6 +43,14 @@ FITTED = ("2.6", "3.4", "4.2", "4.8")  # the parameters below were fitted on the
 PUBLISHED = {"vllm": "vLLM", "sarathi": "Sarathi", "adaserve": "AdaServe", "vllm-spec4": "vLLM-Spec4",
              "vllm-spec6": "vLLM-Spec6", "vllm-spec8": "vLLM-Spec8"}  # fmt: skip
 OURS = ("auto", 'auto {"admission": "fcfs", "prefill": "first", "prefill_chunk": 1024}')
+# Knows acceptance. With a smaller batch more requests wait, which the metric does not count; BEST is the best of all.
+ORACLES = ("oracle", 'oracle {"max_batch": 24}', 'oracle {"max_batch": 16}',
+           'oracle {"admission": "fcfs", "prefill": "chunked", "prefill_chunk": 256}')  # fmt: skip
+BEST, BOUND = "oracle, best", "bound"  # the latter of any schedule, see hf_slospec.sim.bounds
+FIGURES = ("attainment", "goodput", "throughput", "tokens_per_request_and_step", "tpot_ms", "ttft_s", "ttft_p99_s",
+           "nodes_per_step", "depth")  # fmt: skip
+PLOTTED = {"auto": "auto", "adaserve": "AdaServe", "oracle": "oracle", BEST: BEST, BOUND: BOUND}
+FIXED = ("vllm", "vllm-spec4", "vllm-spec6", "vllm-spec8")  # of which the best is plotted, by rate
 
 
 @dataclass(frozen=True)
@@ -75,20 +87,25 @@ def jobs_at(rate: str, parameters: Parameters, seed: int) -> list[Job]:
     return early_ends(jobs, rng, parameters.whole)
 
 
-def simulated(system: str, rate: str, parameters: Parameters, seed: int) -> dict[str, Any]:
-    """Return the figures of one system at one rate."""
+def simulated(system: str, rate: str, parameters: Parameters, seed: int) -> Figures:
+    """Return the figures of one system at one rate, or those of :data:`BOUND`."""
     jobs, rng = jobs_at(rate, parameters, seed), np.random.default_rng(seed + 1)
     model = TextModel(parameters.acceptance, parameters.spread)
     library = Library([model.write(rng, job.output_tokens) for job in jobs])
+    if system == BOUND:
+        most = max((config_of(name) for name in (*PUBLISHED, *OURS)), key=lambda config: config.max_batch).max_batch
+        depth = max(config_of(name).max_depth for name in (*PUBLISHED, *OURS))
+        bounds = Bounds(jobs, library, parameters.hardware(OURS[0]), depth, library.num_children, most)
+        own = {"attainment": bounds.attainment("adaserve"), "goodput": bounds.goodput("adaserve")}
+        return {**own, "throughput": bounds.throughput(), "requests": len(jobs)}
     config = config_of(system)
     if config.policy == "adaserve":
         config = config.model_copy(update={"token_budget": parameters.budget})
-    run = Simulation(jobs, library, parameters.hardware(system), config, seed=seed).run(system)
-    figures = run.summary(METRICS["adaserve"])
-    return {key: figures[key] for key in ("attainment", "goodput", "throughput", "tokens_per_request_and_step",
-                                          "tpot_ms", "ttft_s", "ttft_p99_s", "nodes_per_step", "depth")} | {
+    simulation = Simulation(jobs, library, parameters.hardware(system), config, seed=seed, oracle=is_oracle(system))
+    figures = simulation.run(system).summary(METRICS["adaserve"])
+    return {key: figures[key] for key in (*FIGURES, "requests")} | {
         "kinds": {kind: own["attainment"] for kind, own in figures["kinds"].items()}
-    }  # fmt: skip
+    }
 
 
 def published() -> dict[tuple[str, str, str], float]:
@@ -101,41 +118,113 @@ def published() -> dict[tuple[str, str, str], float]:
 
 
 def main(
-    systems: Annotated[str, typer.Option(help="Comma-separated, or `published`, `all`.")] = "all",
+    systems: Annotated[str, typer.Option(help="Semicolon-separated, or `published`, `all`.")] = "all",
     rates: Annotated[str, typer.Option(help="Comma-separated, or `all`, `fitted`.")] = "all",
-    seeds: Annotated[int, typer.Option(help="Runs of each system and rate; means are shown.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each system and rate; means are shown.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     parameters: Annotated[str, typer.Option(help="Fields of Parameters as JSON.")] = "{}",
     sensitivity: Annotated[bool, typer.Option(help="Also vary the unpublished parameters, at two rates.")] = False,
+    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also plot attainment and goodput to this PNG.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Simulate the figures."""
     logging.disable(logging.WARNING)
     chosen = Parameters(**json.loads(parameters))
-    names = {"all": [*PUBLISHED, *OURS], "published": list(PUBLISHED)}.get(systems) or systems.split(",")
+    every = [*PUBLISHED, *OURS, *ORACLES, BOUND]
+    names = {"all": every, "published": list(PUBLISHED)}.get(systems) or systems.split(";")
     at = {"all": RATES, "fitted": FITTED}.get(rates) or tuple(rates.split(","))
-    found = measured(names, at, chosen, seeds)
-    console = Console(width=150)
+    runs = measured(names, at, chosen, seeds, workers, kept)
+    found = {name: {rate: summary(runs[name][rate]) for rate in at} for name in runs}
+    console = Console(width=180)
     errors = compared(found, console)
     record: dict[str, Any] = {
         "provenance": provenance(parameters=vars(chosen), fitted=FITTED, seeds=seeds),
         "results": found,
         "mean_absolute_error_of_attainment_points": errors,
+        "share of the distance from the best other system": closed(runs, at, console),
     }
     if sensitivity:
         record["sensitivity"] = varied(chosen, console)
     if json_path is not None:
         json_path.write_text(json.dumps(record, indent=1) + "\n")
+    if plot is not None:
+        draw({label: lines_of(found, at, key, factor) for label, key, factor in (
+            ("requests that attain their SLO, %", "attainment", 100.0), ("goodput, tokens/s", "goodput", 1.0)
+        )}, "requests per second", plot)  # fmt: skip
 
 
-def measured(names: list[str], rates: tuple[str, ...], chosen: Parameters, seeds: int) -> dict[str, Any]:
-    """Return means over seeds by system and rate."""
-    found: dict[str, Any] = defaultdict(dict)
-    turns = [(name, rate) for name in names for rate in rates]
-    for name, rate in tqdm(turns, disable=not sys.stderr.isatty()):
-        runs = [simulated(name, rate, chosen, 10 * seed) for seed in range(seeds)]
-        means = {key: float(np.mean([run[key] for run in runs])) for key in runs[0] if key != "kinds"}
-        kinds = {kind: float(np.mean([run["kinds"][kind] for run in runs])) for kind in runs[0]["kinds"]}
-        found[name][rate] = {**means, "kinds": kinds}
+Runs = dict[str, dict[str, list[Figures]]]  # by system and rate, one for each seed
+
+
+def measured(
+    names: list[str], rates: tuple[str, ...], chosen: Parameters, seeds: int, workers: int, kept: Path | None
+) -> Runs:
+    """Return the runs of every system and of the best oracle, figure by figure; see :func:`replays.resumed`."""
+    parameters = json.dumps(vars(chosen))
+    keys = [(name, rate, seed) for name in names for rate in rates for seed in range(seeds)]
+    tasks: dict[Key, partial[Figures]] = {
+        (parameters, name, rate, seed): partial(simulated, name, rate, chosen, 10 * seed) for name, rate, seed in keys
+    }
+    done = resumed(tasks, workers, kept)
+    runs = {
+        name: {rate: [done[parameters, name, rate, seed] for seed in range(seeds)] for rate in rates} for name in names
+    }
+    if oracles := [name for name in names if name in ORACLES]:
+        runs[BEST] = {
+            rate: [
+                {key: max(runs[name][rate][seed][key] for name in oracles) for key in ("attainment", "goodput")}
+                | {"requests": runs[oracles[0]][rate][seed]["requests"]}
+                for seed in range(seeds)
+            ]
+            for rate in rates
+        }
+    return runs
+
+
+def summary(runs: list[Figures]) -> dict[str, Any]:
+    """Return means with 95 % intervals: Wilson's over the requests of all seeds, Student's over seeds for the rest."""
+    number = sum(run["requests"] for run in runs)
+    attained = sum(round(run["attainment"] * run["requests"]) for run in runs)
+    found: dict[str, Any] = {key: interval_of([run[key] for run in runs]) for key in FIGURES if key in runs[0]}
+    found["attainment"] = wilson(attained, number)
+    if "kinds" in runs[0]:
+        found["kinds"] = {kind: float(np.mean([run["kinds"][kind] for run in runs])) for kind in runs[0]["kinds"]}
+    return found
+
+
+def lines_of(found: dict[str, Any], rates: tuple[str, ...], key: str, factor: float) -> dict[str, Any]:
+    """Return what is plotted of one figure: by name and rate, with the best fixed system of each rate."""
+    chosen = {label: found[name] for name, label in PLOTTED.items() if name in found}
+    if fixed := [found[name] for name in FIXED if name in found]:
+        chosen["best fixed"] = {rate: max((own[rate] for own in fixed), key=lambda o: o[key]["mean"]) for rate in rates}
+    return {
+        name: {rate: {end: factor * value for end, value in own[rate][key].items()} for rate in rates}
+        for name, own in chosen.items()
+    }
+
+
+def closed(runs: Runs, rates: tuple[str, ...], console: Console) -> dict[str, Any]:
+    """Print and return which share of the distance from the best published system to each reference ours close."""
+    base, found = [name for name in PUBLISHED if name in runs], dict[str, Any]()
+    references = [name for name in ("oracle", BEST, BOUND) if name in runs]
+    ours = [name for name in OURS if name in runs]
+    for key in ("attainment", "goodput") if base and references and ours else ():
+        table = Table(
+            "system", "reference", *rates, title=f"{key}: % of the distance from the best other to a reference"
+        )
+        for name in ours:
+            for reference in references:
+                own = found.setdefault(key, {}).setdefault(name, {}).setdefault(reference, {})
+                for rate in rates:
+                    seeds = [
+                        {system: runs[system][rate][seed][key] for system in (*base, name, reference)}
+                        for seed in range(len(runs[name][rate]))
+                    ]
+                    values = shares_closed(seeds, base, reference, name)
+                    own[rate] = interval_of(values) if values else None
+                table.add_row(name, reference, *(shown(own[rate], 0, 100.0) for rate in rates))
+        console.print(table)
     return found
 
 
@@ -144,27 +233,24 @@ def compared(found: dict[str, Any], console: Console) -> dict[str, Any]:
     printed, errors = published(), {}
     for figure, key, factor, digits in (("fig8_llama_attain", "attainment", 100.0, 1),
                                         ("fig9_llama_goodput", "goodput", 1.0, 0)):  # fmt: skip
-        table = Table(title=f"{figure}: simulated / published")
-        table.add_column("system")
         rates = list(next(iter(found.values())))
-        for rate in rates:
-            table.add_column(rate, justify="right")
-        table.add_column("error", justify="right")
+        table = Table("system", *rates, "error", title=f"{figure}: simulated, with its 95 % interval / published")
         for name, own in found.items():
-            values = [factor * own[rate][key] for rate in rates]
+            values = [factor * own[rate][key]["mean"] for rate in rates]
             theirs = [printed.get((figure, PUBLISHED.get(name, ""), rate)) for rate in rates]
             cells = [
-                f"{v:.{digits}f}" + ("" if t is None else f" / {t:g}") for v, t in zip(values, theirs, strict=True)
+                shown(own[rate][key], digits, factor) + ("" if t is None else f" / {t:g}")
+                for rate, t in zip(rates, theirs, strict=True)
             ]
             pairs = [(v, t, r) for v, t, r in zip(values, theirs, rates, strict=True) if t is not None]
-            shown = ""
+            error = ""
             if pairs:
-                error = float(np.mean([abs(v - t) for v, t, _ in pairs]))
-                shown = f"{error:.1f}"
+                mean_error = float(np.mean([abs(v - t) for v, t, _ in pairs]))
+                error = f"{mean_error:.1f}"
                 if key == "attainment":
                     unseen = [abs(v - t) for v, t, r in pairs if r not in FITTED]
-                    errors[name] = {"all": error, "not_fitted": float(np.mean(unseen)) if unseen else None}
-            table.add_row(name, *cells, shown)
+                    errors[name] = {"all": mean_error, "not_fitted": float(np.mean(unseen)) if unseen else None}
+            table.add_row(name, *cells, error)
         console.print(table)
     return errors
 

@@ -1,7 +1,7 @@
 """Capacity as defined by SLOs-Serve: the highest load per GPU at which 90 % of the requests attain all SLOs.
 
     python benchmarks/papers/slos_serve.py                  # all parts
-    python benchmarks/papers/slos_serve.py --parts coder
+    python benchmarks/papers/slos_serve.py --parts coder --seeds 3 --runs runs.jsonl
 
 All systems are simulated with the same requests, texts and latencies. Rates are bisected, and the capacity is
 interpolated between the last two. docs/papers.md lists the assumptions and the published values.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,16 +20,19 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from replays import Figures, Key, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import HARDWARE, lines
+from hf_slospec.sim.intervals import interval_of
 from hf_slospec.sim.outcomes import METRICS
 from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.systems import config_of, is_oracle
 from hf_slospec.sim.texts import TextModel
 from hf_slospec.sim.workload import Job, arrivals, jobs_of, mix_of
 
@@ -38,6 +40,8 @@ RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
 ATTAINED = 0.9
 PRECISION = 1.08  # ratio of the two rates that are interpolated
 OURS, THEIRS = "auto", "slos-serve"
+BOUND = "bound"  # no schedule attains more at any rate, see hf_slospec.sim.bounds
+BEST = "oracle, best"  # the oracle with the higher capacity, by seed
 SYSTEMS = {
     "vLLM": "vllm",
     "vLLM, speculating 4": "vllm-spec4",
@@ -45,7 +49,12 @@ SYSTEMS = {
     "Sarathi, larger": 'sarathi {{"prefill_chunk": {large}}}',
     "SLOs-Serve": THEIRS,
     "ours": OURS,
+    "oracle": "oracle",
+    "oracle, larger chunk": 'oracle {{"prefill_chunk": 2048}}',
+    "bound": BOUND,
 }
+ORACLES = ("oracle", "oracle, larger chunk")
+REFERENCES = (*ORACLES, BEST, "bound")
 # The paper's 13B runs on two GPUs, so the load per GPU is half of theirs.
 HARDWARES = {
     "opt-13b-a100": HARDWARE["opt-13b-a100"],
@@ -101,10 +110,19 @@ SENSITIVITY = {
 
 
 def attainment(system: str, scenario: Scenario, replicas: int, seed: int, rate: float) -> float:
-    """Return the attainment of a system at a rate."""
+    """Return the attainment of a system at a rate, or the bound of it."""
     load = scenario.load(rate, replicas, seed)
-    hardware, config = HARDWARES[scenario.hardware], config_of(system)
-    run = Simulation(load.jobs, load.library, hardware, config, replicas=replicas, seed=seed).run(system)
+    hardware = HARDWARES[scenario.hardware]
+    if system == BOUND:
+        assert replicas == 1, "bounds are those of one replica"
+        depth, batch = (
+            max(getattr(config_of(s), key) for s in (OURS, THEIRS, "vllm")) for key in ("max_depth", "max_batch")
+        )
+        bounds = Bounds(load.jobs, load.library, hardware, depth, load.library.num_children, batch)
+        return float(bounds.attainment("slos-serve") or 0.0)
+    run = Simulation(
+        load.jobs, load.library, hardware, config_of(system), replicas=replicas, seed=seed, oracle=is_oracle(system)
+    ).run(system)
     return float(run.summary(METRICS["slos-serve"])["attainment"])
 
 
@@ -125,39 +143,53 @@ def capacity(attained_at: Callable[[float], float], guess: float, factor: float)
     return low + (high - low) * (tried[low] - ATTAINED) / (tried[low] - tried[high])
 
 
-def capacities(scenario: Scenario, seed: int) -> dict[str, float]:
-    """Return the capacity of every system in requests per second and replica."""
+def capacity_of(system: str, scenario: Scenario, replicas: int, guess: float, seed: int) -> Figures:
+    """Return the capacity in requests per second of all replicas."""
+    factor = 1.3 if replicas == 1 else 1.15
+    return {"capacity": replicas * capacity(partial(attainment, system, scenario, replicas, seed), guess, factor)}
+
+
+Part = dict[str, Callable[..., Figures]]  # by system or number of replicas; takes a seed
+
+
+def capacities(scenario: Scenario) -> Part:
+    """Return the measurements of every system's capacity."""
     small, large = scenario.chunks
-    found, guess = {}, 1.5
-    for name, system in SYSTEMS.items():
-        own = system.format(small=small, large=large)
-        guess = capacity(partial(attainment, own, scenario, 1, seed), guess, 1.3)
-        found[name] = guess
-    return found
+    return {
+        name: partial(capacity_of, system.format(small=small, large=large), scenario, 1, 1.5)
+        for name, system in SYSTEMS.items()
+    }
 
 
-def scaling(scenario: Scenario, seed: int, system: str) -> dict[str, float]:
-    """Return the total capacity of 1 to 4 replicas, by their number."""
-    found, guess = {}, 2.0
-    for replicas in range(1, 5):
-        guess = capacity(partial(attainment, system, scenario, replicas, seed), guess, 1.3 if replicas == 1 else 1.15)
-        found[str(replicas)] = guess * replicas
-    return found
+def scaling(scenario: Scenario, system: str) -> Part:
+    """Return the measurements of the capacity of 1 to 4 replicas."""
+    return {str(number): partial(capacity_of, system, scenario, number, 2.0) for number in range(1, 5)}
 
 
-PARTS: dict[str, Callable[[int], dict[str, float]]] = {
-    **{name: partial(capacities, scenario) for name, scenario in {**SCENARIOS, **SENSITIVITY}.items()},
+PARTS: dict[str, Part] = {
+    **{name: capacities(scenario) for name, scenario in {**SCENARIOS, **SENSITIVITY}.items()},
     **{
-        f"replicas, {name}, {system}": partial(scaling, replace(SCENARIOS[name], number=number), system=system)
+        f"replicas, {name}, {system}": scaling(replace(SCENARIOS[name], number=number), system)
         for name, number in (("chatbot", 150), ("coder", 300))
         for system in (THEIRS, OURS)
     },
 }
 
 
+def closed(runs: list[dict[str, float]]) -> dict[str, dict[str, float] | None]:
+    """Return the share of the distance from the best other system to each reference that ours closes."""
+    others = [name for name in SYSTEMS if name not in (*REFERENCES, "ours")]
+    return {
+        reference: interval_of(shares) if (shares := shares_closed(runs, others, reference, "ours")) else None
+        for reference in REFERENCES
+    }
+
+
 def main(
     parts: Annotated[str, typer.Option(help="Semicolon-separated, of: " + "; ".join(PARTS))] = ";".join(PARTS),
-    seed: Annotated[int, typer.Option()] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Loads of each capacity, the first of seed 1.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished capacities, to resume from.")] = None,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     """Measure parts and update the results with them."""
@@ -166,17 +198,28 @@ def main(
         raise InvalidInputError(f"unknown parts {unknown}; known are: {'; '.join(PARTS)}")
     logging.disable(logging.WARNING)  # above capacity many requests miss their SLOs
     for name in names:
-        begun_s = time.perf_counter()
-        found = PARTS[name](seed=seed)
-        facts = provenance(seed=seed, seconds=round(time.perf_counter() - begun_s))
+        tasks: dict[Key, Callable[[], Figures]] = {
+            (name, own, seed): partial(measure, seed=seed)
+            for own, measure in PARTS[name].items()
+            for seed in range(1, seeds + 1)
+        }
+        found = resumed(tasks, workers, kept)
+        runs = [{own: found[name, own, seed]["capacity"] for own in PARTS[name]} for seed in range(1, seeds + 1)]
+        is_compared = "ours" in PARTS[name]
+        for run in runs if is_compared else ():
+            run[BEST] = max(run[own] for own in ORACLES)
+        intervals = {own: interval_of([run[own] for run in runs]) for own in runs[0]}
         results: dict[str, Any] = json.loads(json_path.read_text()) if json_path.exists() else {}
-        results[name] = {"provenance": facts, "capacity": {key: round(value, 3) for key, value in found.items()}}
+        results[name] = {"provenance": provenance(seeds=seeds), "capacity": intervals}
+        if is_compared:
+            results[name]["share of the distance from the best other system"] = closed(runs)
         json_path.write_text(json.dumps({key: results[key] for key in PARTS if key in results}, indent=1) + "\n")
-        table = Table(title=name)
-        for heading in found:
-            table.add_column(heading, justify="right")
-        table.add_row(*(f"{value:.2f}" for value in found.values()))
-        Console(width=120, file=sys.stdout).print(table)
+        console, table = Console(width=180, file=sys.stdout), Table(*intervals, title=name)
+        table.add_row(*(shown(interval, 2) for interval in intervals.values()))
+        if is_compared:
+            shares = closed(runs)
+            table.add_row(*(f"{shown(shares[own], 0, 100.0)} % closed" if own in shares else "" for own in intervals))
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Dynamic trees and a static one by batch size, and SLOs at batch 4, as in Delacourt's thesis.
 
-    python benchmarks/papers/thesis.py
+    python benchmarks/papers/thesis.py [--seeds 3] [--runs runs.jsonl]
 
 Everything is simulated. The thesis publishes throughputs but no latencies, so the latencies are fitted to the static
 tree's throughput at batch sizes 8 to 32; all other figures are predictions. Further assumptions: docs/papers.md.
@@ -11,19 +11,24 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from replays import Figures, Key, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.policies.papers.static_tree import StaticTreePolicy
+from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import Hardware, lines
+from hf_slospec.sim.intervals import interval_of
 from hf_slospec.sim.outcomes import Run
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.texts import TextModel
@@ -49,6 +54,7 @@ def systems(batch: int) -> dict[str, dict[str, Any]]:
         "static": dict(policy="static", max_width=3),
         "ours": dict(policy="auto"),
         "plain": dict(policy="none"),
+        "oracle": dict(max_depth=8),
     }
 
 
@@ -65,28 +71,29 @@ def load(number: int, seed: int, with_targets: bool = False) -> Load:
     return Load.of("all at once", jobs, TEXTS, rng)
 
 
-def run(own: Load, batch: int, **settings: Any) -> Run:
+def run(own: Load, batch: int, oracle: bool = False, **settings: Any) -> Run:
     """Simulate a load at a batch size."""
     config = SLOSpecConfig(**SERVED, max_batch=batch, **settings)
-    simulation = Simulation(own.jobs, own.library, HARDWARE, config)
+    simulation = Simulation(own.jobs, own.library, HARDWARE, config, oracle=oracle)
     policy = simulation.replicas[0].engine.policy
     if isinstance(policy, StaticTreePolicy):
         policy.width = TEXTS.num_children  # a beam of the tree's own width rarely contains the whole tree
     return simulation.run()
 
 
-def throughput(seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return throughput and further figures by system and batch size."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for batch in BATCHES:
-        own = load(max(2 * batch, 8), seed)
-        for name, settings in systems(batch).items():
-            figures = run(own, batch, **settings).summary()
-            found.setdefault(name, {})[str(batch)] = {
-                key: round(figures[key], 3)
-                for key in ("throughput", "tokens_per_request_and_step", "nodes_per_step", "step_ms", "draft_share")
-            }
-    return found
+def throughput(batch: int, seed: int) -> dict[str, dict[str, float]]:
+    """Return throughput and further figures by system at a batch size, and the bound of the throughput."""
+    own = load(max(2 * batch, 8), seed)
+    found = {}
+    for name, settings in systems(batch).items():
+        figures = run(own, batch, oracle=name == "oracle", **settings).summary()
+        found[name] = {
+            key: round(figures[key], 3)
+            for key in ("throughput", "tokens_per_request_and_step", "nodes_per_step", "step_ms", "draft_share")
+        }
+    depth = SLOSpecConfig().max_depth
+    bounds = Bounds(own.jobs, own.library, HARDWARE, depth, own.library.num_children, batch)
+    return {**found, "bound": {"throughput": round(bounds.throughput(), 3)}}
 
 
 def targets(seed: int) -> dict[str, dict[str, float]]:
@@ -112,25 +119,50 @@ def targets(seed: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def means(runs: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return means with intervals over seeds, by system and figure."""
+    return {name: {key: interval_of([run[name][key] for run in runs]) for key in own} for name, own in runs[0].items()}
+
+
 def main(
-    seed: Annotated[int, typer.Option()] = 1, json_path: Annotated[Path, typer.Option("--json")] = RESULTS
+    seeds: Annotated[int, typer.Option(min=1, help="Loads of each figure, the first of seed 1.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
+    json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     logging.disable(logging.WARNING)  # SLOs of 20 ms cannot be attained
-    by_batch, by_policy = throughput(seed), targets(seed)
+    numbers = range(1, seeds + 1)
+    tasks: dict[Key, Callable[[], Figures]] = {
+        **{("throughput", batch, seed): partial(throughput, batch, seed) for batch in BATCHES for seed in numbers},
+        **{("targets", 4, seed): partial(targets, seed) for seed in numbers},
+    }
+    found = resumed(tasks, workers, kept)
+    by_batch = {str(batch): [found["throughput", batch, seed] for seed in numbers] for batch in BATCHES}
+    by_policy, closed = means([found["targets", 4, seed] for seed in numbers]), {}
+    for reference in ("oracle", "bound"):
+        for batch, runs in by_batch.items():
+            rates = [{name: own["throughput"] for name, own in run.items()} for run in runs]
+            others = [name for name in rates[0] if name not in ("ours", "oracle", "bound")]
+            shares = shares_closed(rates, others, reference, "ours")
+            closed.setdefault(reference, {})[batch] = interval_of(shares) if shares else None
+    averages = {batch: means(runs) for batch, runs in by_batch.items()}
     record = dict(
-        provenance=provenance(seed=seed), published_tokens_per_s=PUBLISHED, throughput=by_batch, targets=by_policy
-    )
+        provenance=provenance(seeds=seeds), published_tokens_per_s=PUBLISHED, throughput=averages, targets=by_policy,
+        share_of_the_distance_from_the_best_other=closed,
+    )  # fmt: skip
     json_path.write_text(json.dumps(record, indent=1) + "\n")
-    console = Console(width=120, file=sys.stdout)
+    console = Console(width=140, file=sys.stdout)
     table = Table("tokens/s at batch", *map(str, BATCHES), title="Throughput")
     for name, published in PUBLISHED.items():
         table.add_row(f"{name}, published", *map(str, published))
-    for name, own in by_batch.items():
-        table.add_row(name, *(f"{figures['throughput']:.0f}" for figures in own.values()))
+    for name in averages[str(BATCHES[0])]:
+        table.add_row(name, *(shown(averages[batch][name]["throughput"], 0) for batch in averages))
+    for reference, own in closed.items():
+        table.add_row(f"ours: % of the way to the {reference}", *(shown(share, 0, 100.0) for share in own.values()))
     console.print(table)
     table = Table("batch 4", *next(iter(by_policy.values())), title="Targets")
     for name, figures in by_policy.items():
-        table.add_row(name, *(f"{value:.3g}" for value in figures.values()))
+        table.add_row(name, *(shown(value, 3) for value in figures.values()))
     console.print(table)
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, mean, median
@@ -22,12 +20,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from tqdm import tqdm
+from replays import Figures, resumed, shares_closed
 
 from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import MAX_TOKENS, Hardware, curve, lines
+from hf_slospec.sim.intervals import interval_of
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of, is_oracle
 from hf_slospec.sim.texts import TextModel
@@ -44,10 +44,10 @@ COLUMNS: dict[str, str] = {
 }
 LIMITS = '"max_batch": 256, "admission": "fcfs", "prefill": "first", "prefill_chunk": 8192'
 AUTO = {f"auto-{width}": f'auto {{"max_depth": 8, "max_width": {width}, {LIMITS}}}' for width in (1, 3)}
-RIVALS = {
-    "AdaSpec": "adaspec",
-    "oracle": f'oracle {{"max_depth": 8, "max_width": 3, {LIMITS}}}',  # of each step by itself, see OraclePolicy
-}
+ORACLE = f'oracle {{"max_depth": 8, "max_width": 3, {LIMITS}}}'
+SHORTEST = "oracle, shortest first"  # also knows the lengths of outputs, and begins with the shortest that waits
+RIVALS = {"AdaSpec": "adaspec", "oracle": ORACLE, SHORTEST: ORACLE}
+BEST, BOUND = "oracle, best", "bound"  # the better oracle of each run; no schedule is faster than the bound
 SYSTEMS = {**COLUMNS, **AUTO, **RIVALS}
 FIXED = tuple(column for column in COLUMNS if column != "TS")
 CLEAR = 1.10  # ratio of published latencies above which their order is compared
@@ -179,21 +179,31 @@ def published(path: Path) -> Cells:
 
 @dataclass(frozen=True)
 class Task:
-    """One simulation."""
+    """One simulation, or the bound of its load."""
 
     setup: Setup
     rate: float
     column: str
     seed: int
 
-    def run(self) -> dict[str, float]:
-        """Simulate it.  -> figures"""
+    def run(self) -> Figures:
+        """Return the figures of :data:`FIGURES`, or of the latency alone for :data:`BOUND`."""
         load = self.setup.load(self.rate, self.seed)
-        system = SYSTEMS[self.column]
+        if self.column == BOUND:
+            depth, batch = (
+                max(getattr(config_of(s), key) for s in SYSTEMS.values()) for key in ("max_depth", "max_batch")
+            )
+            children = load.library.num_children
+            bounds = Bounds(load.jobs, load.library, self.setup.hardware, depth, children, batch)
+            return {"latency_s": bounds.latency_s(), "throughput": bounds.throughput()}
+        system, jobs = SYSTEMS[self.column], list(load.jobs)
+        if self.column == SHORTEST:
+            jobs = [replace(job, priority=-job.output_tokens) for job in jobs]
         simulation = Simulation(
-            load.jobs, load.library, self.setup.hardware, config_of(system), seed=self.seed, oracle=is_oracle(system)
+            jobs, load.library, self.setup.hardware, config_of(system), seed=self.seed, oracle=is_oracle(system)
         )
-        return simulation.run().summary()
+        found = simulation.run().summary()
+        return {figure: found[figure] for figure in FIGURES}
 
 
 FIGURES = ("latency_s", "ttft_s", "tpot_ms", "depth", "nodes_per_step", "requests_per_step", "step_ms",
@@ -201,26 +211,17 @@ FIGURES = ("latency_s", "ttft_s", "tpot_ms", "depth", "nodes_per_step", "request
 
 
 def simulated(
-    setups: Sequence[Setup], columns: Sequence[str], seeds: int, workers: int, kept: Path | None = None
+    setups: Sequence[Setup],
+    columns: Sequence[str],
+    rates: Sequence[float],
+    seeds: int,
+    workers: int,
+    kept: Path | None = None,
 ) -> dict[tuple[str, float, str], list[dict[str, float]]]:
-    """Return the figures of every cell and seed.
-
-    Args:
-        kept: a file with a line per finished run, which is not repeated; new runs are added.
-    """
-    cells = [(setup, rate, column) for setup in setups for rate in RATES for column in columns]
-    tasks = {(cell[0].name, *cell[1:], seed): Task(*cell, seed) for cell in cells for seed in range(seeds)}
-    runs: dict[tuple[str, float, str, int], dict[str, float]] = {}
-    if kept is not None and kept.exists():
-        runs = {tuple(key): run for key, run in map(json.loads, kept.read_text().splitlines()) if tuple(key) in tasks}
-    with ProcessPoolExecutor(workers) as pool:
-        started = {pool.submit(task.run): key for key, task in tasks.items() if key not in runs}
-        for done in tqdm(as_completed(started), total=len(started), disable=not sys.stderr.isatty()):
-            key = started[done]
-            runs[key] = {figure: done.result()[figure] for figure in FIGURES}
-            if kept is not None:
-                with kept.open("a") as file:
-                    file.write(json.dumps([key, runs[key]]) + "\n")
+    """Return the figures of every cell and seed; see :func:`replays.resumed`."""
+    cells = [(setup, rate, column) for setup in setups for rate in rates for column in columns]
+    tasks = {(cell[0].name, *cell[1:], seed): Task(*cell, seed).run for cell in cells for seed in range(seeds)}
+    runs = resumed(tasks, workers, kept)
     return {
         (setup.name, rate, column): [runs[setup.name, rate, column, seed] for seed in range(seeds)]
         for setup, rate, column in cells
@@ -232,12 +233,12 @@ def latencies(cells: dict[tuple[str, float, str], list[dict[str, float]]]) -> Ce
     return {cell: mean(run["latency_s"] for run in runs) for cell, runs in cells.items()}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean over seeds, with the lowest and the highest."""
-    return {"mean": round(mean(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
-
-
 # ---- comparing
+
+
+def closed(runs: Sequence[dict[str, float]], column: str, best: str) -> list[float]:
+    """Return for each run the share of the distance from the best fixed length or rival to a reference."""
+    return shares_closed(runs, (*COLUMNS, "AdaSpec"), best, column)
 
 
 def is_fitted(name: str, rate: float, column: str) -> bool:
@@ -321,6 +322,7 @@ def main(
         bool, typer.Option(help="Also change draft times and acceptance by 20 %, one seed.")
     ] = False,
     only: Annotated[str, typer.Option(help="Only setups whose names contain this.")] = "",
+    rates: Annotated[str, typer.Option(help="Comma-separated QPS.")] = ",".join(map(str, RATES)),
     kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     path: Annotated[Path, typer.Option("--published", help="The paper's text.")] = PUBLISHED,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
@@ -329,9 +331,10 @@ def main(
     theirs = published(path) if path.exists() else {}
     if not theirs:
         print(f"{path} does not exist: only simulated values are printed")
-    columns = tuple(SYSTEMS if auto else COLUMNS)
+    columns = (*SYSTEMS, BOUND) if auto else tuple(COLUMNS)
     setups = [setup for setup in SETUPS if only in setup.name]
-    figures = simulated(setups, columns, seeds, workers, kept)
+    at = tuple(map(float, rates.split(",")))
+    figures = simulated(setups, columns, at, seeds, workers, kept)
     ours = latencies(figures)
     print(markdown(ours, theirs, columns))
     record: dict[str, Any] = {
@@ -341,7 +344,7 @@ def main(
                 "setup": n,
                 "rate": r,
                 "column": c,
-                **{figure: spread([run[figure] for run in runs]) for figure in FIGURES},
+                **{figure: interval_of([run[figure] for run in runs]) for figure in FIGURES if figure in runs[0]},
             }
             for (n, r, c), runs in figures.items()
         ],
@@ -349,23 +352,26 @@ def main(
     if theirs:
         record["summary"] = summary(ours, theirs)
     if auto:
-        record["over best fixed"], record["share of the oracle's gain"] = {}, {}
+        record |= {"over best fixed": {}, "share of the distance from the best other": {}}
         for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours):
             runs = [
                 {column: figures[name, rate, column][seed]["latency_s"] for column in columns} for seed in range(seeds)
             ]
+            for run in runs:
+                run[BEST] = min(run["oracle"], run[SHORTEST])
             record["over best fixed"][f"{name}, {rate:g}"] = {
-                column: spread([run[column] / min(run[fixed] for fixed in FIXED) for run in runs])
-                for column in (*AUTO, *RIVALS, "TS")
+                column: interval_of([run[column] / min(run[fixed] for fixed in FIXED) for run in runs])
+                for column in (*AUTO, *RIVALS, "TS", BEST, BOUND)
             }
-            record["share of the oracle's gain"][f"{name}, {rate:g}"] = {
-                column: spread([(run["Org"] - run[column]) / (run["Org"] - run["oracle"]) for run in runs])
+            record["share of the distance from the best other"][f"{name}, {rate:g}"] = {
+                f"{column}, to {best}": interval_of(shares) if (shares := closed(runs, column, best)) else None
                 for column in AUTO
+                for best in ("oracle", BEST, BOUND)
             }
     if sensitivity and theirs:
         record["sensitivity"] = {}
         for label, changed in varied(setups).items():
-            cells = simulated(changed, tuple(COLUMNS), 1, workers)
+            cells = simulated(changed, tuple(COLUMNS), at, 1, workers)
             record["sensitivity"][label] = summary(latencies(cells), theirs)
     print(json.dumps({key: value for key, value in record.items() if key not in ("cells", "provenance")}, indent=1))
     if json_path is not None:

@@ -120,7 +120,7 @@ class Bounds:
         Returns:
             ``[j, r]``: seconds for the last ``j`` of the ``ends[r]`` tokens of request ``r``.  [max(ends) + 1, n] f64
         """
-        hardware, levels = self.hardware, self._levels
+        hardware, levels = self.hardware, self._levels.astype(np.float64)
         draft = hardware.draft.curve(1) * levels + hardware.drafting_request_s * (levels > 0)
         costs = draft + hardware.target.curve(levels + 1) + hardware.host_s
         slopes: FloatArray = hardware.target.per_key_s + hardware.draft.per_key_s * levels
@@ -148,7 +148,7 @@ class Bounds:
 
     def _works(self) -> Iterator[tuple[FloatArray, FloatArray]]:
         """Yield the work of prefill and of decoding, [num_requests] f64 each, for every way to share the steps."""
-        hardware, levels = self.hardware, self._levels
+        hardware, levels = self.hardware, self._levels.astype(np.float64)
         texts = self.prompts + np.array([job.max_output_tokens for job in self.jobs])
         draft = max(lines_below(hardware.draft), key=lambda line: line.fixed_s + line.per_token_s * self.max_batch)
         for line in lines_below(hardware.target):
