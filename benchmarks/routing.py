@@ -28,6 +28,7 @@ from rich.table import Table
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.sim.comparison import COLOURS, MARKERS, Load
 from hf_slospec.sim.hardware import HARDWARE
+from hf_slospec.sim.intervals import interval_of
 from hf_slospec.sim.routers import OURS, ROUTERS
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of
@@ -114,11 +115,45 @@ def key_of(load: str, process: str, replicas: int, router: str, seed: int) -> st
     return f"{load}, {process}, {replicas}, {'any' if replicas == 1 else router}, {seed}"
 
 
+def capacities(points: dict[str, Any], load: str, process: str, replicas: int, router: str) -> dict[int, float]:
+    """Return the capacity of all replicas in requests per second, by measured seed."""
+    keys = {seed: key_of(load, process, replicas, router, seed) for seed in range(MAX_SEEDS)}
+    return {seed: replicas * points[key]["capacity_per_replica"] for seed, key in keys.items() if key in points}
+
+
 def measured(points: dict[str, Any], load: str, process: str, replicas: int, router: str) -> float | None:
-    """Return the capacity of all replicas in requests per second, a mean over the measured seeds; None without any."""
-    keys = [key_of(load, process, replicas, router, seed) for seed in range(MAX_SEEDS)]
-    found = [points[key]["capacity_per_replica"] for key in keys if key in points]
-    return replicas * float(np.mean(found)) if found else None
+    """Return the mean capacity of all replicas over the measured seeds; None without any."""
+    found = capacities(points, load, process, replicas, router)
+    return float(np.mean(list(found.values()))) if found else None
+
+
+def interval(points: dict[str, Any], load: str, process: str, replicas: int, router: str) -> dict[str, float] | None:
+    """Return the mean capacity with its 95 % interval over seeds; None without any."""
+    found = capacities(points, load, process, replicas, router)
+    return interval_of(list(found.values())) if found else None
+
+
+def ratio(points: dict[str, Any], load: str, process: str, replicas: int, router: str) -> dict[str, float] | None:
+    """Return the ratio to the baseline's capacity over the seeds that both have; None without any."""
+    own, base = (capacities(points, load, process, replicas, name) for name in (router, BASELINE))
+    seeds = sorted(own.keys() & base.keys())
+    return interval_of([own[seed] / base[seed] for seed in seeds]) if seeds else None
+
+
+def half_width(own: dict[str, float] | None) -> float:
+    """Return half of an interval's width; 0 without one."""
+    return 0.0 if own is None or "high" not in own else own["high"] - own["mean"]
+
+
+def summarised(points: dict[str, Any]) -> dict[str, Any]:
+    """Return every measured capacity, and its ratio to the baseline's, with intervals over seeds."""
+    return {
+        f"{load}, {process}, {number}, {router}": {
+            "capacity": own, "ratio": ratio(points, load, process, number, router)
+        }
+        for process, numbers in PROCESSES.items() for load in SCENARIOS for number in numbers for router in ROUTERS
+        if (own := interval(points, load, process, number, router)) is not None
+    }  # fmt: skip
 
 
 def add_linear(results: dict[str, Any], load: str, replicas: int) -> None:
@@ -190,6 +225,7 @@ def main(
             system=SYSTEM, requests_per_replica=NUMBER, factor=FACTOR, variation=VARIATION, attained=ATTAINED,
             ttft_slowdown=TTFT_SLOWDOWN, scenarios={name: vars(own) for name, own in SCENARIOS.items()},
         )  # fmt: skip
+        results["summary"] = summarised(points)
         json_path.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{key}: {found:.2f} per replica, {tried}, {seconds:.0f} s", flush=True)
     show(points)
@@ -200,18 +236,27 @@ def main(
 def show(points: dict[str, Any]) -> None:
     """Print the capacities in requests per second, with their ratios to the shortest queue's."""
     for process, numbers in PROCESSES.items():
-        table = Table(title=f"Requests/s of which 90 % attain, {process} arrivals; in brackets: ratio to {BASELINE}")
+        table = Table(
+            title=f"Requests/s of which 90 % attain, {process} arrivals, ± 95 %; in brackets: ratio to {BASELINE}"
+        )
         table.add_column("load")
         table.add_column("replicas", justify="right")
         for router in ROUTERS:
             table.add_column(router, justify="right")
         for load in SCENARIOS:
             for number in numbers:
-                base = measured(points, load, process, number, BASELINE)
-                own = [measured(points, load, process, number, router) for router in ROUTERS]
-                cells = ["" if v is None else f"{v:.1f}" + (f" ({v / base:.2f})" if base else "") for v in own]
-                table.add_row(load, str(number), *cells)
+                table.add_row(load, str(number), *(cell(points, load, process, number, router) for router in ROUTERS))
         Console(width=130).print(table)
+
+
+def cell(points: dict[str, Any], load: str, process: str, number: int, router: str) -> str:
+    """Return a capacity and its ratio to the baseline's for the table, with half of their intervals' widths."""
+    shown = []
+    for own, digits in ((interval(points, load, process, number, router), 1),
+                        (ratio(points, load, process, number, router), 2)):  # fmt: skip
+        half = half_width(own)
+        shown.append("" if own is None else f"{own['mean']:.{digits}f}" + (f"±{half:.{digits}f}" if half else ""))
+    return shown[0] + (f" ({shown[1]})" if shown[1] else "")
 
 
 def draw(points: dict[str, Any], path: Path) -> None:
@@ -225,9 +270,12 @@ def draw(points: dict[str, Any], path: Path) -> None:
     for panel, load in zip(panels.flat, SCENARIOS, strict=False):
         one = measured(points, load, "poisson", 1, OURS) or math.nan
         for index, router in enumerate(ROUTERS):
-            found = {n: measured(points, load, "poisson", n, router) for n in PROCESSES["poisson"]}
-            values = {number: value / number / one for number, value in found.items() if value is not None}
-            panel.plot(list(values), list(values.values()), marker=MARKERS[index], color=COLOURS[index], label=router)
+            found = {n: interval(points, load, "poisson", n, router) for n in PROCESSES["poisson"]}
+            values = {n: (own["mean"] / n / one, half_width(own) / n / one) for n, own in found.items() if own}
+            means, halves = ([value[place] for value in values.values()] for place in range(2))
+            panel.errorbar(
+                list(values), means, halves, marker=MARKERS[index], color=COLOURS[index], label=router, capsize=2
+            )
         panel.axhline(1.0, color="grey", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_xticks(PROCESSES["poisson"], [str(number) for number in PROCESSES["poisson"]])
@@ -235,12 +283,9 @@ def draw(points: dict[str, Any], path: Path) -> None:
         panel.grid(alpha=0.3)
     width, x, bars = 0.8 / len(ROUTERS), np.arange(len(SCENARIOS)), panels.flat[len(SCENARIOS)]
     for index, router in enumerate(ROUTERS):
-        pairs = [
-            (measured(points, load, "gamma", 4, router), measured(points, load, "gamma", 4, BASELINE))
-            for load in SCENARIOS
-        ]
-        heights = [math.nan if own is None or base is None else own / base for own, base in pairs]
-        bars.bar(x + (index + 0.5) * width - 0.4, heights, width, color=COLOURS[index])
+        ratios = [ratio(points, load, "gamma", 4, router) for load in SCENARIOS]
+        heights, halves = [math.nan if own is None else own["mean"] for own in ratios], list(map(half_width, ratios))
+        bars.bar(x + (index + 0.5) * width - 0.4, heights, width, yerr=halves, color=COLOURS[index])
     bars.set_xticks(x, SCENARIOS, rotation=30, ha="right")
     bars.set(title=f"bursts, 4 replicas: capacity / that of {BASELINE}")
     bars.grid(alpha=0.3, axis="y")

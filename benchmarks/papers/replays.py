@@ -63,7 +63,8 @@ def shown(interval: Interval | None, digits: int, factor: float = 1.0) -> str:
     if "low" not in interval:
         return text
     low, high = (factor * abs(interval[end] - interval["mean"]) for end in ("low", "high"))
-    return f"{text} -{low:.{digits}f}+{high:.{digits}f}"
+    ends = f"-{low:.{digits}f}+{high:.{digits}f}"
+    return f"{text} {ends}" if abs(high - low) >= 0.1**digits else f"{text} ±{high:.{digits}f}"
 
 
 def draw(panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x_label: str, path: Path) -> None:
@@ -79,16 +80,19 @@ def draw(panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x_label: st
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), layout="constrained", squeeze=False)
     for panel, (label, systems) in zip(axes.flat, panels.items(), strict=True):
+        rates = [float(rate) for rate in next(iter(systems.values()))]
+        apart = 0.007 * (max(rates) - min(rates))  # so that intervals do not hide each other
         for index, (name, own) in enumerate(systems.items()):
-            x, means = [float(rate) for rate in own], np.array([interval["mean"] for interval in own.values()])
+            is_bound, means = name.endswith("bound"), np.array([interval["mean"] for interval in own.values()])
+            x = np.array(rates) + (0.0 if is_bound else apart * (index - len(systems) / 2.0))
             ends = [[interval.get(end, interval["mean"]) for interval in own.values()] for end in ("low", "high")]
-            is_bound = name.endswith("bound")
             panel.errorbar(
-                x, means, np.abs(np.array(ends) - means), label=name, capsize=3, markersize=5,
-                color="grey" if is_bound else COLOURS[index % len(COLOURS)],
+                x, means, None if is_bound else np.abs(np.array(ends) - means), label=name, capsize=2, markersize=4,
+                elinewidth=1.0, color="grey" if is_bound else COLOURS[index % len(COLOURS)],
                 marker="" if is_bound else MARKERS[index % len(MARKERS)], linestyle="--" if is_bound else "-",
             )  # fmt: skip
         panel.set(xlabel=x_label, ylabel=label)
+        panel.set_xticks(rates)
         panel.grid(alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
