@@ -20,13 +20,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from replays import Figures, Key, draw, resumed, shares_closed, shown
+from replays import Figures, Key, bounds_of, draw, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.hardware import HARDWARE, Hardware, lines
 from hf_slospec.sim.intervals import interval_of, wilson
 from hf_slospec.sim.outcomes import METRICS
@@ -93,9 +92,7 @@ def simulated(system: str, rate: str, parameters: Parameters, seed: int) -> Figu
     model = TextModel(parameters.acceptance, parameters.spread)
     library = Library([model.write(rng, job.output_tokens) for job in jobs])
     if system == BOUND:
-        most = max((config_of(name) for name in (*PUBLISHED, *OURS)), key=lambda config: config.max_batch).max_batch
-        depth = max(config_of(name).max_depth for name in (*PUBLISHED, *OURS))
-        bounds = Bounds(jobs, library, parameters.hardware(OURS[0]), depth, library.num_children, most)
+        bounds = bounds_of(jobs, library, parameters.hardware(OURS[0]), (*PUBLISHED, *OURS))
         own = {"attainment": bounds.attainment("adaserve"), "goodput": bounds.goodput("adaserve")}
         return {**own, "throughput": bounds.throughput(), "requests": len(jobs)}
     config = config_of(system)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.comparison import COLOURS, MARKERS
+from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.intervals import share_closed
+from hf_slospec.sim.systems import config_of
+from hf_slospec.sim.texts import Library
+from hf_slospec.sim.workload import Job
 
 Key = tuple[Any, ...]  # of strings and numbers
 Figures = dict[str, Any]
@@ -30,15 +35,32 @@ def resumed(tasks: Mapping[Key, Callable[[], Figures]], workers: int, kept: Path
     if kept is not None and kept.exists():
         lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines())
         found = {tuple(key): figures for key, figures in lines if tuple(key) in tasks}
-    with ProcessPoolExecutor(workers) as pool:
-        started = {pool.submit(task): key for key, task in tasks.items() if key not in found}
-        for done in tqdm(as_completed(started), total=len(started), disable=not sys.stderr.isatty()):
-            key = started[done]
-            found[key] = done.result()
-            if kept is not None:
-                with kept.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([key, found[key]]) + "\n")
+    left = {key: task for key, task in tasks.items() if key not in found}
+    for key, figures in tqdm(_run(left, workers), total=len(left), disable=not sys.stderr.isatty()):
+        found[key] = figures
+        if kept is not None:
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, figures]) + "\n")
     return found
+
+
+def _run(tasks: Mapping[Key, Callable[[], Figures]], workers: int) -> Iterator[tuple[Key, Figures]]:
+    """Yield the figures of tasks as they finish; a single worker is this process."""
+    if workers == 1:
+        for key, task in tasks.items():
+            yield key, task()
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        started = {pool.submit(task): key for key, task in tasks.items()}
+        for done in as_completed(started):
+            yield started[done], done.result()
+
+
+def bounds_of(jobs: Sequence[Job], library: Library, hardware: Hardware, systems: Iterable[str]) -> Bounds:
+    """Return the bounds that hold for all of these systems: they draft no deeper and run no more requests at a time."""
+    configs = [config_of(system) for system in systems]
+    depth = max(config.max_depth for config in configs if config.policy != "none")
+    return Bounds(jobs, library, hardware, depth, library.num_children, max(config.max_batch for config in configs))
 
 
 def shares_closed(runs: Sequence[Mapping[str, float]], base: Sequence[str], best: str, own: str) -> list[float]:

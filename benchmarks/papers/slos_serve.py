@@ -20,13 +20,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from replays import Figures, Key, resumed, shares_closed, shown
+from replays import Figures, Key, bounds_of, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import HARDWARE, lines
 from hf_slospec.sim.intervals import interval_of
@@ -115,10 +114,7 @@ def attainment(system: str, scenario: Scenario, replicas: int, seed: int, rate: 
     hardware = HARDWARES[scenario.hardware]
     if system == BOUND:
         assert replicas == 1, "bounds are those of one replica"
-        depth, batch = (
-            max(getattr(config_of(s), key) for s in (OURS, THEIRS, "vllm")) for key in ("max_depth", "max_batch")
-        )
-        bounds = Bounds(load.jobs, load.library, hardware, depth, load.library.num_children, batch)
+        bounds = bounds_of(load.jobs, load.library, hardware, (OURS, THEIRS, "vllm"))
         return float(bounds.attainment("slos-serve") or 0.0)
     run = Simulation(
         load.jobs, load.library, hardware, config_of(system), replicas=replicas, seed=seed, oracle=is_oracle(system)

@@ -54,7 +54,7 @@ def systems(batch: int) -> dict[str, dict[str, Any]]:
         "static": dict(policy="static", max_width=3),
         "ours": dict(policy="auto"),
         "plain": dict(policy="none"),
-        "oracle": dict(max_depth=8),
+        "oracle": dict(max_width=16, draft_budget=1024),
     }
 
 

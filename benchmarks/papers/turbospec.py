@@ -20,11 +20,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from replays import Figures, resumed, shares_closed
+from replays import Figures, bounds_of, resumed, shares_closed
 
 from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.sim.bounds import Bounds
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import MAX_TOKENS, Hardware, curve, lines
 from hf_slospec.sim.intervals import interval_of
@@ -190,11 +189,7 @@ class Task:
         """Return the figures of :data:`FIGURES`, or of the latency alone for :data:`BOUND`."""
         load = self.setup.load(self.rate, self.seed)
         if self.column == BOUND:
-            depth, batch = (
-                max(getattr(config_of(s), key) for s in SYSTEMS.values()) for key in ("max_depth", "max_batch")
-            )
-            children = load.library.num_children
-            bounds = Bounds(load.jobs, load.library, self.setup.hardware, depth, children, batch)
+            bounds = bounds_of(load.jobs, load.library, self.setup.hardware, SYSTEMS.values())
             return {"latency_s": bounds.latency_s(), "throughput": bounds.throughput()}
         system, jobs = SYSTEMS[self.column], list(load.jobs)
         if self.column == SHORTEST:
