@@ -10,7 +10,9 @@ from pydantic import Field
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
-from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
+
+MAX_PREFILL_CHUNK = 10**6  # the step time of every size up to it is predicted
 
 Prepack = bool | Literal["only"] | None
 
@@ -59,11 +61,14 @@ class SLOSpecConfig(PolicySettings):
         "guaranteed request late. first: before any decoding (vLLM without chunked prefill). chunked: together with "
         "decoding, up to prefill_chunk tokens per step, decoding included (Sarathi-Serve).",
     )
-    max_batch: int = Field(64, ge=1, description="Batcher: maximum number of running requests.")
-    max_queue: int = Field(1024, ge=1, description="Batcher: maximum number of waiting requests; more are refused.")
+    max_batch: int = Field(64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests.")
+    max_queue: int = Field(
+        1024, ge=1, le=MAX_COUNT, description="Batcher: maximum number of waiting requests; more are refused."
+    )
     kv_tokens: int | None = Field(
         None,
         ge=1,
+        le=MAX_COUNT,
         description="Batcher: maximum tokens of K/V cache. None: as many as fit into two fifths of the free memory.",
     )
     kept_tokens: int | None = Field(
@@ -72,7 +77,9 @@ class SLOSpecConfig(PolicySettings):
         description="Batcher: tokens of finished requests whose K/V is kept for requests that begin alike, at most. "
         "None: as many as running requests leave of kv_tokens. 0: none, and no request uses another's K/V.",
     )
-    prefill_chunk: int = Field(512, ge=1, description="Batcher: maximum prefill tokens of one step.")
+    prefill_chunk: int = Field(
+        512, ge=1, le=MAX_PREFILL_CHUNK, description="Batcher: maximum prefill tokens of one step."
+    )
     starvation_s: float = Field(
         30.0,
         gt=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,34 @@ def usage_errors() -> Iterator[None]:
         yield
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def check_outputs(plot: Path | None, *others: Path | None) -> None:
+    """Raise BadParameter for output files that cannot be written; create their folders."""
+    if plot is not None:
+        if plot.suffix.lower() != ".png":
+            raise typer.BadParameter(f"--plot writes a PNG, so {plot} must end in .png")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("--plot needs matplotlib: pip install 'hf_slospec[plot]'")
+    for path in (plot, *others):
+        if path is not None:
+            try:
+                _check_writable(path)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise typer.BadParameter(f"{path}: cannot be written ({reason})") from error
+
+
+def _check_writable(path: Path) -> None:
+    """Open a file for writing as a trial, and leave it as it was; OSError or ValueError if that fails."""
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder, not a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_there = path.exists()
+    if path.is_file() or not is_there:  # not a pipe or a device
+        path.open("a").close()
+    if not is_there:
+        path.unlink()
 
 
 def write_results(path: Path, facts: dict[str, Any], results: Any) -> None:

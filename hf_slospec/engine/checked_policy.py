@@ -14,7 +14,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request
-from hf_slospec.errors import InvalidInputError
+from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
 
 def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) -> None:
@@ -58,7 +58,16 @@ class CheckedPolicy:
             policy: the user's; its ``observe`` may leave out the last parameter, ``plan``.
             max_nodes: maximum nodes of one request's tree, root not counted.
             vocab_size: bound of the token ids.
+
+        Raises:
+            InvalidTypeError: it lacks a method.
         """
+        for name in ("plan", "select", "observe"):
+            if not callable(getattr(policy, name, None)):
+                raise InvalidTypeError(
+                    f"make_policy must return a policy with a method {name!r}, see hf_slospec.Policy; got "
+                    f"{type(policy).__name__}"
+                )
         self.policy, self.max_nodes, self.vocab_size = policy, max_nodes, vocab_size
         self._observes_plan = _takes(policy.observe, 4)
 

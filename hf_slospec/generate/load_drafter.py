@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError
-from hf_slospec.generate.validation import check_causal_lm
+from hf_slospec.generate.validation import check_causal_lm, check_tokenizer
 from hf_slospec.models.compatibility.running import input_device, vocab_size
 from hf_slospec.models.drafters.methods import (
     AssistantMethod,
@@ -69,6 +69,8 @@ def load_drafter(
         IncompatibleDraftError: it was made for another target.
     """
     target = check_causal_lm("target", target)
+    check_tokenizer(tokenizer)
+    check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
     methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts) for part in parts_of(source)]
     method = methods[0] if len(methods) == 1 else HybridMethod(methods)
     method.check(target)
@@ -79,7 +81,7 @@ def load_drafter(
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
     """Return the parts of a source, at least one; raise InvalidTypeError if it has none."""
     parts: Any = source
-    if isinstance(source, str) and not Path(source).is_dir():
+    if isinstance(source, str) and not os.path.isdir(source):
         parts = [part.strip() for part in source.split("+")]
     if isinstance(parts, (str, PreTrainedModel, DraftMethod)):
         parts = [parts]

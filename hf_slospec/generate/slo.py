@@ -51,7 +51,10 @@ def parse_slo(slo_tpot: Any) -> _Parsed | list[_Parsed]:
         InvalidInputError, InvalidTypeError: the argument is no SLO.
     """
     if hasattr(slo_tpot, "tolist"):  # arrays and tensors
-        slo_tpot = slo_tpot.tolist()
+        try:
+            slo_tpot = slo_tpot.tolist()
+        except (NotImplementedError, RuntimeError) as error:  # a tensor without data
+            raise InvalidInputError(f"slo_tpot has no values that can be read: {error}") from error
     if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
         return [_parsed(own) for own in slo_tpot]
     return _parsed(slo_tpot)
@@ -85,7 +88,7 @@ def _check_seconds(seconds: Any) -> None:
             f"slo_tpot must be seconds per output token, None, a list of SLOStage, or a list of those per row; "
             f"got {seconds!r}"
         )
-    if not math.isfinite(seconds) or seconds < LEAST_S:
+    if not LEAST_S <= seconds < math.inf:
         raise InvalidInputError(
             f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_S:g}), "
             f"got {seconds!r}; "

@@ -84,6 +84,15 @@ def check_make_policy(make_policy: Any) -> Any:
     return make_policy
 
 
+def check_tokenizer(tokenizer: Any, name: str = "tokenizer") -> None:
+    """Raise InvalidTypeError unless the argument is None, or can be called and decodes."""
+    if tokenizer is not None and not (callable(tokenizer) and callable(getattr(tokenizer, "decode", None))):
+        raise InvalidTypeError(
+            f"{name} must be a loaded tokenizer, such as AutoTokenizer.from_pretrained(...) returns; got "
+            f"{type(tokenizer).__name__}"
+        )
+
+
 def check_one_way(assistant_model: Any, drafter: Any) -> None:
     """Raise InvalidInputError if there are a drafter and an assistant model."""
     if assistant_model is not None and drafter is not None:
@@ -145,6 +154,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             f"cache_implementation={kind!r} cannot be combined with slo_tpot; speculation keeps its own K/V cache, so "
             "leave it out"
         )
+    check_tokenizer(arguments.get("tokenizer"))
     _check_cache(arguments.get("past_key_values"))
     if arguments.get("past_key_values") is not None and configured("use_cache", model, arguments) is False:
         raise UnsupportedOptionError("past_key_values and use_cache=False contradict each other; leave one out")
@@ -156,12 +166,19 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     embeds, has_cache = arguments.get("inputs_embeds"), arguments.get("past_key_values") is not None
     if embeds is not None and not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
         raise InvalidInputError("inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0")
+    hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
+    if embeds is not None and hidden not in (None, embeds.shape[2]):
+        raise InvalidInputError(f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden}")
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)
         if ids is not None and not isinstance(ids, torch.Tensor):
             raise InvalidTypeError(
                 f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
             )
+        if isinstance(ids, torch.Tensor) and ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidTypeError(f"{name} must hold token ids as int64, got {ids.dtype}; convert them with .long()")
+        if isinstance(ids, torch.Tensor) and ids.ndim not in (1, 2):
+            raise InvalidInputError(f"{name} must be [batch, length] or [length], got shape {list(ids.shape)}")
         if isinstance(ids, torch.Tensor) and not ids.numel() and embeds is None:
             raise InvalidInputError(f"{name} is empty, shape {list(ids.shape)}; give every row at least one token")
         mask = arguments.get("attention_mask")

@@ -12,6 +12,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.cuda.transfer import to_device
 from hf_slospec.models.memory import is_out_of_memory
 from hf_slospec.models.noise import GeneratorNoise
@@ -290,10 +291,20 @@ def _raise(error: BaseException, node: int) -> int:
 
 
 def processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
-    """Return raw scores after all processors.  -> [num_nodes, vocab] f32"""
+    """Return raw scores after all processors.  -> [num_nodes, vocab] f32
+
+    Raises:
+        InvalidInputError: a processor returns something else than scores.
+    """
     scores = raw  # not a copy: if a processor writes into it, the logits that generate returns change too
     for processor in processors:
         scores = processor(input_ids, scores)
+        if not isinstance(scores, torch.Tensor) or scores.shape != raw.shape:
+            found = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            name = type(processor).__name__
+            raise InvalidInputError(
+                f"logits_processor {name} must return scores of shape {list(raw.shape)}, got {found}"
+            )
     return scores
 
 

@@ -36,6 +36,9 @@ PolicyName = Literal[
     "none",
 ]
 
+MAX_DEPTH = 1024  # statistics and room for K/V grow with it
+MAX_COUNT = 10**9  # of tokens or requests; more is a mistake, and overflows sums
+
 Settings = TypeVar("Settings", bound="PolicySettings")
 Options = TypeVar("Options", bound=PolicyOptions)
 
@@ -58,19 +61,25 @@ class PolicySettings(BaseModel):
         "fixed: beams of max_depth and max_width on every step (max_depth=0: plain decoding, max_width=1: chains). "
         "none: plain decoding.",
     )
-    max_depth: int = Field(12, ge=0, description="Maximum depth of token trees (D_max). 0 turns speculation off.")
+    max_depth: int = Field(
+        12, ge=0, le=MAX_DEPTH, description="Maximum depth of token trees (D_max). 0 turns speculation off."
+    )
     max_width: int = Field(3, ge=1, le=64, description="Maximum beam width of a request while drafting (W_max).")
     token_budget: int | None = Field(
         None,
         ge=1,
+        le=MAX_COUNT,
         description="Token budget: maximum nodes verified per step, over all requests, roots included (B and B1). "
         "None: as many as cost up to four times a single token's step, by measurement.",
     )
     draft_budget: int = Field(
-        96, ge=1, description="Maximum draft tokens per level over all requests (B2); bounds the width."
+        96, ge=1, le=MAX_COUNT, description="Maximum draft tokens per level over all requests (B2); bounds the width."
     )
     urgency: float = Field(
-        1.0, ge=0, description="auto: additional weight of a request's tokens for each token the request is late."
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="auto: additional weight of a request's tokens for each token the request is late.",
     )
     policy_options: SerializeAsAny[PolicyOptions] = Field(
         PolicyOptions(),

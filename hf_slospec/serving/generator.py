@@ -23,11 +23,12 @@ from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import Progress
+from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.load_drafter import load_drafter
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.generate.validation import check_one_way
+from hf_slospec.generate.validation import check_one_way, check_tokenizer
 from hf_slospec.models.compatibility.running import input_device
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.sampling import TokenLogprobs
@@ -69,6 +70,12 @@ class SLOSpecGenerator:
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
     ):
+        check_tokenizer(tokenizer)
+        if processor is not None and not callable(processor):
+            raise InvalidTypeError(
+                "processor must be a loaded processor, such as AutoProcessor.from_pretrained(...) returns; got "
+                f"{type(processor).__name__}"
+            )
         self.decoder = Decoder(
             model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
         )

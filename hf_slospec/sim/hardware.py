@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.engine.costs import StepCosts
@@ -99,24 +99,26 @@ class ForwardFile(BaseModel):
         return ForwardCost(LatencyCurve(tuple(self.tokens), seconds), per_request_s, per_key_s)
 
 
+def _lasting(cost: ForwardFile) -> ForwardFile:
+    if cost.ms[0] < MIN_TARGET_MS:
+        raise ValueError(f"a forward of the target takes at least {MIN_TARGET_MS} ms, got {cost.ms[0]}")
+    return cost
+
+
+TargetFile = Annotated[ForwardFile, AfterValidator(_lasting)]
+
+
 class HardwareFile(BaseModel):
     """A latency file: the forwards of both models, and the further costs of a step."""
 
     model_config = ConfigDict(extra="forbid")
 
-    target: ForwardFile
+    target: TargetFile
     draft: ForwardFile
     mixed_ms: Milliseconds = 0.0
     host_ms: Milliseconds = 0.0
     drafting_request_ms: Milliseconds = 0.0
     kv_tokens: Count = 400_000
-
-    @field_validator("target")
-    @classmethod
-    def _check_duration(cls, target: ForwardFile) -> ForwardFile:
-        if target.ms[0] < MIN_TARGET_MS:
-            raise ValueError(f"a forward of the target takes at least {MIN_TARGET_MS} ms, got {target.ms[0]}")
-        return target
 
     def hardware(self) -> Hardware:
         """Return the latencies in seconds."""
@@ -136,10 +138,16 @@ class Profiled(BaseModel):
     fit: ForwardFile
 
 
+class ProfiledTarget(BaseModel):
+    """Likewise for the target."""
+
+    fit: TargetFile
+
+
 class ProfiledModels(BaseModel):
     """Results of ``profile`` for both models."""
 
-    target: Profiled
+    target: ProfiledTarget
     draft: Profiled
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -21,6 +22,8 @@ from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import DRAFT_SHAPES, SHAPES, inflate
 
 DTYPES = ("auto", "fast", "bfloat16", "float16", "float32")
+# There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
+LOADING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
 SIZES = ("tiny", *SHAPES)
 
 
@@ -65,8 +68,10 @@ def load_pair(
         raise InvalidInputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch without CUDA, or without that device's module
         raise InvalidInputError(f"--device {device}: {error}") from error
+    if torch.device(device).type == "meta":
+        raise InvalidInputError("--device meta: its tensors have no data; choose another device")
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
     if target is not None:
         own = AutoModelForImageTextToText if images else AutoModelForCausalLM
@@ -77,7 +82,7 @@ def load_pair(
             models = [
                 auto.from_pretrained(name, dtype=dtype, **safe).to(device) for auto, name in named if name is not None
             ]
-        except (OSError, ValueError) as error:  # no such model, the Hub cannot be reached, or not such a class
+        except LOADING_ERRORS as error:
             options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
             raise InvalidInputError(f"{options}: {error}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

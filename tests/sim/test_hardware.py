@@ -98,6 +98,7 @@ def test_a_profile_that_was_measured_here_is_one_too() -> None:
         ('{"target": {"tokens": [1], "ms": [1],\n "ms_per_key": 1}, "draft": 1}', r":2:16: target\.ms_per_key: "),
         ('{"results":\n {"target": {"fit": {"tokens": [1, 0]}}}}', r":2:36: results\.target\.fit\.tokens\.1: "),
         ('{"results":\n {"target": {}}}', r":2:13: results\.target\.fit: Field required"),
+        ('{"results":\n {"target": {"fit": {"tokens": [1], "ms": [0]}}, "draft": 1}}', r":2:21: .* at least 0\.01 ms"),
         ('{"target": ' + "9" * 5000 + "}", r":1:1: "),
         ("[" * 100_000, r":1:1: "),
     ],

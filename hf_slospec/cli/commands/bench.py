@@ -19,6 +19,7 @@ from hf_slospec.cli.options import (
     ResultPath,
     Size,
     TargetModel,
+    check_outputs,
     console,
     settings_of,
     usage_errors,
@@ -62,6 +63,7 @@ def bench(
 
     Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
+    check_outputs(None, trace, record, json_path)
     settings = settings_of(config)
     if top_p < 1.0 and not temperature:
         raise typer.BadParameter("--top-p has no effect without --temperature")

@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, ConfigJSON, Device, Drafter, DType, Size, TargetModel, settings_of
+from hf_slospec.cli.options import (
+    Assistant,
+    ConfigJSON,
+    Device,
+    Drafter,
+    DType,
+    Size,
+    TargetModel,
+    check_outputs,
+    settings_of,
+)
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.serving.handle import RequestHandle, RequestResult
@@ -61,6 +71,7 @@ def generate(
 
     Exit codes: 0 finished, 1 failed, 2 usage error, 3 SLO missed (with --strict), 130 interrupted.
     """
+    check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
     text, settings = _prompt(prompt, file), settings_of(config)
     sampling: dict[str, Any] = {}
     if temperature:

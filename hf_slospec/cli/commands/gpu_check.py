@@ -13,9 +13,11 @@ from rich.text import Text
 import hf_slospec
 from hf_slospec.cli import benchmark
 from hf_slospec.cli import gpu_check as checking
-from hf_slospec.cli.options import console, usage_errors, write_results
+from hf_slospec.cli.options import check_outputs, console, usage_errors, write_results
 from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.tiny.load import SIZES
+
+MAX_DIGITS = 6  # of a batch size
 
 
 def gpu_check(
@@ -48,11 +50,12 @@ def gpu_check(
 
     Example:  hf_slospec gpu-check --budget-s 120 --json result.json
     """
+    check_outputs(None, json_path)
     sizes = tuple(dict.fromkeys(shapes.replace(" ", "").split(",")))
     if unknown := {*sizes, identity_shape} - set(SIZES):
         raise typer.BadParameter(f"--shapes must be among {', '.join(SIZES)}, got {', '.join(sorted(unknown))}")
     numbers = dict.fromkeys(batches.replace(" ", "").split(","))
-    if not all(number.isdecimal() and int(number) for number in numbers):
+    if not all(number.isdecimal() and len(number) <= MAX_DIGITS and int(number) for number in numbers):
         raise typer.BadParameter(f"--batches must be positive numbers such as 1,4, got {batches!r}")
     output = console()
     if (reason := checking.why_no_device(device)) is not None:

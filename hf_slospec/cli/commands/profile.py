@@ -15,6 +15,7 @@ from hf_slospec.cli.options import (
     ResultPath,
     Size,
     TargetModel,
+    check_outputs,
     console,
     usage_errors,
     write_results,
@@ -39,6 +40,7 @@ def profile(
 
     Example:  hf_slospec profile --size 0.3B --seconds 20 --plot curves.png
     """
+    check_outputs(plot, json_path)
     with usage_errors():
         pair = ModelOptions(target, assistant, size=size, dtype=dtype, device=device).load()
     models = {"target": pair.target, "draft": pair.draft}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import numpy as np
 import typer
 
 from hf_slospec.cli import benchmark
-from hf_slospec.cli.options import ResultPath, console, write_results
+from hf_slospec.cli.options import ResultPath, check_outputs, console, write_results
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.sim import comparison
@@ -76,7 +75,7 @@ def simulate(
     if metric not in METRICS:
         raise typer.BadParameter(f"--metric must be one of {', '.join(METRICS)}, got {metric!r}")
     _refuse_unused(context, trace, recording, arrivals, replicas)
-    _check_outputs(plot, csv_path, json_path)
+    check_outputs(plot, csv_path, json_path)
     try:
         device = hardware_of(hardware)
         num_children = comparison.num_children_for(system)
@@ -138,20 +137,3 @@ def _refuse_unused(
             source = context.get_parameter_source(name)
             if is_true and source is not None and source.name == "COMMANDLINE":
                 raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {reason}")
-
-
-def _check_outputs(plot: Path | None, *others: Path | None) -> None:
-    """Raise BadParameter for output files that cannot be written; create their folders."""
-    if plot is not None:
-        if plot.suffix.lower() != ".png":
-            raise typer.BadParameter(f"--plot writes a PNG, so {plot} must end in .png")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter("--plot needs matplotlib: pip install 'hf_slospec[plot]'")
-    for path in (plot, *others):
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise typer.BadParameter(f"{path}: cannot be written ({error.strerror})") from error
-            if path.is_dir():
-                raise typer.BadParameter(f"{path} is a folder, not a file")

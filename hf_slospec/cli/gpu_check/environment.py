@@ -20,7 +20,11 @@ NVIDIA_SMI_FIELDS = (
 
 def why_no_device(device: str) -> str | None:
     """Return why the check cannot run on this device and what to do; None if it can."""
-    if torch.device(device).type != "cuda" or torch.cuda.is_available():
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        return f"--device {device}: {error}"
+    if kind != "cuda" or torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
         reason = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ class CheckedDrafter:
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
         with torch.random.fork_rng(enabled=self.keeps_rng):
-            trees = list(self.drafter.draft(requests, plan))
+            drafted = self.drafter.draft(requests, plan)
+        if not isinstance(drafted, Iterable):
+            raise InvalidInputError(f"drafter returned {type(drafted).__name__}, where TokenTree objects were expected")
+        trees = list(drafted)
         if len(trees) != len(requests):
             raise InvalidInputError(f"drafter returned {len(trees)} trees for {len(requests)} requests")
         for request, tree in zip(requests, trees, strict=True):

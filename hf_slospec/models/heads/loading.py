@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import MtpModel
@@ -131,10 +131,16 @@ def open_checkpoint(source: str) -> Checkpoint:
     if not (folder / "config.json").exists():
         raise UnsupportedModelError(f"{source} has no config.json")
     files: dict[str, Path] = {}
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
-    return Checkpoint(source, json.loads((folder / "config.json").read_text(encoding="utf-8")), files)
+    try:
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise UnsupportedModelError(f"{source} has a file that cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{source}: config.json must hold an object")
+    return Checkpoint(source, config, files)
 
 
 def _is_speculators_eagle3(checkpoint: Checkpoint) -> bool:

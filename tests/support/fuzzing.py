@@ -1,0 +1,48 @@
+"""Strategies and settings of fuzz tests, which ``scripts/fuzz.py`` runs with random examples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+PROFILE = "fuzz"  # of scripts/fuzz.py
+HUGE = (2**31, 2**40, 2**63, 10**30)
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, -(2**63), *HUGE, 10**400, 0.0, 0.5, -1.5, 1e-300, 1e300, math.nan, math.inf, -math.inf, 1j,
+    "", "x", "0.1", "\0", "\ud800", b"x", (), [], [1], ["x"], [None], [[]], [[1.5]], {}, {"a": 1}, {1: 2}, object(),
+    int, print, np.float32(0.5), np.int64(3), np.array([]), np.array([0.1, 0.2]), torch.tensor(3), torch.tensor([]),
+    torch.tensor([0.1, 0.2]), torch.tensor(True), torch.zeros(2, 0, 3), torch.empty(2, 3, device="meta"),
+)  # fmt: skip
+
+
+def fuzzed(examples: int) -> settings:
+    """Return the settings of a test: these examples, always the same, or those of the profile of scripts/fuzz.py."""
+    own = {} if settings.get_current_profile_name() == PROFILE else {"max_examples": examples, "derandomize": True}
+    skipped = {Phase.reuse} if own else set()
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    return settings(
+        **own, deadline=None, suppress_health_check=checks, phases=set(Phase) - skipped - {Phase.explain}, database=None
+    )
+
+
+def odd() -> st.SearchStrategy[Any]:
+    """Values of wrong types, and numbers at and beyond the limits."""
+    return st.sampled_from(ODD)
+
+
+def mostly(valid: st.SearchStrategy[Any], of: int = 5) -> st.SearchStrategy[Any]:
+    """Values of the strategy, and one of so many of any kind."""
+    return st.integers(1, of).flatmap(lambda number: odd() if number == of else valid)
+
+
+def some_of(
+    valid: dict[str, st.SearchStrategy[Any]], most: int = 4, least: int = 0, odd_of: int = 5
+) -> st.SearchStrategy[dict[str, Any]]:
+    """Arguments, some of those that there are, with mostly valid values."""
+    names = st.lists(st.sampled_from(sorted(valid)), min_size=least, max_size=most, unique=True)
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: mostly(valid[name], odd_of) for name in chosen}))
