@@ -49,7 +49,7 @@ def read_prompts(path: Path | None) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
         prompts = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no JSON
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no JSON, or nested too deeply
         raise InvalidInputError(f"--prompts {path}: {error}") from error
     is_list = isinstance(prompts, list) and all(isinstance(prompt, str) and prompt for prompt in prompts)
     if not is_list or not prompts:

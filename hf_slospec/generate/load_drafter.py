@@ -25,7 +25,7 @@ from hf_slospec.models.drafters.methods import (
 from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.head import DraftHead
-from hf_slospec.models.heads.loading import layout_of, load_mtp, open_checkpoint
+from hf_slospec.models.heads.loading import LOADING_ERRORS, layout_of, load_mtp, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _method(
         raise UnsupportedModelError(f"{source} is a head of type {kind!r}, which cannot be loaded")
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
+    except LOADING_ERRORS as error:
         raise UnsupportedModelError(f"{source} is neither a known head nor a causal LM: {error}") from error
     return _assistant(model.to(input_device(target)).eval(), target, tokenizer, assistant_tokenizer or source)
 
@@ -153,6 +153,6 @@ def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokeni
         return None
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError):  # there is none
+    except LOADING_ERRORS:  # there is none
         return None
     return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ def prompt_logprobs(speculator: Speculator, tokens: Sequence[int], num_top: int)
         num_top: number of most probable tokens to return for each place.
 
     Raises:
-        InvalidInputError: a token is outside of the vocabulary, or the prompt is longer than the model can be.
+        InvalidInputError: ``num_top`` is no number, a token is outside of the vocabulary, or the prompt is longer than the model can be.
         UnsupportedModelError: tokens of the model's prompts see those behind them.
         MemoryError: there is no room for the prompt's K/V.
     """
@@ -35,6 +36,8 @@ def prompt_logprobs(speculator: Speculator, tokens: Sequence[int], num_top: int)
             f"{type(speculator.target.model).__name__} sees a prompt from both sides, so its tokens have no log "
             "probabilities given those before"
         )
+    if isinstance(num_top, bool) or not isinstance(num_top, numbers.Integral) or num_top < 0:
+        raise InvalidInputError(f"num_top must be a number of tokens, at least 0, got {num_top!r}")
     speculator.renew()
     packed, size = speculator.target.packed, vocab_size(speculator.target.model)
     if max(tokens) >= size:

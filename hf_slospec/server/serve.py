@@ -97,7 +97,7 @@ class ServeOptions:
         try:
             template: dict[str, Any] = json.loads(_read("--response-template", self.response_template))
             load_response_template(template)
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise InvalidInputError(f"--response-template {self.response_template}: {error}") from error
         return template
 

@@ -54,6 +54,8 @@ def config_of(system: str) -> SLOSpecConfig:
         raise InvalidInputError(f"system {system!r}: column {column}: {error.msg}") from error
     except ValidationError as error:
         raise InvalidInputError(f"system {system!r}: {describe_validation_error(error)}") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
+        raise InvalidInputError(f"system {system[:40]!r}: {error}") from error
 
 
 def is_oracle(system: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -17,13 +16,12 @@ from transformers import (
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.cpu.kernels import works
 from hf_slospec.models.cpu.threads import available_cores
+from hf_slospec.models.heads.loading import LOADING_ERRORS
 from hf_slospec.models.machine import native_dtypes
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import DRAFT_SHAPES, SHAPES, inflate
 
 DTYPES = ("auto", "fast", "bfloat16", "float16", "float32")
-# There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
-LOADING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
 SIZES = ("tiny", *SHAPES)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 PROFILE = "fuzz"  # of scripts/fuzz.py
 HUGE = (2**31, 2**40, 2**63, 10**30)
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, -(2**63), *HUGE, 10**400, 0.0, 0.5, -1.5, 1e-300, 1e300, math.nan, math.inf, -math.inf, 1j,
-    "", "x", "0.1", "\0", "\ud800", b"x", (), [], [1], ["x"], [None], [[]], [[1.5]], {}, {"a": 1}, {1: 2}, object(),
+    None, True, False, 0, 1, -1, -(2**63), *HUGE, 10**400, 0.0, 0.5, -1.5, 1e-300, 1e300, math.nan, math.inf, -math.inf,
+    1j, "", "x", "0.1", "\0", "\ud800", b"x", (), [], [1], ["x"], [None], [[]], [[1.5]], {}, {"a": 1}, {1: 2}, object(),
     int, print, np.float32(0.5), np.int64(3), np.array([]), np.array([0.1, 0.2]), torch.tensor(3), torch.tensor([]),
     torch.tensor([0.1, 0.2]), torch.tensor(True), torch.zeros(2, 0, 3), torch.empty(2, 3, device="meta"),
 )  # fmt: skip
@@ -22,12 +22,10 @@ ODD: tuple[Any, ...] = (
 
 def fuzzed(examples: int) -> settings:
     """Return the settings of a test: these examples, always the same, or those of the profile of scripts/fuzz.py."""
-    own = {} if settings.get_current_profile_name() == PROFILE else {"max_examples": examples, "derandomize": True}
-    skipped = {Phase.reuse} if own else set()
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(
-        **own, deadline=None, suppress_health_check=checks, phases=set(Phase) - skipped - {Phase.explain}, database=None
-    )
+    if settings.get_current_profile_name() == PROFILE:
+        return settings(deadline=None, suppress_health_check=checks)
+    return settings(deadline=None, suppress_health_check=checks, max_examples=examples, derandomize=True, database=None)
 
 
 def odd() -> st.SearchStrategy[Any]:

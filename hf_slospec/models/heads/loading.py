@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings, default_f
 from hf_slospec.models.heads.head import DraftHead, own_modules
 from hf_slospec.models.heads.mtp import MtpHead, ShippedMtpHead
 
+# There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
+LOADING_ERRORS = (
+    OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MTP_PREFIX = "mtp."
 # Copies of the target's modules, and buffers that are computed.
@@ -114,7 +119,7 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
 def open_checkpoint(source: str) -> Checkpoint:
     """Return the checkpoint in a folder, or else in the Hub repository of this name; read no tensor."""
     folder = Path(source)
-    if not folder.is_dir():
+    if not os.path.isdir(source):
         try:
             folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:

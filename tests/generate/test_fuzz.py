@@ -1,0 +1,145 @@
+"""Arguments of any kind for ``enable``, ``generate`` and drafters; ``scripts/fuzz.py`` tries more of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hf_slospec
+from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
+from hf_slospec.policies.fixed import FixedPolicy
+from tests.support.against_stock import DRAFTS_ALWAYS
+from tests.support.fuzzing import fuzzed, mostly, odd, some_of
+from tests.support.generate_arguments import SLO, VALID, OwnError, called, check_like_stock, fails, prompts
+from tests.support.tiny_models import ragged_prompts, tiny_model
+from tests.support.tiny_tokenizers import byte_level
+
+PROMPT: dict[str, Any] = ragged_prompts(2) | {"max_new_tokens": 3}
+
+
+@functools.cache
+def plain(model: Any) -> torch.Tensor:
+    return torch.as_tensor(type(model).generate(model, **PROMPT))
+
+
+def check_works(model: Any, **slo: Any) -> None:
+    """A plain call gives what it gave before, as does one with an SLO where the model is enabled."""
+    expected = plain(model)
+    assert torch.equal(model.generate(**PROMPT), expected)
+    if slo:
+        assert torch.equal(model.generate(**PROMPT, **slo), expected)
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Any]:
+    yield hf_slospec.enable(tiny_model("llama"), tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS)
+    hf_slospec.disable(tiny_model("llama"))
+    assert "generate" not in vars(tiny_model("llama"))
+
+
+@fuzzed(60)
+@given(inputs=prompts(), options=some_of(VALID), slo=mostly(SLO), fallback=st.sampled_from([None, None, False, True]))
+def test_generate_returns_what_stock_returns_or_says_what_is_wrong(
+    drafting: Any, inputs: dict[str, Any], options: dict[str, Any], slo: Any, fallback: bool | None
+) -> None:
+    arguments = inputs | {"max_new_tokens": 6} | options
+    own = {"slo_tpot": 0.1 if slo is None else slo, "fallback": fallback}
+    ours = called(lambda **kwargs: drafting.generate(**kwargs, **own), arguments)
+    check_like_stock(ours, drafting, arguments)
+    check_works(drafting, slo_tpot=0.1)
+
+
+class Object:
+    """Has the methods of a drafter or a policy, and returns what they should not."""
+
+    def __init__(self, found: Any = None, *_: Any):
+        self.found = found
+
+    def draft(self, *_: Any) -> Any:
+        return self.found
+
+    plan = select = observe = release = draft
+
+
+CONFIGS = [SLOSpecConfig(), DRAFTS_ALWAYS, SLOSpecConfig(policy="none"), SLOSpecConfig(prepack="only"), {}]
+ENABLE: dict[str, st.SearchStrategy[Any]] = dict(
+    assistant_model=st.sampled_from([tiny_model("llama", noise=0.03), tiny_model("opt"), tiny_model("llama")]),
+    drafter=st.builds(Object, odd()) | st.builds(lambda: hf_slospec.load_drafter("lookup", tiny_model("llama"))),
+    config=st.sampled_from(CONFIGS),
+    make_policy=st.sampled_from([Object, lambda *_: FixedPolicy(2, 2), lambda *_: None, fails]),
+    always=st.booleans(),
+    fallback=st.booleans(),
+)
+GENERATOR = {name: values for name, values in ENABLE.items() if name != "always"} | dict(
+    tokenizer=st.just(byte_level(300)), processor=odd()
+)
+MODELS = st.sampled_from([tiny_model("llama"), tiny_model("gpt2")])
+
+
+@fuzzed(25)
+@given(model=mostly(MODELS, 8), arguments=some_of(ENABLE), slo=mostly(SLO))
+def test_enable_refuses_or_works_and_disable_restores(model: Any, arguments: dict[str, Any], slo: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            hf_slospec.enable(model, **arguments)
+            out = model.generate(**PROMPT, slo_tpot=slo)
+            assert torch.equal(out, plain(model))
+        except (SLOSpecError, OwnError):
+            pass
+        except TypeError:
+            if arguments.get("make_policy") is not int:  # cannot be called with a config and costs
+                raise
+        finally:
+            for own in (tiny_model("llama"), tiny_model("gpt2"), arguments.get("assistant_model")):
+                if isinstance(own, torch.nn.Module):
+                    hf_slospec.disable(own)
+                    assert "generate" not in vars(own)
+    check_works(tiny_model("llama"))
+
+
+@fuzzed(25)
+@given(model=mostly(MODELS, 8), arguments=some_of(GENERATOR), inputs=prompts(), options=some_of(VALID, 2))
+def test_generators_refuse_or_return_what_stock_returns(
+    model: Any, arguments: dict[str, Any], inputs: dict[str, Any], options: dict[str, Any]
+) -> None:
+    options = inputs | {"max_new_tokens": 4} | options
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            generator = SLOSpecGenerator(model, **arguments)
+        ours = called(generator.generate, options)
+        if arguments.get("make_policy") not in (int, fails):  # which raise errors of their own
+            check_like_stock(ours, model, {"tokenizer": arguments.get("tokenizer")} | options)
+    except SLOSpecError:
+        pass
+    finally:
+        for own in (tiny_model("llama"), tiny_model("gpt2"), arguments.get("assistant_model")):
+            if isinstance(own, torch.nn.Module):
+                hf_slospec.disable(own)
+    check_works(tiny_model("llama"))
+
+
+@fuzzed(60)
+@given(
+    source=mostly(
+        st.sampled_from(["lookup", "lookup+lookup", "mtp", "+", "lookup+", "no/such", tiny_model("opt"), ["lookup", 3]])
+    ),
+    target=mostly(MODELS),
+    arguments=some_of(
+        dict(
+            tokenizer=st.just(byte_level(300)), assistant_tokenizer=st.just(byte_level(290)), share_texts=st.booleans()
+        )
+    ),
+)
+def test_drafters_are_loaded_or_refused(source: Any, target: Any, arguments: dict[str, Any]) -> None:
+    with contextlib.suppress(SLOSpecError):
+        hf_slospec.load_drafter(source, target, **arguments)
