@@ -27,7 +27,8 @@ def prompt_logprobs(speculator: Speculator, tokens: Sequence[int], num_top: int)
         num_top: number of most probable tokens to return for each place.
 
     Raises:
-        InvalidInputError: ``num_top`` is no number, a token is outside of the vocabulary, or the prompt is longer than the model can be.
+        InvalidInputError: ``num_top`` is no number, a token is outside of the vocabulary, or the prompt is longer than
+            the model can be.
         UnsupportedModelError: tokens of the model's prompts see those behind them.
         MemoryError: there is no room for the prompt's K/V.
     """

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,10 @@ from hf_slospec.generate.slo import LEAST_S
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 IMPOSSIBLE = "impossible"  # of type and range, and still no value to work with
 WRONG_VALUE = ("greater_than", "less_than", "finite", IMPOSSIBLE)  # pydantic's error types that are no type errors
+# Raised by tokenizers, chat templates and processors for what they cannot process.
+REFUSALS = (
+    TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, RuntimeError,
+)  # fmt: skip
 NOT_FOR_ONE = (  # arguments of generate that say nothing about a single request's tokens
     "assistant_model",
     "attention_mask",
@@ -138,7 +143,7 @@ def inputs_of(
             )
         else:
             found = processor(text=[prompt], images=list(images), return_tensors="pt")
-    except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError) as error:  # of the processor
+    except REFUSALS as error:
         raise InvalidInputError(f"the processor refused the prompt and its images: {error}") from error
     return tensors_of_one(found)
 
@@ -164,12 +169,19 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> lis
         InvalidTypeError: it is none of these.
     """
     if isinstance(prompt, str):
-        ids = _tokenizer_for("a text", tokenizer)(prompt)["input_ids"]
+        known = _tokenizer_for("a text", tokenizer)
+        try:
+            ids = known(prompt)["input_ids"]
+        except REFUSALS as error:  # half of a surrogate pair, for one
+            raise InvalidInputError(f"the tokenizer refused the prompt: {error}") from error
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, dict) for message in prompt):
         known = _tokenizer_for("chat messages", tokenizer)
         if getattr(known, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
-        ids = known.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        try:
+            ids = known.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        except REFUSALS as error:
+            raise InvalidInputError(f"the chat template refused the messages: {error}") from error
     else:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):

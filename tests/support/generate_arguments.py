@@ -260,8 +260,10 @@ def ready(arguments: dict[str, Any]) -> dict[str, Any]:
         found["past_key_values"] = StaticCache(config=config, max_cache_len=64)
     elif cache == "filled":
         found["past_key_values"] = tiny_model("llama")(torch.tensor([[5, 6, 7]])).past_key_values
-    if "stopping_criteria" not in found:
-        found["stopping_criteria"] = StoppingCriteriaList([Ends(45)])
+    found.setdefault("stopping_criteria", StoppingCriteriaList([Ends(45)]))
+    for name in ("max_new_tokens", "max_length"):
+        if "stopping_criteria" in arguments and type(found.get(name)) is int and found[name] > 100:
+            del found[name]
     return found
 
 

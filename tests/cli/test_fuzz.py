@@ -1,0 +1,196 @@
+"""Command lines of any kind; ``scripts/fuzz.py`` tries more of them.
+
+Commands stop where their work begins, but for ``generate`` and ``simulate``, which do little.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from hf_slospec.cli import benchmark, profiling
+from hf_slospec.cli import gpu_check as checking
+from hf_slospec.cli.app import app
+from hf_slospec.tiny.embedded import load_tiny_pair
+from tests.support.fuzzing import fuzzed
+
+RUN = CliRunner(env={"COLUMNS": "200"})
+FILES = {
+    "text.txt": b"def main():\n",
+    "empty": b"",
+    "bytes": bytes(range(256)),
+    "deep.json": b"[" * 100_000,
+    "list.json": b'["a", "b"]',
+    "odd.json": b'{"a": [1, {"b": null}]}',
+    "number.json": b"9" * 5000,
+    "keys.json": b'{"k": {"default_tpot": 0.1}}',
+    "latency.json": b'{"target": {"tokens": [1], "ms": [20]}, "draft": {"tokens": [1], "ms": [0]}}',
+    "trace.csv": b"arrival_s,input_tokens,output_tokens\n0,5,4\n",
+}
+CONFIGS = {  # of folders that claim to be models
+    "model0": b"{}",
+    "model1": b"[1]",
+    "model2": b"[" * 10_000,
+    "model3": b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": "x"}',
+    "model4": b'{"model_type": "llama", "vocab_size": 5}',
+    "model5": b'{"speculators_model_type": "eagle3"}',
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    own, before = tmp_path_factory.mktemp("fuzz"), Path.cwd()
+    os.chdir(own)
+    with pytest.MonkeyPatch.context() as patch:
+        _stop_before_work(patch)
+        yield own
+    os.chdir(before)
+
+
+def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+
+    import hf_slospec.cli.commands.check as check_module
+    import hf_slospec.demo.serve as demo
+    import hf_slospec.tiny.load as load
+
+    def stop(*_: Any, **__: Any) -> Any:
+        raise typer.Exit(0)
+
+    def connect(options: demo.Options, report: Any) -> Any:
+        if options.server is not None:
+            demo.RemoteGenerator(options.server, options.api_key).start()
+        stop()
+
+    places: list[tuple[ModuleType | type, str]] = [
+        (load, "inflate"), (benchmark.Bench, "__init__"), (profiling, "profile"),
+        (checking, "check"), (check_module, "ModelCheck"), (uvicorn, "run"),
+    ]  # fmt: skip
+    for where, name in places:
+        patch.setattr(where, name, stop)
+    pair = load_tiny_pair("float32")
+    patch.setattr(load, "load_tiny_pair", lambda dtype: copy.deepcopy(pair))
+    patch.setattr(demo, "prepare", connect)
+
+
+def _write_files(folder: Path) -> None:
+    """Bring the folder into the state in which every command finds it."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix != ".safetensors":
+            path.unlink()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    for name, content in CONFIGS.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_bytes(content)
+    save_file({"a": torch.zeros(1)}, folder / "model1" / "model.safetensors")
+    save_file({"a": torch.zeros(1)}, folder / "model2" / "model.safetensors")
+    save_file({"a": torch.zeros(1)}, folder / "model3" / "model.safetensors")
+    (folder / "model4" / "model.safetensors").write_bytes(b"x")
+
+
+paths = st.sampled_from(
+    [*FILES, "model0", "missing", "deep/new", "/dev/null/x", "", ".", "..", "\udcff", "a" * 300, "new.png", "-"]
+)
+models = st.sampled_from([*CONFIGS, "text.txt", "missing", "", "a" * 300])
+words = st.text(max_size=5) | st.sampled_from(
+    ("", "x", "-1", "0", "nan", "inf", "1e400", "1e-300", str(10**30), "9" * 5000, "\udcff", "[/red]", "{}", "[]", "--")
+)
+whole, real = st.integers(0, 9).map(str), st.floats(0, 2).map(str)
+configs = st.sampled_from(
+    (
+        "{}", '{"max_depth": 4}', '{"max_depht": 4}', '{"policy": "none"}', "[]", "{" * 2000, "[" * 100_000,
+        '{"a":' * 50_000, '{"max_depth": ' + "9" * 5000 + "}", '{"kv_tokens": 1}', '{"max_depth": 1000000000000}',
+        '{"prefill_chunk": 100000000000000}', '{"max_width": 64}', '{"policy": "sequoia", "max_depth": 30}',
+    )
+)  # fmt: skip
+Options = dict[str, st.SearchStrategy[str] | None]  # None: takes no value
+MODEL: Options = {
+    "target": models,
+    "assistant": models,
+    "size": st.sampled_from(("tiny", "0.1B", "8B", "x")),
+    "dtype": st.sampled_from(("fast", "auto", "float32", "bfloat16", "float64")),
+    "device": st.sampled_from(("cpu", "cuda", "meta", "mps", "cuda:9", "cpu:3", "xpu", "privateuseone", "")),
+}
+DRAFTER: Options = {
+    "drafter": models | st.sampled_from(("lookup", "suffix", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
+}
+COMMANDS: dict[str, Options] = {
+    "generate": MODEL | DRAFTER | {
+        "file": paths, "slo-tpot": real, "max-new-tokens": st.sampled_from("0123"), "temperature": real, "top-p": real,
+        "top-k": whole, "seed": st.integers(0, 2**64).map(str), "stop": st.sampled_from(("e", " ", "")), "chat": None,
+        "config": configs, "json": paths, "strict": None,
+    },
+    "bench": MODEL | DRAFTER | {
+        "batch": whole, "prompt-tokens": whole, "new-tokens": whole, "repeats": whole, "no-tune": None,
+        "temperature": real, "top-p": real, "config": configs, "trace": paths, "record": paths, "json": paths,
+    },
+    "profile": MODEL | {"seconds": real, "plot": paths, "json": paths, "no-keep": None},
+    "check": {name: own for name, own in MODEL.items() if name != "target"} | DRAFTER | {
+        "prompts": paths, "max-new-tokens": whole, "images": None, "repeats": whole, "config": configs,
+    },
+    "serve": MODEL | DRAFTER | {
+        "share-texts": None, "images": None, "host": st.sampled_from(("127.0.0.1", "0.0.0.0", "x")), "port": whole,
+        "served-model-name": words, "api-key": words, "api-key-file": paths, "no-api-key": None,
+        "allowed-origin": words, "chat-template": paths, "response-template": paths, "allow-pickle": None,
+        "metrics-prefix": words, "root-path": words, "default-slo-tpot": real, "strictest-slo-tpot": real,
+        "config": configs,
+    },
+    "demo": MODEL | DRAFTER | {
+        "host": words, "port": whole, "password": words, "api-key": words,
+        "server": st.sampled_from(("http://127.0.0.1:9", "http://[", "http://127.0.0.1:99999", "x://y", "")),
+    },
+    "gpu-check": {
+        "shapes": st.sampled_from(("tiny", "8B,tiny", "x", ",")), "batches": st.sampled_from(("1", "1,4", "0", ",")),
+        "prompt-tokens": whole, "new-tokens": whole, "repeats": whole, "budget-s": real, "skip-tests": None,
+        "profile": None, "resume": None, "json": paths, "device": MODEL["device"],
+        "identity-shape": st.sampled_from(("tiny", "x")),
+    },
+    "simulate": {
+        "system": configs.map("auto ".__add__) | st.sampled_from(("auto", "vllm", "x", "oracle", "{}", "auto {")),
+        "hardware": paths | st.sampled_from(("llama-8b-h100", "x")), "trace": paths, "base-tpot": real,
+        "mix": st.sampled_from(("adaserve", "coder", "x")), "variation": real, "rate": real, "recording": paths,
+        "arrivals": st.sampled_from(("poisson", "gamma", "on-off", "x")), "acceptance": real, "spread": real,
+        "distance": real, "coupled": None, "replicas": whole, "metric": st.sampled_from(("tpot", "x")), "seed": whole,
+        "router": st.sampled_from(("round-robin", "x", "guarantees")), "plot": paths, "csv": paths, "json": paths,
+    },
+}  # fmt: skip
+FIRST = {"generate": ["--max-new-tokens", "3", "--dtype", "float32"], "simulate": ["--system", "vllm"]}
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    command = draw(st.sampled_from(sorted(COMMANDS)))
+    line = [command, *FIRST.get(command, [])]
+    for name in draw(st.lists(st.sampled_from(sorted(COMMANDS[command])), max_size=4)):
+        values = COMMANDS[command][name]
+        line.append(f"--{name}")
+        if values is not None:
+            line.append(draw(words if draw(st.integers(0, 5)) == 5 else values))
+    if command == "simulate" and "--trace" not in line:
+        line += ["--number", "3"]
+    return line + draw(st.lists(words, max_size=1)) if command in ("generate", "check") else line
+
+
+@fuzzed(50)
+@given(line=command_lines())
+def test_every_command_works_or_says_what_is_wrong(folder: Path, line: list[str]) -> None:
+    _write_files(folder)
+    result = RUN.invoke(app, line, input="x")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 1, 2, 3)
+    assert result.exit_code == 0 or result.output.strip()
+    assert "Traceback" not in result.output
