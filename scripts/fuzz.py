@@ -12,7 +12,6 @@ from typing import Annotated
 
 import pytest
 import typer
-from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,7 +23,7 @@ def main(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the examples. Default: random.")] = None,
 ) -> None:
     """Run all fuzz tests below the folders; exit with 1 if one failed."""
-    settings.register_profile("fuzz", max_examples=examples, deadline=None, print_blob=True)
+    os.environ["FUZZ_EXAMPLES"] = str(examples)  # tests/conftest.py reads it
     found = sorted(path for folder in folders or [ROOT / "tests"] for path in folder.rglob("test_fuzz.py"))
     if not found:
         raise typer.BadParameter("there is no test_fuzz.py in these folders")

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing on a shared machine
+settings.register_profile("fuzz", deadline=None, print_blob=True, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1)))
 settings.load_profile("untimed")
 pytest.register_assert_rewrite("tests.support")  # before any test imports it
 

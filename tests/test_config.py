@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import hf_slospec
@@ -10,6 +12,19 @@ from hf_slospec import (
     SLOSpecConfig,
 )
 from tests.support.tiny_models import tiny_model
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(max_depth=1025), dict(token_budget=10**10), dict(draft_budget=10**10), dict(max_batch=10**10),
+        dict(max_queue=10**10), dict(kv_tokens=10**10), dict(prefill_chunk=10**7), dict(urgency=float("inf")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_have_limits(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        SLOSpecConfig(**fields)
 
 
 def test_config_is_frozen_and_strict() -> None:

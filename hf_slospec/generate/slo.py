@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,7 +88,7 @@ def _check_seconds(seconds: Any) -> None:
             f"slo_tpot must be seconds per output token, None, a list of SLOStage, or a list of those per row; "
             f"got {seconds!r}"
         )
-    if not LEAST_S <= seconds < math.inf:
+    if not LEAST_S <= seconds <= sys.float_info.max:
         raise InvalidInputError(
             f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_S:g}), "
             f"got {seconds!r}; "

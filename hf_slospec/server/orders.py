@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from pydantic import Field
 
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from hf_slospec.server.engine import Order, ServedEngine, model_end_tokens
-from hf_slospec.serving.submission import tensors_of_one
+from hf_slospec.serving.submission import REFUSALS, tensors_of_one
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 DEFAULT_CHAT_TOKENS = 4096  # of chats; every request counts with its longest output, so it is not all that fits
@@ -118,15 +117,7 @@ def chat_prompt(
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message, **as_tensors, **template_kwargs or {},
         )  # fmt: skip
-    except (
-        TemplateError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:  # of the template's code
+    except REFUSALS as error:
         if isinstance(error, InvalidInputError):  # of an image
             raise
         raise InvalidInputError(f"messages: the chat template refused them: {error}") from error

@@ -153,7 +153,7 @@ def test_built_in_prompts_and_files_of_prompts(tmp_path: Path) -> None:
     assert read_prompts(path) == ["one", "two three"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "[1]", '[""]', '{"a": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "[1]", '[""]', '{"a": 1}', "[" * 100_000])
 def test_bad_files_of_prompts(tmp_path: Path, content: str) -> None:
     path = tmp_path / "prompts.json"
     path.write_text(content)

@@ -123,6 +123,21 @@ def test_bad_options_are_named(options: list[str], word: str) -> None:
     assert word in result.output
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["bench", "--json"], ["bench", "--trace"], ["bench", "--record"], ["profile", "--json"],
+        ["gpu-check", "--json"], ["simulate", "--csv"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_output_files_are_checked_before_any_work(options: list[str], tmp_path: Path) -> None:
+    result = RUN.invoke(app, [*options, "/dev/null/r"])
+    assert result.exit_code == 2 and "cannot be written" in result.output
+    too_long = tmp_path / ("a" * 300)
+    assert RUN.invoke(app, [*options, str(too_long)]).exit_code == 2 and not list(tmp_path.iterdir())
+
+
 def test_version_and_help() -> None:
     assert __version__ in RUN.invoke(app, ["--version"]).output
     assert "bench" in RUN.invoke(app, ["--help"]).output
@@ -203,6 +218,12 @@ def test_generate_stops_at_a_text_and_says_when_a_target_was_missed() -> None:
         ([TEXT, "--max-new-tokens", "0"], "--max-new-tokens"),
         ([TEXT, "--size", "7T"], "--size"),
         ([TEXT, "--chat"], "chat template"),
+        ([TEXT, "--json", "/dev/null/r.json"], "cannot be written"),
+        ([TEXT, "--json", "."], "is a folder"),
+        ([TEXT, "--device", "meta"], "no data"),
+        ([TEXT, "--device", "privateuseone"], "--device privateuseone"),
+        ([TEXT, "--drafter", "9" * 5000], "--drafter"),
+        ([TEXT + "\udcff", *FAST], "the tokenizer refused the prompt"),
     ],
 )
 def test_generate_names_what_is_wrong(options: list[str], word: str) -> None:

@@ -73,6 +73,8 @@ BAD = [
     (["--system", "vlm"], "known are: auto"),
     (["--system", 'auto {"max_depht": 1}'], "max_depht"),
     (["--system", 'auto {"kv_tokens": 10}'], "tokens of K/V"),
+    (["--system", "auto " + '{"a":' * 50_000], "recursion"),
+    (["--system", 'auto {"max_depth": ' + "9" * 5000 + "}"], "digits"),
     (["--metric", "x"], "tpot, adaserve, slos-serve"),
     (["--mix", "x"], "chatbot"),
     (["--arrivals", "x"], "poisson"),

@@ -99,6 +99,15 @@ def empty(folder: Path) -> str:
     return write(folder / "none", {"model_type": "nothing"}, {"weight": torch.ones(2)})
 
 
+def with_files(folder: Path, config: str, weights: bytes | None = None) -> str:
+    """A folder with these files; other weights are valid ones."""
+    path = Path(write(folder / "files", {}, {"weight": torch.ones(2)}))
+    (path / "config.json").write_text(config)
+    if weights is not None:
+        (path / "model.safetensors").write_bytes(weights)
+    return str(path)
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "number": (lambda folder: 3, InvalidTypeError, "got 3"),
     "nothing": (lambda folder: "", InvalidTypeError, "got ''"),
@@ -107,6 +116,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no folder": (lambda folder: str(folder / "missing"), InvalidInputError, "neither a folder nor a repository"),
     "model first": (lambda folder: f"{eagle3_folder(folder)}+lookup", InvalidInputError, "before its last part"),
     "two models": (lambda folder: [tiny_model("llama"), tiny_model("llama")], InvalidInputError, "at most one part"),
+    "long name": (lambda folder: "9" * 5000, InvalidInputError, "neither a folder nor a repository"),
+    "config that is a list": (lambda folder: with_files(folder, "[1]"), UnsupportedModelError, "must hold an object"),
+    "config that is no JSON": (lambda folder: with_files(folder, "["), UnsupportedModelError, "cannot be read"),
+    "deep config": (lambda folder: with_files(folder, "[" * 10**5), UnsupportedModelError, "cannot be read"),
+    "broken weights": (lambda folder: with_files(folder, "{}", b"x"), UnsupportedModelError, "cannot be read"),
+    "config of wrong types": (lambda folder: with_files(folder, '{"model_type": "llama", "hidden_size": "x"}'),
+                              UnsupportedModelError, "neither a known head nor a causal LM"),
     "no mtp": (lambda folder: "mtp", InvalidInputError, "target was not loaded from"),
     "no model": (empty, UnsupportedModelError, "neither a known head nor a causal LM"),
     "medusa": (lambda folder: write(folder / "m", speculators_config(speculators_model_type="medusa"),

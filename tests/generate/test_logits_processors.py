@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import (
     SuppressTokensLogitsProcessor,
     TopKLogitsWarper,
@@ -14,8 +14,10 @@ from transformers.generation import (
 
 from hf_slospec import (
     FallbackWarning,
+    InvalidInputError,
 )
 from tests.support.against_stock import GREEDY, SAMPLED, check, generator
+from tests.support.generate_arguments import Returns
 from tests.support.tiny_models import ragged_prompts
 
 
@@ -137,6 +139,13 @@ def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so() -> No
     assert all(metrics.tpot_s > 0 and metrics.tokens == 1 + metrics.steps for metrics in out.slo)
     out = ours.generate(**inputs, **GREEDY, logits_processor=[Counting()], return_dict_in_generate=True)
     assert all(metrics.drafted for metrics in out.slo)
+
+
+@pytest.mark.parametrize("found", [None, torch.zeros(1, 5)])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_processors_that_return_something_else(mode: dict[str, Any], found: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"logits_processor .* must return scores of shape"):
+        generator().generate(**ragged_prompts(1), **mode, logits_processor=LogitsProcessorList([Returns(found)]))
 
 
 def test_prefix_allowed_tokens() -> None:

@@ -12,6 +12,7 @@ from hf_slospec import (
     InvalidTypeError,
     SLOSpecConfig,
     SLOSpecGenerator,
+    load_drafter,
 )
 from tests.support.enabled_model import OPTIONS, with_slo
 from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
@@ -73,6 +74,32 @@ def test_token_ids_of_another_vocabulary(model: Any) -> None:
 def test_arguments_named_in_their_errors(model: Any, arguments: Any, error: Any, name: str) -> None:
     with pytest.raises(error, match=name):
         model.generate(torch.randint(3, 101, (2, 15)), **OPTIONS, slo_tpot=0.1, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "match"),
+    [
+        (torch.ones(2, 3, 4, dtype=torch.int64), InvalidInputError, r"\[batch, length\] or \[length\]"),
+        (torch.ones(2, 4), InvalidTypeError, "int64, got torch.float32"),
+        (torch.ones(2, 4, dtype=torch.uint8), InvalidTypeError, "int64, got torch.uint8"),
+    ],
+)
+def test_ids_of_another_shape_or_dtype(model: Any, ids: torch.Tensor, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        model.generate(ids, **OPTIONS, slo_tpot=0.1)
+
+
+@pytest.mark.parametrize("tokenizer", ["org/name", 3])
+def test_a_tokenizer_that_is_none(model: Any, tokenizer: Any) -> None:
+    stages = [{"slo_tpot": 0.1, "until": "x"}, {"slo_tpot": None}]
+    with pytest.raises(InvalidTypeError, match="tokenizer must be a loaded tokenizer"):
+        model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=[stages], tokenizer=tokenizer)
+    with pytest.raises(InvalidTypeError, match="tokenizer must be a loaded tokenizer"):
+        SLOSpecGenerator(tiny_model("llama"), tokenizer=tokenizer)
+    with pytest.raises(InvalidTypeError, match="assistant_tokenizer must be a loaded tokenizer"):
+        load_drafter("lookup", tiny_model("llama"), assistant_tokenizer=tokenizer)
+    with pytest.raises(InvalidTypeError, match="processor must be a loaded processor"):
+        SLOSpecGenerator(tiny_model("llama"), processor=tokenizer)
 
 
 def test_tokenizer_output_passed_whole(model: Any) -> None:

@@ -102,7 +102,9 @@ def test_several_sequences_per_prompt_take_their_prompts_target(model: Any) -> N
     assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5] * 3 + [None] * 3
 
 
-@pytest.mark.parametrize("bad", [0, -0.1, math.nan, math.inf, [0.1, -1.0], [0.1], [0.1, 0.2, 0.3]])
+@pytest.mark.parametrize(
+    "bad", [0, -0.1, math.nan, math.inf, [0.1, -1.0], [0.1], [0.1, 0.2, 0.3], 10**400, torch.empty(2, device="meta")]
+)
 def test_impossible_targets(model: Any, bad: Any) -> None:
     with pytest.raises(InvalidInputError, match="slo_tpot"):
         model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=bad)

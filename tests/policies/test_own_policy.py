@@ -154,3 +154,9 @@ def test_what_is_wrong_with_its_decisions_is_said(why: str) -> None:
 def test_it_must_be_callable() -> None:
     with pytest.raises(InvalidTypeError, match="make_policy"):
         SLOSpecGenerator(tiny_model("llama"), make_policy="auto")
+
+
+def test_it_must_make_a_policy() -> None:
+    gen = SLOSpecGenerator(tiny_model("llama"), make_policy=lambda config, costs: None)
+    with pytest.raises(InvalidTypeError, match="make_policy must return a policy with a method 'plan'"):
+        gen.generate(**ragged_prompts(1), max_new_tokens=9)
