@@ -1,6 +1,6 @@
-"""Stress test: 10,000 requests from eight threads with random cancels, errors, timeouts and stops; no loss, no leak.
+"""Stress test: eight threads submit for minutes, with random cancels, errors, timeouts and stops; no loss, no leak.
 
-    python benchmarks/soak.py [--submits 10000] [--json benchmarks/results/soak-cpu-2core.json]
+    python benchmarks/soak.py [--minutes 20] [--json benchmarks/results/soak-cpu-2core.json] [--plot docs/soak.png]
 
 Runs on the embedded pair in fp32 with all invariants checked in every step, and compares greedy outputs with stock
 ``generate``.
@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import psutil
 import torch
 import typer
+from matplotlib import pyplot
 from tqdm import tqdm
 from transformers import StoppingCriteriaList
 
@@ -35,6 +36,8 @@ from hf_slospec import (
 from hf_slospec.cli.benchmark import provenance
 
 THREADS, WAIT_S, LONGEST = 8, 300.0, 24
+SAMPLE_S = 5.0  # between two readings of the memory
+MIB = 2**20
 
 
 class FailingCriterion:
@@ -51,9 +54,10 @@ class FailingCriterion:
 
 
 def main(
-    submits: Annotated[int, typer.Option()] = 10_000,
+    minutes: Annotated[float, typer.Option(min=0.1)] = 20.0,
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of the resident memory over time.")] = None,
 ) -> None:
     """Submit from eight threads while a ninth one repeatedly stops and starts the batcher."""
     target, draft, tokenizer = load_tiny_pair()
@@ -65,7 +69,7 @@ def main(
         for ids in prompts
     ]
     outcomes: Counter[str] = Counter()
-    memory, lock, bar = list[int](), threading.Lock(), tqdm(total=submits, unit=" submits")
+    memory, lock, bar = list[tuple[float, int]](), threading.Lock(), tqdm(unit=" submits")
     is_over = threading.Event()
 
     def one(rng: random.Random) -> str:
@@ -103,12 +107,9 @@ def main(
         rng = random.Random(1000 * seed + index)
         while True:
             with lock:
-                if bar.n >= submits:
+                if time.perf_counter() - begun_s >= 60.0 * minutes:
                     return
                 bar.update()
-                if bar.n % 500 == 0:
-                    gc.collect()
-                    memory.append(psutil.Process().memory_info().rss)
             outcome = one(rng)
             with lock:
                 outcomes[outcome] += 1
@@ -119,37 +120,51 @@ def main(
             gen.stop(drain=rng.random() < 0.5, timeout=rng.choice([None, 0.1]))
             gen.start()
 
+    def observer() -> None:
+        while not is_over.wait(SAMPLE_S):
+            gc.collect()
+            memory.append((time.perf_counter() - begun_s, psutil.Process().memory_info().rss))
+
     gen.start()
     begun_s = time.perf_counter()
     threads = [threading.Thread(target=user, args=(index,)) for index in range(THREADS)]
-    ninth = threading.Thread(target=stopper)
-    for thread in (*threads, ninth):
+    others = [threading.Thread(target=stopper), threading.Thread(target=observer)]
+    for thread in (*threads, *others):
         thread.start()
     for thread in threads:
         thread.join()
     is_over.set()
-    ninth.join()
+    for thread in others:
+        thread.join()
     gen.stop()
     bar.close()
     stats = gen.stats()
-    growth = memory[-1] / memory[len(memory) // 4] if len(memory) > 4 else None  # after the first quarter
+    growth = memory[-1][1] / memory[len(memory) // 4][1] if len(memory) > 4 else None  # after the first quarter
     print(
         dict(outcomes), f"{time.perf_counter() - begun_s:.0f} s, memory at the end over that after a quarter: {growth}"
     )
     print(stats)
     ended = sum(stats.finished.values())
     assert not [name for name in outcomes if name.isupper()], outcomes
-    assert sum(outcomes.values()) == submits
-    assert ended == submits - outcomes["queue full"] - outcomes["not running"], "a request was lost or counted twice"
+    assert ended == sum(outcomes.values()) - outcomes["queue full"] - outcomes["not running"], (
+        "a request was lost or counted twice"
+    )
     assert (stats.running, stats.waiting, stats.kv_tokens) == (0, 0, 0)
     if json_path is not None:
         record = {
-            "provenance": provenance(submits=submits, seed=seed),
+            "provenance": provenance(minutes=minutes, seed=seed),
             "outcomes": dict(outcomes),
+            "growth": growth,
             "resident_bytes": memory,
             "stats": stats.model_dump(),
         }
         json_path.write_text(json.dumps(record, indent=1) + "\n")
+    if plot is not None:
+        figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
+        axes.plot([at_s / 60.0 for at_s, _ in memory], [used / MIB for _, used in memory])
+        axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, None))
+        axes.set_title(f"{sum(outcomes.values()):,} submits; end over first quarter: {growth:.2f}")
+        figure.savefig(plot, dpi=120)
 
 
 if __name__ == "__main__":
