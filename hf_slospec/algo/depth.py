@@ -33,7 +33,7 @@ class DepthControl:
 
     LOOK_SHARE = 0.01  # of the time
     MIN_GAP = 8  # steps between looks
-    WARMUP_STEPS = 3  # steps of the whole shape before the averages decide
+    WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes that are drafted before the averages decide, whichever is less
     PROBE_DEPTH = 2  # levels of a look while speculation is off
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
     MARGIN = 1.02  # factor by which speculation must be better than plain decoding to be switched on
@@ -100,8 +100,9 @@ class DepthControl:
         self.steps_since += 1
         self._steps_since_look += 1
         depth, width, best, plain = self.best_shape(max_depth, max_width, seconds)
+        is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
         is_tried = bool(self.is_tried[1 : max_depth + 1, :max_width].all())
-        if self.num_observed < self.WARMUP_STEPS or (self.is_on and not is_tried):
+        if not is_warm or (self.is_on and not is_tried):
             self.goodput = max(best, plain)
             return max_depth, max_width
         self._switch(best, plain)

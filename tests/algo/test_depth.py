@@ -120,6 +120,19 @@ def test_first_steps_look_at_everything_and_good_drafts_stay_deep() -> None:
     assert chains(DepthControl(6, 1), [1.0] * 80) == [6] * 80
 
 
+@pytest.mark.parametrize("num_trees", [1, 8, 12, 64])
+def test_a_first_step_for_many_requests_is_look_enough(num_trees: int) -> None:
+    control, picks = DepthControl(6, 1), list[int]()
+    for _ in range(FIRST + 1):
+        depth, width = control.best(6, 1, cheap_levels, probe)
+        picks.append(depth)
+        own = beam(depth, width, 0.3, 0.0).trees[0]
+        forest = Forest.of([own] * num_trees)
+        control.observe(forest, forest.path_probs, np.ones(len(forest.depths), dtype=np.bool_), depth, width)
+    num_looks = min(-(-DepthControl.WARMUP_TREES // num_trees), FIRST)
+    assert picks[:num_looks] == [6] * num_looks and max(picks[num_looks:]) < 6
+
+
 def test_steps_go_a_little_deeper_than_the_best_depth_and_looks_take_their_share_of_the_time() -> None:
     control = DepthControl(8, 1)
     picks = chains(control, [0.6] * 1000, max_depth=8)
