@@ -103,7 +103,7 @@ def check_outputs(plot: Path | None, *others: Path | None) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Open a file for writing as a trial, and leave it as it was; OSError or ValueError if that fails."""
+    """Check that a file can be written, and leave it as it was; raises OSError or ValueError."""
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder, not a file")
     path.parent.mkdir(parents=True, exist_ok=True)
