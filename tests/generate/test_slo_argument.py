@@ -103,7 +103,9 @@ def test_several_sequences_per_prompt_take_their_prompts_target(model: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "bad", [0, -0.1, math.nan, math.inf, [0.1, -1.0], [0.1], [0.1, 0.2, 0.3], 10**400, torch.empty(2, device="meta")]
+    "bad",
+    [0, -0.1, math.nan, math.inf, [0.1, -1.0], [0.1], [0.1, 0.2, 0.3], 10**400, torch.empty(2, device="meta")],
+    ids=lambda bad: repr(bad)[:20],
 )
 def test_impossible_targets(model: Any, bad: Any) -> None:
     with pytest.raises(InvalidInputError, match="slo_tpot"):
