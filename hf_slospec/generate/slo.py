@@ -88,7 +88,8 @@ def _check_seconds(seconds: Any) -> None:
             f"slo_tpot must be seconds per output token, None, a list of SLOStage, or a list of those per row; "
             f"got {seconds!r}"
         )
-    if not LEAST_S <= seconds <= sys.float_info.max:
+    number: Any = seconds  # numbers.Real declares no comparison with floats
+    if not LEAST_S <= number <= sys.float_info.max:
         raise InvalidInputError(
             f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_S:g}), "
             f"got {seconds!r}; "
