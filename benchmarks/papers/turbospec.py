@@ -233,7 +233,8 @@ def latencies(cells: dict[tuple[str, float, str], list[dict[str, float]]]) -> Ce
 
 def closed(runs: Sequence[dict[str, float]], column: str, best: str) -> list[float]:
     """Return for each run the share of the distance from the best fixed length or rival to a reference."""
-    return shares_closed(runs, (*COLUMNS, "AdaSpec"), best, column)
+    base = [rival for rival in (*COLUMNS, "AdaSpec") if rival in runs[0]]
+    return shares_closed(runs, base, best, column)
 
 
 def is_fitted(name: str, rate: float, column: str) -> bool:
@@ -318,6 +319,7 @@ def main(
     ] = False,
     only: Annotated[str, typer.Option(help="Only setups whose names contain this.")] = "",
     rates: Annotated[str, typer.Option(help="Comma-separated QPS.")] = ",".join(map(str, RATES)),
+    only_columns: Annotated[str, typer.Option("--columns", help="Comma-separated; all by default.")] = "",
     kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     path: Annotated[Path, typer.Option("--published", help="The paper's text.")] = PUBLISHED,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
@@ -326,7 +328,10 @@ def main(
     theirs = published(path) if path.exists() else {}
     if not theirs:
         print(f"{path} does not exist: only simulated values are printed")
-    columns = (*SYSTEMS, BOUND) if auto else tuple(COLUMNS)
+    known = (*SYSTEMS, BOUND) if auto else tuple(COLUMNS)
+    columns = tuple(only_columns.split(",")) if only_columns else known
+    if unknown := {*columns} - {*known}:
+        raise typer.BadParameter(f"--columns must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     setups = [setup for setup in SETUPS if only in setup.name]
     at = tuple(map(float, rates.split(",")))
     figures = simulated(setups, columns, at, seeds, workers, kept)
@@ -346,22 +351,25 @@ def main(
     }
     if theirs:
         record["summary"] = summary(ours, theirs)
-    if auto:
+    if {*FIXED, *AUTO} <= {*columns}:
         record |= {"over best fixed": {}, "share of the distance from the best other": {}}
         for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours):
             runs = [
                 {column: figures[name, rate, column][seed]["latency_s"] for column in columns} for seed in range(seeds)
             ]
-            for run in runs:
-                run[BEST] = min(run["oracle"], run[SHORTEST])
+            if {"oracle", SHORTEST} <= {*columns}:
+                for run in runs:
+                    run[BEST] = min(run["oracle"], run[SHORTEST])
             record["over best fixed"][f"{name}, {rate:g}"] = {
                 column: interval_of([run[column] / min(run[fixed] for fixed in FIXED) for run in runs])
                 for column in (*AUTO, *RIVALS, "TS", BEST, BOUND)
+                if column in runs[0]
             }
             record["share of the distance from the best other"][f"{name}, {rate:g}"] = {
                 f"{column}, to {best}": interval_of(shares) if (shares := closed(runs, column, best)) else None
                 for column in AUTO
                 for best in ("oracle", BEST, BOUND)
+                if best in runs[0]
             }
     if sensitivity and theirs:
         record["sensitivity"] = {}
