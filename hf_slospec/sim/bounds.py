@@ -198,8 +198,8 @@ class Bounds:
         A request attains its SLOs only if it would alone. Where TTFT SLOs count, not all of these need to fit: a group
         of them finishes no more in time than Moore and Hodgson's rule finds if all of its members arrived with the
         first of them. The groups follow one another, and those with the lowest sum are used. Without TTFT SLOs the
-        bound is exact, apart from what limited beams miss: requests that wait miss nothing, so that a schedule which
-        serves one at a time attains it.
+        bound is exact, apart from beams that lose a path and prompts that the draft processes: to wait misses no SLO,
+        so that a schedule which serves one request at a time attains it.
         """
         judged = self._judged(metric)
         if not judged.any():
