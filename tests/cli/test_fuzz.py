@@ -184,7 +184,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return line + draw(st.lists(words, max_size=1)) if command in ("generate", "check") else line
 
 
-@fuzzed(50)
+@fuzzed(25)
 @given(line=command_lines())
 def test_every_command_works_or_says_what_is_wrong(folder: Path, line: list[str]) -> None:
     _write_files(folder)

@@ -45,7 +45,7 @@ def drafting() -> Iterator[Any]:
     assert "generate" not in vars(tiny_model("llama"))
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(inputs=prompts(), options=some_of(VALID), slo=mostly(SLO), fallback=st.sampled_from([None, None, False, True]))
 def test_generate_returns_what_stock_returns_or_says_what_is_wrong(
     drafting: Any, inputs: dict[str, Any], options: dict[str, Any], slo: Any, fallback: bool | None
@@ -128,7 +128,7 @@ def test_generators_refuse_or_return_what_stock_returns(
     check_works(tiny_model("llama"))
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(
     source=mostly(
         st.sampled_from(["lookup", "lookup+lookup", "mtp", "+", "lookup+", "no/such", tiny_model("opt"), ["lookup", 3]])

@@ -72,7 +72,7 @@ OWN: dict[str, st.SearchStrategy[Any]] = dict(
 RESUME = st.builds(Progress, ids | st.lists(st.integers(-1, VOCAB)), st.floats(-1, 1), st.floats(-1, 2))
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(prompt=mostly(PROMPTS), own=some_of(OWN, 2), options=some_of(VALID, 3), slo=mostly(SLO))
 def test_submit_gives_what_stock_gives_or_says_what_is_wrong(
     served: SLOSpecGenerator, prompt: Any, own: dict[str, Any], options: dict[str, Any], slo: Any
@@ -156,7 +156,7 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@fuzzed(30)
+@fuzzed(15)
 @given(fields=settings(), has_assistant=st.booleans())
 def test_any_valid_config_gives_what_stock_gives(fields: dict[str, Any], has_assistant: bool) -> None:
     try:

@@ -79,7 +79,7 @@ profiles = st.fixed_dictionaries({"results": rather(st.fixed_dictionaries({"targ
 systems = st.sampled_from(list(SYSTEMS))
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(content=as_file(latencies | profiles), system=systems)
 def test_latency_files(tmp_path: Path, content: bytes, system: str) -> None:
     (tmp_path / "latency.json").write_bytes(content)
@@ -106,7 +106,7 @@ recordings = st.fixed_dictionaries(
 )
 
 
-@fuzzed(40)
+@fuzzed(20)
 @given(content=as_file(recordings), system=systems)
 def test_recordings(tmp_path: Path, content: bytes, system: str) -> None:
     (tmp_path / "texts.json").write_bytes(content)
@@ -142,7 +142,7 @@ def traces(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(("\n", "\r\n", "\r"))).join(lines)
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(
     content=as_file(traces()), system=systems, base_tpot_s=st.none() | st.floats(0.01, 1) | st.floats(),
     rate=st.none() | st.floats(0.1, 10) | st.floats(), replicas=st.integers(1, 3),
