@@ -23,7 +23,7 @@ from hf_slospec.cli.benchmark import Bench, Method, Sample, provenance
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
 OURS, PLAIN = "auto", "no speculation"
-SWEPT = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2), (4, 3))  # depth, width
+SWEPT = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (4, 3))  # depth, width
 
 
 def configs() -> dict[str, SLOSpecConfig]:
