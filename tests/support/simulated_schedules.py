@@ -10,17 +10,8 @@ import torch
 
 from hf_slospec.engine.scheduling.continuous import Limits
 
-MEMORY = (
-    "target pool",
-    "target move",
-    "target copy",
-    "target repack",
-    "target forward",
-    "sampler",
-    "plan",
-    "select",
-    "learn",
-)
+MEMORY = ("target pool", "target move", "target copy", "target repack", "target forward", "sampler")
+HOST = ("plan", "select", "learn")  # memory of policies, which do not use torch
 DRAFT_MEMORY = ("draft pool", "draft copy", "draft repack", "draft forward")
 RARE = ("target move", "target copy", "target repack", "draft copy", "draft repack")  # points of few schedules
 OBSERVER = ("on_step", "on_end")
@@ -205,10 +196,11 @@ def _faults(rng: random.Random) -> tuple[Fault, ...]:
     if kind < 0.3:
         return ()
     if kind < 0.75:
-        points = [rng.choice((*memory, *RARE)) for _ in range(rng.choice([1, 1, 2, 3, 6]))]
+        points = [rng.choice((*memory, *RARE, *HOST)) for _ in range(rng.choice([1, 1, 2, 3, 6]))]
         numbers = [rng.choice([0, 0, 1] if point in RARE else [0, 0, 1, 2, 3, 5, 8]) for point in points]
         return tuple(
-            Fault(point, number, rng.choice(["memory", "torch"])) for point, number in zip(points, numbers, strict=True)
+            Fault(point, number, "memory" if point in HOST else rng.choice(["memory", "torch"]))
+            for point, number in zip(points, numbers, strict=True)
         )
     if kind < 0.85:
         point, first = rng.choice(["target forward", "draft forward", "sampler"]), rng.randrange(6)
