@@ -63,7 +63,7 @@ class RequestHeap:
 
 
 class _Size(NamedTuple):
-    """What a waiting request adds to the totals of its queue."""
+    """Part of a waiting request in the totals of its queue."""
 
     num_tokens: int
     max_len: int
