@@ -101,6 +101,11 @@ def main(
             label = f"{'greedy' if not temperature else f'T={temperature:g}'}, batch {batch}"
             results[label] = own = compared(samples, new_tokens, batch)
             print(f"{label}: auto {own['auto to best']} of {own['best constant']}, {own['auto to plain']} of plain")
+            if json_path is not None:
+                facts = provenance(
+                    size=size, dtype=dtype, new_tokens=new_tokens, prompt_tokens=prompt_tokens, repeats=repeats
+                )
+                json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
     table = Table(title=f"{size} {dtype}: tokens per second")
     for heading in ("", "auto to best", *configs()):
         table.add_column(heading, justify="right")
@@ -108,9 +113,6 @@ def main(
         speeds = own["tokens_per_s"]
         table.add_row(label, f"{own['auto to best'][1]:.3f}", *(f"{speeds[name]:.0f}" for name in configs()))
     Console(width=160).print(table)
-    if json_path is not None:
-        facts = provenance(size=size, dtype=dtype, new_tokens=new_tokens, prompt_tokens=prompt_tokens, repeats=repeats)
-        json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

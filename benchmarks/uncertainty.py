@@ -19,6 +19,7 @@ import numpy as np
 import typer
 
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.sim.comparison import Load
 from hf_slospec.sim.hardware import HARDWARE, Hardware
 from hf_slospec.sim.models import VirtualClock
@@ -36,6 +37,21 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 SYSTEMS = {name: json.dumps(options | LIMITS) for name, options in POLICIES.items()}
 SLOW_S = (60.0, 120.0)  # a minute
+
+
+@dataclass(frozen=True)
+class BusyProfile(Hardware):
+    """Hardware whose profile was taken while other programs ran: it says these factors for the two models."""
+
+    verify_factor: float = 1.0  # of forwards of more than one token
+    draft_factor: float = 1.0
+
+    def costs(self) -> StepCosts:
+        """Return the profile, which is wrong."""
+        curve = self.target.curve
+        factors = [1.0 if tokens == 1 else self.verify_factor for tokens in curve.num_tokens]
+        draft = self.draft.scaled([self.draft_factor] * len(self.draft.curve.num_tokens), self.draft_factor)
+        return StepCosts(self.target.scaled(factors, 1.0), draft)
 
 
 class SlowedClock(VirtualClock):
@@ -81,7 +97,7 @@ class Scenario:
 
 LARGE = replace(HARDWARE["llama-70b-4xh100"], kv_tokens=10**6)
 SMALL = replace(HARDWARE["llama-7b-h100"], kv_tokens=10**6)
-RUSH = ((20.0, 60.0), (40.0, 2.0))
+RUSH = ((10.0, 40.0), (30.0, 2.0))
 STEADY = ((180.0, 6.0),)
 SCENARIOS = [
     *(
@@ -90,8 +106,17 @@ SCENARIOS = [
         for acceptance in (0.4, 0.6, 0.8)
     ),
     Scenario("first 64 requests at once, small model", ((0.0, 64),), 0.6, SMALL),
+    *(
+        Scenario(f"profile: {what}, {rate:g}/s", ((60.0, rate),), 0.7, BusyProfile(**vars(LARGE), **factors))
+        for what, factors in {
+            "draft 5 times too slow": {"draft_factor": 5.0},
+            "verify twice too slow": {"verify_factor": 2.0},
+            "draft 5 times too fast": {"draft_factor": 0.2},
+        }.items()
+        for rate in (0.5, 4.0)
+    ),
     Scenario("quiet after a rush: all", RUSH, 0.6, SMALL),
-    Scenario("quiet after a rush: the quiet", RUSH, 0.6, SMALL, (20.0, math.inf)),
+    Scenario("quiet after a rush: the quiet", RUSH, 0.6, SMALL, (10.0, math.inf)),
     Scenario("a minute at half speed: that minute", STEADY, 0.6, LARGE, SLOW_S, SlowedClock),
     Scenario("a minute at half speed: afterwards", STEADY, 0.6, LARGE, (SLOW_S[1], math.inf), SlowedClock),
 ]

@@ -28,11 +28,12 @@ class DepthControl:
 
     Places that were not drafted keep their averages. Looks renew them: while speculation is on, a look drafts the
     whole shape; while it is off, ``PROBE_DEPTH`` levels for a few requests. What looks cost in addition stays below
-    ``LOOK_SHARE`` of the time, so that they are frequent where they are cheap.
+    ``LOOK_SHARE`` of the time, so that they are frequent where they are cheap. After speculation was switched off, some
+    come earlier, at intervals that double: predictions may be wrong, the cost of a look among them.
     """
 
     LOOK_SHARE = 0.01  # of the time
-    MIN_GAP = 8  # steps between looks
+    MIN_GAP = 8  # steps between looks, and before the first one of those at doubling intervals
     WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes that are drafted before the averages decide, whichever is less
     PROBE_DEPTH = 2  # levels of a look while speculation is off
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
@@ -52,6 +53,7 @@ class DepthControl:
         self.is_on = True
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
         self._steps_since_look, self._look_s = 0, 0.0  # seconds that a look may cost by now
+        self._early_gap = self.MIN_GAP  # steps after which a look is due whatever it costs, while speculation is off
 
     def observe(
         self,
@@ -120,15 +122,17 @@ class DepthControl:
     def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
         """Return whether a look's further seconds ``look_s`` stay within their share, the present step's included."""
         self._look_s += self.LOOK_SHARE * step_s
-        if self._steps_since_look < self.MIN_GAP or self._look_s < look_s():
+        is_early = not self.is_on and self._steps_since_look >= self._early_gap
+        if self._steps_since_look < self.MIN_GAP or not (is_early or self._look_s >= look_s()):
             return False
         self._steps_since_look, self._look_s = 0, 0.0
+        self._early_gap *= 2
         return True
 
     def _switch(self, best: float, plain: float) -> None:
         was_on, self.is_on = self.is_on, best > plain * (1.0 if self.is_on else self.MARGIN)
         if was_on and not self.is_on:
-            self._steps_since_look, self._look_s = 0, 0.0
+            self._steps_since_look, self._look_s, self._early_gap = 0, 0.0, self.MIN_GAP
 
     def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
         """Find the best shape by the averages, without looks.
