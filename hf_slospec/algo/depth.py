@@ -8,8 +8,8 @@ import numpy as np
 
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray, places_in_groups
 
-# draft levels [depths, 1], beam widths [widths], expected tokens and nodes per drafting request [depths, widths]
-# -> seconds of such steps [depths, widths]
+# draft levels [depths, 1], beam widths [widths], per drafting request expected tokens [estimates, depths, widths] and
+# nodes [depths, widths] -> seconds of such steps, which broadcast to [estimates, depths, widths]
 ShapeTime = Callable[[IntArray, IntArray, FloatArray, FloatArray], FloatArray]
 ProbeTime = Callable[[int, int], float]  # draft levels, beam width -> seconds
 
@@ -101,7 +101,8 @@ class DepthControl:
         """
         self.steps_since += 1
         self._steps_since_look += 1
-        depth, width, best, plain = self.best_shape(max_depth, max_width, seconds)
+        tokens, step_s = self._expected(max_depth, max_width, seconds)
+        depth, width, best, plain = self._best_of(tokens / step_s)
         is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
         is_tried = bool(self.is_tried[1 : max_depth + 1, :max_width].all())
         if not is_warm or (self.is_on and not is_tried):
@@ -113,9 +114,9 @@ class DepthControl:
             probe_depth = min(self.PROBE_DEPTH, max_depth)
             is_due = self._is_look_due(1.0 / plain, lambda: probe_s(probe_depth, max_width))
             return (probe_depth, max_width) if is_due else (0, 1)
-        tokens, step_s = self._expected(max_depth, max_width, seconds)
         # The whole shape yields tokens, too, for which the best one would need some time as well.
-        if self._is_look_due(float(step_s[depth, width - 1]), lambda: float(step_s[-1, -1] - tokens[-1, -1] / best)):
+        look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
+        if self._is_look_due(float(step_s[0, depth, width - 1]), lambda: look_s):
             return max_depth, max_width
         return min(depth + self.BEYOND, max_depth), width
 
@@ -145,29 +146,28 @@ class DepthControl:
             of plain decoding.
         """
         tokens, step_s = self._expected(max_depth, max_width, seconds)
-        rates = tokens / step_s
-        plain = float(rates[0, 0])
+        return self._best_of(tokens / step_s)
+
+    def _best_of(self, rates: FloatArray) -> tuple[int, int, float, float]:
+        """Find the best shape by the rates of :meth:`_expected`, [estimates, depths, widths]."""
+        plain, max_depth = float(rates[0, 0, 0]), rates.shape[1] - 1
         if not max_depth:
             return 0, 1, 0.0, plain
-        losses, doubt = 1.0 - rates / rates.max(), self.DOUBT / max(self.num_trees, 1) ** 0.5
-        if doubt > self.NO_DOUBT:
-            estimates = (self._expected(max_depth, max_width, seconds, error) for error in (-doubt, doubt))
-            low, high = (tokens / step_s for tokens, step_s in estimates)
-            losses = np.maximum(1.0 - low / low.max(), 1.0 - high / high.max())
+        losses = (1.0 - rates / rates.max((1, 2), keepdims=True))[-2:].max(axis=0)
         at = int(np.argmin(losses[1:].T))  # of equal losses the narrowest shape, then the shallowest
         width, depth = divmod(at, max_depth)
-        return depth + 1, width + 1, float(rates[depth + 1, width]), plain
+        return depth + 1, width + 1, float(rates[0, depth + 1, width]), plain
 
-    def _expected(
-        self, max_depth: int, max_width: int, seconds: ShapeTime, error: float = 0.0
-    ) -> tuple[FloatArray, FloatArray]:
-        """Return expected tokens per drafting request, and seconds of a step, by shape.  -> both [depths, widths] f64
+    def _expected(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[FloatArray, FloatArray]:
+        """Return expected tokens per drafting request, and seconds of a step, by shape.
 
-        Args:
-            error: relative error of the probability that a token follows the one before it; 0.1: it is 10 % higher.
+        Returns:
+            Both [estimates, depths, widths] f64. The first estimate is by the averages. While few trees are known, a
+            low and a high one follow: the probability that a token follows the one before is a standard error off.
         """
         depths, widths = np.arange(max_depth + 1)[:, None], np.arange(1, max_width + 1)
         mass, nodes = (average[: max_depth + 1, :max_width] for average in (self.mass, self.nodes))
-        mass = np.minimum(mass * np.maximum(1.0 + error, 0.0) ** depths, 1.0)
-        tokens, nodes = (values.cumsum(1).cumsum(0) for values in (mass, nodes))
-        return tokens, seconds(depths, widths, tokens, nodes)
+        doubt = self.DOUBT / max(self.num_trees, 1) ** 0.5
+        errors = np.array([0.0, -min(doubt, 1.0), doubt] if doubt > self.NO_DOUBT else [0.0])[:, None, None]
+        tokens = np.minimum(mass * (1.0 + errors) ** depths, 1.0).cumsum(2).cumsum(1)
+        return tokens, np.broadcast_to(seconds(depths, widths, tokens, nodes.cumsum(1).cumsum(0)), tokens.shape)
