@@ -77,12 +77,16 @@ def main(
     new_tokens: Annotated[int, typer.Option()] = 64,
     prompt_tokens: Annotated[int, typer.Option()] = 64,
     repeats: Annotated[int, typer.Option()] = 5,
+    contestants: Annotated[str, typer.Option(help="Comma-separated, auto and plain decoding among them.")] = ",".join(
+        configs()
+    ),
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Time auto and the sweep at every batch size and temperature."""
     target, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
     target = inflate(target, SHAPES[size])
     results: dict[str, dict[str, Any]] = {}
+    names = contestants.split(",")
     for temperature in map(float, temperatures.split(",")):
         sampling = {"temperature": temperature} if temperature else None
         bench = Bench(
@@ -90,7 +94,7 @@ def main(
             times_forwards=False, sampling=sampling,
         )  # fmt: skip
         for batch in map(int, batches.split(",")):
-            methods = [Method(name, batch, bench.ours(config)) for name, config in configs().items()]
+            methods = [Method(name, batch, bench.ours(configs()[name])) for name in names]
             for method in methods:
                 bench.time(method, repeats)  # warm-up, with other prompts
             samples: dict[str, list[Sample]] = {method.name: [] for method in methods}
@@ -107,11 +111,11 @@ def main(
                 )
                 json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
     table = Table(title=f"{size} {dtype}: tokens per second")
-    for heading in ("", "auto to best", *configs()):
+    for heading in ("", "auto to best", *names):
         table.add_column(heading, justify="right")
     for label, own in results.items():
         speeds = own["tokens_per_s"]
-        table.add_row(label, f"{own['auto to best'][1]:.3f}", *(f"{speeds[name]:.0f}" for name in configs()))
+        table.add_row(label, f"{own['auto to best'][1]:.3f}", *(f"{speeds[name]:.0f}" for name in names))
     Console(width=160).print(table)
 
 
