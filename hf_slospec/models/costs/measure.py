@@ -36,8 +36,9 @@ class Size:
 
 # Measured sizes, most needed first; the first two are always measured, as a curve needs a slope. Large ones are left
 # out where half as many tokens cost WORTHWHILE times one. They are of several requests, as in steps: longer chains of
-# one request, which are parts of prompts, are not captured in CUDA graphs.
-CURVE = tuple(Size(tokens, -(-tokens // MAX_DENSE)) for tokens in (1, 4, 16, 64, 6, 32, 8, 2, 128, 256, 512))
+# one request, which are parts of prompts, are not captured in CUDA graphs. Kernels work by blocks of rows, so that the
+# next sizes after 16 and 32 can cost much more than a line to the next power of two says (a quarter more, on a CPU).
+CURVE = tuple(Size(tokens, -(-tokens // MAX_DENSE)) for tokens in (1, 4, 16, 64, 6, 32, 18, 8, 2, 36, 128, 256, 512))
 NEEDED = CURVE[:2]
 SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, against the 16 tokens of the curve
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit

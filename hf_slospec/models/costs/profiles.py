@@ -15,7 +15,7 @@ from hf_slospec.models.machine import digest, kept_file, machine, write_atomical
 from hf_slospec.models.packed import PackedModel
 
 MAX_S = 1e4  # seconds of a forward that a profile may claim
-VERSION = 3  # of the file format
+VERSION = 4  # of the file format, and of the sizes that are measured
 
 
 class Profile(BaseModel):
