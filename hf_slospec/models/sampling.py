@@ -299,7 +299,8 @@ def processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, r
     scores = raw  # not a copy: if a processor writes into it, the logits that generate returns change too
     for processor in processors:
         scores = processor(input_ids, scores)
-        if not isinstance(scores, torch.Tensor) or scores.shape != raw.shape:
+        # Fewer columns are fine, as in stock generate: the tokens behind them cannot be chosen.
+        if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != len(raw):
             found = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
             name = type(processor).__name__
             raise InvalidInputError(

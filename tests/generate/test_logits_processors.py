@@ -141,7 +141,7 @@ def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so() -> No
     assert all(metrics.drafted for metrics in out.slo)
 
 
-@pytest.mark.parametrize("found", [None, torch.zeros(1, 5)])
+@pytest.mark.parametrize("found", [None, torch.zeros(101)])
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_processors_that_return_something_else(mode: dict[str, Any], found: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"logits_processor .* must return scores of shape"):

@@ -69,8 +69,8 @@ def assert_same(head: DraftHead, combined: torch.Tensor, reference: Reference, v
         out = head(inputs_embeds=inputs, position_ids=positions[None], past_key_values=cache).logits[0]
         done += num_entries
         logits, following = reference(embeds[:done], hidden, torch.arange(done))
-        torch.testing.assert_close(out[:, :vocab], logits[positions], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out[:, vocab:], following[positions], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[:, :vocab], logits[positions], rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(out[:, vocab:], following[positions], rtol=1e-4, atol=5e-5)
         hidden = torch.cat((hidden, following[-1:]))
 
 
