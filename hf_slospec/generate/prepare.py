@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.errors import InvalidInputError, UnsupportedModelError
 from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
@@ -149,7 +149,12 @@ def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, A
                 kept["attention_mask"] = mask[None]
     strings, tokenizer = configured("stop_strings", model, kept), kept.get("tokenizer")
     if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
-        own = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+        try:
+            own = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise InvalidInputError(
+                f"stop_strings must be strings that the tokenizer can write, got {strings!r}: {error}"
+            ) from error
         kept["stopping_criteria"] = StoppingCriteriaList([*(kept.get("stopping_criteria") or []), own])
         kept["stop_strings"] = None
     return kept
