@@ -27,6 +27,7 @@ from hf_slospec.errors import (
 from hf_slospec.generate.speculator import clock
 
 T = TypeVar("T")
+MAX_PORT = 65535
 TIMEOUT = httpx.Timeout(10.0, read=120.0)  # seconds; read: to the next chunk, which includes the wait in the queue
 FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # options of submit with other names there
 # Errors by OpenAI's types.
@@ -138,6 +139,8 @@ class RemoteGenerator:
             self._client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT)
         except httpx.InvalidURL as error:
             raise InvalidInputError(f"--server {url}: {error}") from error
+        if (port := self._client.base_url.port) is not None and not 0 < port <= MAX_PORT:
+            raise InvalidInputError(f"--server {url}: the port must be within 1..{MAX_PORT}")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hf_slospec-demo-streams", daemon=True)
         self._thread.start()

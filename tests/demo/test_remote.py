@@ -160,8 +160,9 @@ class TestErrors:
             with pytest.raises(kind, match=words):
                 made.start()
             made.stop()
-        with pytest.raises(InvalidInputError, match="--server"):
-            RemoteGenerator("http://a:b")
+        for url in ("http://a:b", "http://127.0.0.1:99999", "http://127.0.0.1:0"):
+            with pytest.raises(InvalidInputError, match="--server"):
+                RemoteGenerator(url)
         made = RemoteGenerator(guarded.url, KEY)
         made.start()
         assert made.submit("x", max_new_tokens=2).result().tokens == 2
