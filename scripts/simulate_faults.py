@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -23,6 +21,7 @@ import typer
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from hf_slospec.cli.benchmark import provenance
 from tests.support.simulated_batcher import fault_of, simulate
 from tests.support.simulated_schedules import schedule_of, shrunk
 
@@ -43,15 +42,17 @@ def main(
     first, _, behind = seeds.partition(":")
     if not (first.isdecimal() and behind.isdecimal() and int(first) < int(behind)):
         raise typer.BadParameter(f"must be two ascending numbers, such as 0:1000, got {seeds!r}", param_hint="--seeds")
-    commit = _commit()
+    facts = provenance()
+    commit = facts["commit"]
     ranges = [range(begin, min(begin + RANGE, int(behind))) for begin in range(int(first), int(behind), RANGE)]
-    known = [] if log is None or commit.endswith("+") else _read(log)  # changed files may have changed again
+    is_known = commit is not None and not commit.endswith("-dirty")  # changed files may have changed again
+    known = _read(log) if log is not None and is_known else []
     lines = [line for line in known if line["commit"] == commit and range(*line["seeds"]) in ranges]
     done = {tuple(line["seeds"]) for line in lines}
     left = [seeds for seeds in ranges if (seeds.start, seeds.stop) not in done]
     with tqdm(total=sum(map(len, ranges)), initial=sum(map(len, ranges)) - sum(map(len, left)), unit="schedule") as bar:
         for line in _run(left, jobs):
-            lines.append(line | _provenance(commit))
+            lines.append(line | facts)
             if log is not None:
                 with log.open("a") as file:
                     file.write(json.dumps(lines[-1]) + "\n")
@@ -102,26 +103,6 @@ def _read(log: Path) -> list[dict[str, Any]]:
     if (whole := text[: text.rfind("\n") + 1]) != text:
         log.write_text(whole)
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def _commit() -> str:
-    """Return the commit of the repository, with a plus sign if files under version control have changed since."""
-    commit, changed = (
-        subprocess.run(
-            ["git", *command], cwd=Path(__file__).parent, check=True, capture_output=True, text=True
-        ).stdout.strip()
-        for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-    )
-    return commit + "+" * bool(changed)
-
-
-def _provenance(commit: str) -> dict[str, str]:
-    return {
-        "commit": commit,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 if __name__ == "__main__":

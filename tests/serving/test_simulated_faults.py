@@ -184,7 +184,7 @@ def test_the_script_runs_what_its_log_lacks(tmp_path: Path, monkeypatch: pytest.
     app, log, ran = typer.Typer(), tmp_path / "log", list[int]()
     app.command()(simulate_faults.main)
     monkeypatch.setattr(simulate_faults, "simulate", lambda plan: ran.append(plan.seed) or simulate(plan))
-    monkeypatch.setattr(simulate_faults, "_commit", lambda: "abc")
+    monkeypatch.setattr(simulate_faults, "provenance", lambda: {"commit": "abc"})
     monkeypatch.setattr(simulate_faults, "RANGE", 2)
     first, second = (CliRunner().invoke(app, ["--seeds", seeds, "--log", str(log)]) for seeds in ("0:4", "0:6"))
     assert first.exit_code == second.exit_code == 0, second.output
