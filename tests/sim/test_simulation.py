@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +19,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
 from hf_slospec.policies.settings import PolicyName
 from hf_slospec.sim.hardware import Hardware, lines
-from hf_slospec.sim.models import VirtualClock
+from hf_slospec.sim.models import SlowedClock
 from hf_slospec.sim.outcomes import Run
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import SYSTEMS, config_of
@@ -233,17 +234,9 @@ def test_what_is_wrong_with_its_decisions_is_said() -> None:
         Simulation([JOB], library_of([JOB]), HARDWARE, config, make_policy=Greedy).run()
 
 
-class SlowedClock(VirtualClock):
-    """Half speed from second 10 to 70: durations that begin there count twice."""
-
-    def __setattr__(self, name: str, value: float) -> None:
-        before = getattr(self, name, 0.0)
-        super().__setattr__(name, before + (value - before) * (2.0 if 10.0 <= before < 70.0 else 1.0))
-
-
 def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon() -> None:
     jobs = [Job(0.0, 20, 7000) for _ in range(2)]
-    watched = Watched(jobs, "auto", replace(HARDWARE, kv_tokens=50_000), new_clock=SlowedClock)
+    watched = Watched(jobs, "auto", replace(HARDWARE, kv_tokens=50_000), new_clock=partial(SlowedClock, 10.0, 70.0))
     watched.run()
 
     def errors(begin_s: float, end_s: float) -> list[float]:
