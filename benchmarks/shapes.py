@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -41,12 +42,8 @@ def configs() -> dict[str, SLOSpecConfig]:
 
 def quartiles(values: list[float]) -> list[float]:
     """Return the lower quartile, the median and the upper quartile."""
-    return [
-        round(float(q), 4)
-        for q in torch.tensor(values, dtype=torch.float64).quantile(
-            torch.tensor((0.25, 0.5, 0.75), dtype=torch.float64)
-        )
-    ]
+    found: list[float] = np.quantile(values, (0.25, 0.5, 0.75)).round(4).tolist()
+    return found
 
 
 def compared(samples: dict[str, list[Sample]], new_tokens: int, batch: int) -> dict[str, Any]:
@@ -87,6 +84,7 @@ def main(
     target = inflate(target, SHAPES[size])
     results: dict[str, dict[str, Any]] = {}
     names = contestants.split(",")
+    facts = provenance(size=size, dtype=dtype, new_tokens=new_tokens, prompt_tokens=prompt_tokens, repeats=repeats)
     for temperature in map(float, temperatures.split(",")):
         sampling = {"temperature": temperature} if temperature else None
         bench = Bench(
@@ -106,9 +104,6 @@ def main(
             results[label] = own = compared(samples, new_tokens, batch)
             print(f"{label}: auto {own['auto to best']} of {own['best constant']}, {own['auto to plain']} of plain")
             if json_path is not None:
-                facts = provenance(
-                    size=size, dtype=dtype, new_tokens=new_tokens, prompt_tokens=prompt_tokens, repeats=repeats
-                )
                 json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
     table = Table(title=f"{size} {dtype}: tokens per second")
     for heading in ("", "auto to best", *names):

@@ -115,10 +115,10 @@ class DepthControl:
             is_due = self._is_look_due(1.0 / plain, lambda: probe_s(probe_depth, max_width))
             return (probe_depth, max_width) if is_due else (0, 1)
         # The whole shape yields tokens, too, for which the best one would need some time as well.
-        look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
-        if self._is_look_due(float(step_s[0, depth, width - 1]), lambda: look_s):
-            return max_depth, max_width
-        return min(depth + self.BEYOND, max_depth), width
+        is_due = self._is_look_due(
+            float(step_s[0, depth, width - 1]), lambda: float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
+        )
+        return (max_depth, max_width) if is_due else (min(depth + self.BEYOND, max_depth), width)
 
     def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
         """Return whether a look's further seconds ``look_s`` stay within their share, the present step's included."""
