@@ -1,6 +1,6 @@
 """A mixed load on the batcher: attainment, goodput and latencies of several systems under the same arrivals.
 
-    python benchmarks/serving.py load --json benchmarks/results/serving-cpu-2core.json
+    python benchmarks/serving.py load --json benchmarks/results/serving-cpu-2core.json --plot docs/serving-load.png
     python benchmarks/serving.py throughput --json ...      # all requests at once, compared with generate_batch
     python benchmarks/serving.py long-prompt --json ...     # running streams while a 2,000-token prompt arrives
     python benchmarks/serving.py overhead --json ...        # time of the scheduler by running requests, without models
@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -34,6 +35,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.sim.intervals import draw, scaled, wilson
 from hf_slospec.tiny.inflate import SHAPES, inflate
 
 app = typer.Typer(add_completion=False)
@@ -112,20 +114,69 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
         by_class[job["name"]].append(own)
     guaranteed = [own for own in metrics if own.guaranteed]
     return {
-        "attained": sum(bool(own.attained) for own in metrics) / len(metrics),
+        "requests": len(metrics),
+        "attained": sum(bool(own.attained) for own in metrics),
+        "guaranteed": len(guaranteed),
+        "guaranteed_attained": sum(bool(own.attained) for own in guaranteed),
         "goodput": sum(own.tokens for own in metrics if own.attained) / seconds,
         "tokens_per_s": sum(own.tokens for own in metrics) / seconds,
-        "promised": len(guaranteed) / len(metrics),
-        "promises_kept": sum(bool(own.attained) for own in guaranteed) / max(len(guaranteed), 1),
         "classes": {
             name: {
-                "attained": sum(bool(own.attained) for own in rows) / len(rows),
+                "requests": len(rows),
+                "attained": sum(bool(own.attained) for own in rows),
                 "ttft_s": np.percentile([own.ttft_s for own in rows], (50, 90, 99)).round(4).tolist(),
                 "tpot_s": np.percentile([own.tpot_s for own in rows], (50, 90, 99)).round(4).tolist(),
             }
             for name, rows in by_class.items()
         },
     }
+
+
+def totals(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of one system over all runs, and relative to ours under the same arrivals."""
+    count = {
+        key: sum(run[key] for run in runs) for key in ("requests", "attained", "guaranteed", "guaranteed_attained")
+    }
+    missed, missed_by_ours = (sum(run["requests"] - run["attained"] for run in own) for own in (runs, ours))
+    return {
+        **count,
+        "attainment": wilson(count["attained"], count["requests"]),
+        "goodput": median(run["goodput"] for run in runs),
+        "tokens_per_s": median(run["tokens_per_s"] for run in runs),
+        "misses_vs_ours": missed / missed_by_ours if missed_by_ours else None,
+        "goodput_of_ours_vs_it": median(
+            own["goodput"] / max(run["goodput"], 1e-9) for run, own in zip(runs, ours, strict=True)
+        ),
+        "classes": {
+            name: {
+                "attained": sum(own[name]["attained"] for own in found) / sum(own[name]["requests"] for own in found),
+                "tpot_s": median(own[name]["tpot_s"][0] for own in found),
+                "ttft_s": median(own[name]["ttft_s"][0] for own in found),
+            }
+            for name in CLASSES
+            if (found := [run["classes"] for run in runs if name in run["classes"]])
+        },
+    }
+
+
+def show(by_pressure: dict[str, dict[str, Any]], title: str) -> None:
+    """Print the totals of every system at every pressure."""
+    table = Table(title=title)
+    for heading in ("pressure", "system", "attained", "goodput", "tokens/s", "guaranteed", "kept", "misses", *CLASSES):
+        table.add_column(heading, justify="left" if heading == "system" else "right")
+    for pressure, systems in by_pressure.items():
+        for name, own in systems.items():
+            share, misses, guaranteed = own["attainment"], own["misses_vs_ours"], own["guaranteed"]
+            table.add_row(
+                pressure, name, f"{share['mean']:.1%} ({100 * share['low']:.0f} to {100 * share['high']:.0f})",
+                f"{own['goodput']:.0f}", f"{own['tokens_per_s']:.0f}", f"{guaranteed / own['requests']:.0%}",
+                f"{own['guaranteed_attained'] / guaranteed:.0%}" if guaranteed else "",
+                "" if misses is None else f"{misses:.2f}x",
+                *(f"{c['attained']:.0%} {1e3 * c['tpot_s']:.0f} ms {c['ttft_s']:.1f} s"
+                  for c in own["classes"].values()),
+                end_section=name == list(systems)[-1],
+            )  # fmt: skip
+    Console(width=160).print(table)
 
 
 def write(path: Path | None, **record: Any) -> None:
@@ -138,13 +189,14 @@ def write(path: Path | None, **record: Any) -> None:
 def load(
     size: Size = "0.3B",
     dtype: Dtype = "bfloat16",
-    number: Annotated[int, typer.Option()] = 200,
-    pressure: Annotated[
-        float, typer.Option(help="Load as a share of the throughput of plain decoding at batch 8.")
-    ] = 0.8,
+    number: Annotated[int, typer.Option()] = 150,
+    pressures: Annotated[
+        str, typer.Option(help="Loads as shares of the throughput of plain decoding at batch 8, comma-separated.")
+    ] = "0.4,0.6,0.8,1.0",
     repeats: Annotated[int, typer.Option()] = 2,
     systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
     kinds: Annotated[str, typer.Option(help="poisson, bursty, or both.")] = "poisson,bursty",
+    plot: Annotated[Path | None, typer.Option(help="Also plot attainment over pressure to this PNG.")] = None,
     json_path: Json = None,
 ) -> None:
     """Serve Poisson and bursty arrivals of three classes by every system."""
@@ -157,62 +209,34 @@ def load(
         token_s = plain_token_s(plain, tokenizer)
     verify = plain.decoder.speculator.costs.verify
     prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # of a request, processed in a large step
-    rate = pressure / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)
+    most = 1.0 / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)  # requests per second
     for generator in generators.values():
         with generator:  # warm-up
-            serve(generator, load_of(10**6, "poisson", rate, 16, token_s, tokenizer))
-    results: dict[str, dict[str, list[Any]]] = {kind: defaultdict(list) for kind in kinds.split(",")}
-    turns = [(kind, repeat, place) for repeat in range(repeats) for kind in results for place in range(len(generators))]
-    for kind, repeat, place in tqdm(turns, disable=not sys.stderr.isatty()):
-        name = list(generators)[(place + repeat) % len(generators)]
-        with generators[name] as generator:
-            own = serve(generator, load_of(repeat, kind, rate, number, token_s, tokenizer))
-        results[kind][name].append(own)
-    ratios: dict[str, dict[str, Any]] = {kind: {} for kind in results}
-    console = Console(width=140)
-    for kind, by_name in results.items():
-        table = Table(
-            title=f"{size} {dtype}, {kind}: {number} requests at {rate:.2f}/s; plain {1e3 * token_s:.0f} ms/token"
-        )
-        for heading in ("system", "attained", "goodput tok/s", "tok/s", "guaranteed", "kept", *CLASSES):
-            table.add_column(heading, justify="left" if heading == "system" else "right")
-        for name, runs in by_name.items():
-            figures = [median(run[key] for run in runs) for key in ("attained", "goodput", "tokens_per_s", "promised")]
-            kept = median(run["promises_kept"] for run in runs)
-            classes = [
-                f"{median(r['classes'][c]['attained'] for r in runs):.0%} "
-                f"{1e3 * median(r['classes'][c]['tpot_s'][0] for r in runs):.0f} ms "
-                f"{median(r['classes'][c]['ttft_s'][0] for r in runs):.1f} s"
-                for c in CLASSES
-            ]
-            attained, goodput, rate_of, guaranteed = figures
-            pairs = list(zip(runs, by_name[OURS], strict=True))
-            missed, ours_missed = (sum(1.0 - run["attained"] for run in of) for of in zip(*pairs, strict=True))
-            gained = median(ours["goodput"] / max(own["goodput"], 1e-9) for own, ours in pairs)
-            ratios[kind][name] = {
-                "misses_vs_ours": missed / ours_missed
-                if ours_missed
-                else None,  # summed over all runs, since a single one may have no misses
-                "goodput_of_ours_vs_it": gained,
-            }
-            table.add_row(
-                name,
-                f"{attained:.0%}",
-                f"{goodput:.0f}",
-                f"{rate_of:.0f}",
-                f"{guaranteed:.0%}",
-                f"{kept:.0%}",
-                *classes,
-            )
-        console.print(table, ratios[kind])
-    write(
-        json_path,
-        ratios=ratios,
-        provenance=provenance(
-            size=size, dtype=dtype, number=number, pressure=pressure, rate=rate, plain_token_s=token_s, classes=CLASSES
-        ),
-        results=results,
+            serve(generator, load_of(10**6, "poisson", most, 16, token_s, tokenizer))
+    facts = provenance(
+        size=size, dtype=dtype, number=number, rate_at_1=most, plain_token_s=token_s, classes=CLASSES, systems=SYSTEMS
     )
+    names, runs = list(generators), defaultdict[tuple[str, str, str], list[dict[str, Any]]](list)
+    turns = [(p, kind, repeat) for repeat in range(repeats) for p in pressures.split(",") for kind in kinds.split(",")]
+    found: dict[str, dict[str, Any]] = {}
+    for turn, (pressure, kind, repeat) in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
+        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
+            with generators[name] as generator:
+                own = serve(generator, load_of(repeat, kind, float(pressure) * most, number, token_s, tokenizer))
+            runs[kind, pressure, name].append(own)
+        ours = runs[kind, pressure, OURS]
+        found.setdefault(kind, {})[pressure] = {name: totals(runs[kind, pressure, name], ours) for name in names}
+        write(json_path, provenance=facts, results=found)
+    for kind, by_pressure in found.items():
+        show(by_pressure, f"{size} {dtype}, {kind} arrivals; plain decoding {1e3 * token_s:.0f} ms/token at batch 8")
+    if plot is not None:
+        panels = {
+            f"{kind}: requests that attained, %": {
+                name: {p: scaled(own[name]["attainment"], 100.0) for p, own in by_pressure.items()} for name in names
+            }
+            for kind, by_pressure in found.items()
+        }
+        draw(panels, "load / throughput of plain decoding", plot)
 
 
 @app.command()

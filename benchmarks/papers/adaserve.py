@@ -20,14 +20,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from replays import Figures, Key, bounds_of, draw, resumed, shares_closed, shown
+from replays import Figures, Key, bounds_of, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.sim.hardware import HARDWARE, Hardware, lines
-from hf_slospec.sim.intervals import interval_of, wilson
+from hf_slospec.sim.intervals import draw, interval_of, scaled, wilson
 from hf_slospec.sim.outcomes import METRICS
 from hf_slospec.sim.simulation import Simulation
 from hf_slospec.sim.systems import config_of, is_oracle
@@ -195,10 +195,7 @@ def lines_of(found: dict[str, Any], rates: tuple[str, ...], key: str, factor: fl
     chosen = {label: found[name] for name, label in PLOTTED.items() if name in found}
     if fixed := [found[name] for name in FIXED if name in found]:
         chosen["best fixed"] = {rate: max((own[rate] for own in fixed), key=lambda o: o[key]["mean"]) for rate in rates}
-    return {
-        name: {rate: {end: factor * value for end, value in own[rate][key].items()} for rate in rates}
-        for name, own in chosen.items()
-    }
+    return {name: {rate: scaled(own[rate][key], factor) for rate in rates} for name, own in chosen.items()}
 
 
 def closed(runs: Runs, rates: tuple[str, ...], console: Console) -> dict[str, Any]:

@@ -9,20 +9,17 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from hf_slospec.sim.bounds import Bounds
-from hf_slospec.sim.comparison import COLOURS, MARKERS
 from hf_slospec.sim.hardware import Hardware
-from hf_slospec.sim.intervals import share_closed
+from hf_slospec.sim.intervals import Interval, share_closed
 from hf_slospec.sim.systems import config_of
 from hf_slospec.sim.texts import Library
 from hf_slospec.sim.workload import Job
 
 Key = tuple[Any, ...]  # of strings and numbers
 Figures = dict[str, Any]
-Interval = dict[str, float]
 
 
 def resumed(tasks: Mapping[Key, Callable[[], Figures]], workers: int, kept: Path | None) -> dict[Key, Figures]:
@@ -87,36 +84,3 @@ def shown(interval: Interval | None, digits: int, factor: float = 1.0) -> str:
     low, high = (factor * abs(interval[end] - interval["mean"]) for end in ("low", "high"))
     ends = f"-{low:.{digits}f}+{high:.{digits}f}"
     return f"{text} {ends}" if abs(high - low) >= 0.1**digits else f"{text} ±{high:.{digits}f}"
-
-
-def draw(panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x_label: str, path: Path) -> None:
-    """Plot figures with their intervals by rate.
-
-    Args:
-        panels: by the label of the axis, the system's name and the rate.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), layout="constrained", squeeze=False)
-    for panel, (label, systems) in zip(axes.flat, panels.items(), strict=True):
-        rates = [float(rate) for rate in next(iter(systems.values()))]
-        apart = 0.007 * (max(rates) - min(rates))  # so that intervals do not hide each other
-        for index, (name, own) in enumerate(systems.items()):
-            is_bound, means = name.endswith("bound"), np.array([interval["mean"] for interval in own.values()])
-            x = np.array(rates) + (0.0 if is_bound else apart * (index - len(systems) / 2.0))
-            ends = [[interval.get(end, interval["mean"]) for interval in own.values()] for end in ("low", "high")]
-            panel.errorbar(
-                x, means, None if is_bound else np.abs(np.array(ends) - means), label=name, capsize=2, markersize=4,
-                elinewidth=1.0, color="grey" if is_bound else COLOURS[index % len(COLOURS)],
-                marker="" if is_bound else MARKERS[index % len(MARKERS)], linestyle="--" if is_bound else "-",
-            )  # fmt: skip
-        panel.set(xlabel=x_label, ylabel=label)
-        panel.set_xticks(rates)
-        panel.grid(alpha=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -71,9 +71,3 @@ def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
         for names in ([], ['auto {"max_depth": 8}'], ["vllm"])
     )
     assert deep < shallow == plain  # plain decoding drafts nothing, whatever its max_depth
-
-
-def test_plot(replays: ModuleType, tmp_path: Path) -> None:
-    own = {rate: {"mean": 1.0, "low": 0.5, "high": 1.2} for rate in ("1", "2")}
-    replays.draw({"attained": {"auto": own, "bound": own}}, "rate", tmp_path / "docs" / "plot.png")
-    assert (tmp_path / "docs" / "plot.png").read_bytes().startswith(b"\x89PNG")

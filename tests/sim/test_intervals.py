@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.sim.intervals import interval_of, share_closed, t_quantile, wilson
+from hf_slospec.sim.intervals import draw, interval_of, scaled, share_closed, t_quantile, wilson
 
 
 @pytest.mark.parametrize(("degrees", "exact"), [(1, 12.7062), (9, 2.2622), (10, 2.2281), (20, 2.0860), (1000, 1.9623)])
@@ -44,3 +46,10 @@ def test_share_of_a_distance() -> None:
     assert share_closed(10.0, 4.0, 2.0) == share_closed(0.0, 3.0, 4.0) == 0.75
     assert share_closed(1.0, 0.5, 2.0) == -0.5
     assert share_closed(1.0, 1.0, 1.0) is None
+
+
+def test_intervals_are_plotted(tmp_path: Path) -> None:
+    own = {rate: {"mean": 1.0, "low": 0.5, "high": 1.2} for rate in ("1", "2")}
+    draw({"attained": {"auto": own, "bound": own}}, "rate", tmp_path / "docs" / "plot.png")
+    assert scaled(own["1"], 100.0) == {"mean": 100.0, "low": 50.0, "high": 120.0}
+    assert (tmp_path / "docs" / "plot.png").read_bytes().startswith(b"\x89PNG")
