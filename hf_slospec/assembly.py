@@ -37,6 +37,6 @@ def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> En
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
 
 
-def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
+def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int, draft_slots: int = 0) -> Limits:
     """Return a config's limits, with K/V slots and nodes per request as they were decided for the models."""
-    return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)
+    return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s, draft_slots)

@@ -100,7 +100,10 @@ class Selection:
 
 
 class Target(Protocol):
-    """The target model. It may also have ``num_one_off_forwards``, as a drafter may."""
+    """The target model. It may also have ``num_one_off_forwards``, as a drafter may.
+
+    With ``lend(num_slots)`` it may use so many slots beyond its own, and drops those of an earlier call.
+    """
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -150,6 +153,10 @@ class Scheduler(Protocol):
     """Holds the unfinished requests and picks those of each step."""
 
     running: list[Request]  # requests that may hold K/V
+
+    @property
+    def lent_slots(self) -> int:
+        """Slots of the drafter that the target may use in the next step, which then must not draft."""
 
     def enter(self, now_s: float) -> Sequence[Request]:
         """Give room to waiting requests; return those that lose their K/V to them, before the step."""

@@ -35,6 +35,7 @@ class Engine(Generic[S]):
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # steps to come without drafting
+        self._lent_slots = 0  # of the drafter to the target
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
@@ -45,6 +46,7 @@ class Engine(Generic[S]):
         """
         watch, num_one_offs = _Stopwatch(self.clock), self._num_one_offs()
         self.forget(self.scheduler.enter(watch.begun_s))
+        self._lend(self.scheduler.lent_slots)
         self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
         plan = self._plan(schedule, watch)
@@ -79,6 +81,25 @@ class Engine(Generic[S]):
         self._check(())
         return event
 
+    def _lend(self, num_slots: int) -> None:
+        """Let the target use the memory of the drafter's K/V for so many slots; with 0 the drafter has it again."""
+        if num_slots == self._lent_slots:
+            return
+        if num_slots:
+            self._free_drafts()
+        if (lend := getattr(self.target, "lend", None)) is not None:
+            lend(num_slots)
+        self._lent_slots = num_slots
+
+    def _free_drafts(self) -> bool:
+        """Free what the drafter keeps for requests; return whether there was anything."""
+        relieve = getattr(self.drafter, "relieve", None)
+        has_freed = relieve is not None and relieve()
+        if has_freed:
+            for request in self.scheduler.running:
+                request.num_draft_seen = 0
+        return has_freed
+
     def _reuse(self) -> None:
         """Give requests that have room, but no K/V of their own, that of texts which begin alike."""
         reuse_drafts = getattr(self.drafter, "reuse", None)
@@ -95,8 +116,8 @@ class Engine(Generic[S]):
         plan = Plan(0, 1)
         if schedule.decoding:
             plan = self.policy.plan(schedule.decoding, watch.begun_s, schedule.num_prefill_tokens)
-            if self._num_paused:
-                self._num_paused -= 1
+            if self._num_paused or self._lent_slots:
+                self._num_paused = max(self._num_paused - 1, 0)
                 plan = replace(plan, drafting=())
         watch.lap("select_s")
         return plan
@@ -202,14 +223,10 @@ class Engine(Generic[S]):
         Returns:
             Whether there was memory to free, or drafting was not paused yet, so that the step is worth another try.
         """
-        relieve = getattr(self.drafter, "relieve", None)
-        has_freed = relieve is not None and relieve()
+        has_freed = self._free_drafts()
         if not has_freed and self._num_paused:
             return False
         self._num_paused = PAUSE
-        if has_freed:
-            for request in self.scheduler.running:
-                request.num_draft_seen = 0
         return True
 
     def close(self) -> None:

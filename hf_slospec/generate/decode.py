@@ -24,6 +24,7 @@ from hf_slospec.generate.validation import (
     check_causal_lm,
     check_config,
     check_drafting,
+    check_flag,
     check_make_policy,
     configured,
 )
@@ -56,7 +57,7 @@ class Decoder:
     ):
         self.model = check_causal_lm("model", model)
         self.assistant_model = check_drafting(assistant_model, drafter)
-        self.config, self.fallback = check_config(config), fallback
+        self.config, self.fallback = check_config(config), check_flag("fallback", fallback)
         self.make_policy = check_make_policy(make_policy)
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
@@ -81,10 +82,11 @@ class Decoder:
 
     def generate(self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
         """Return what stock ``generate`` returns for these arguments, given by name."""
+        may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
         try:
             return decode(self.prepare(slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
-            if not (self.fallback if fallback is None else fallback):
+            if not may_fall_back:
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
         draftless = {"assistant_model": None, "prompt_lookup_num_tokens": None}  # stock drafts for single rows only

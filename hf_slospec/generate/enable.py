@@ -20,7 +20,7 @@ from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOpt
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.generate.validation import check_causal_lm, configured
+from hf_slospec.generate.validation import check_causal_lm, check_flag, configured
 from hf_slospec.models.cpu.packed_layers import restore_weights
 from hf_slospec.models.drafters.methods import DraftMethod
 
@@ -58,6 +58,7 @@ def enable(
         UnsupportedModelError: either model cannot verify or draft a token tree; the message says why.
         IncompatibleDraftError: the two models do not share a vocabulary or a device.
     """
+    check_flag("always", always)
     decoder = Decoder(
         model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
     )

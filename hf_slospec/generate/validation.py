@@ -125,6 +125,13 @@ def check_config(config: Any) -> SLOSpecConfig:
     return config or SLOSpecConfig()
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Return a setting that is on or off; raise InvalidTypeError for anything else."""
+    if not isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
     """Return a setting of the call, otherwise of its generation config, otherwise of the model's."""
     if (value := arguments.get(name)) is not None:

@@ -76,7 +76,7 @@ class PackedTarget:
         ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`. With ``holds_finished``, K/V of finished
         requests stays readable in ``sequences`` until ``close``.
         """
-        self.sampler, self.holds_finished = sampler, holds_finished
+        self.sampler, self.holds_finished, self._own_slots = sampler, holds_finished, max_slots
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self._reader: FeatureReader | None = None
         self._features: torch.Tensor | None = None  # of the verified tokens, [num_tokens, num_features]
@@ -90,6 +90,11 @@ class PackedTarget:
     def give_features(self, reader: FeatureReader) -> None:
         """Give a drafter the hidden states that it names, of every token that is committed from now on."""
         self._reader = reader
+
+    def lend(self, num_slots: int) -> None:
+        """Use so many slots beyond ``max_slots`` from now on, and free those of an earlier call."""
+        if self._own_slots is not None:
+            self.sequences.limit(self._own_slots + num_slots)
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()

@@ -78,6 +78,7 @@ class Batcher:
         self._handles: dict[int, RequestHandle] = {}  # of unfinished requests, by index
         self._num_waiting = 0  # in the scheduler
         self.num_running = self.kv_held = 0  # requests, and the slots they hold at their longest
+        self.lent_slots = 0  # of the drafter, that requests may hold beside the target's
         self.num_kept = 0  # tokens of requests that are over whose K/V is kept
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
@@ -216,7 +217,7 @@ class Batcher:
             left = list(self._handles.values())
             self._arrivals.clear()
             asked, self._asked = self._asked, []
-            self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
+            self._num_waiting = self.num_running = self.kv_held = self.lent_slots = self.num_kept = 0
             self._ending = "now"
             self._state.notify_all()
         for future in asked:
@@ -300,7 +301,11 @@ class Batcher:
     def _count(self, engine: Engine[ContinuousScheduler]) -> None:
         scheduler, self.num_kept = engine.scheduler, engine.target.num_kept
         before, self._num_waiting = self._num_waiting, len(scheduler.waiting)
-        self.num_running, self.kv_held = len(scheduler.running), scheduler.kv_held
+        self.num_running, self.kv_held, self.lent_slots = (
+            len(scheduler.running),
+            scheduler.kv_held,
+            scheduler.lent_slots,
+        )
         if self._num_waiting < before:
             self._state.notify_all()  # there is room in the queue
 

@@ -82,8 +82,11 @@ class BatchingService:
                         "times, and all of them must take the same steps; call generate with all prompts in every "
                         "process"
                     )
-                kv_tokens = self.config.kv_tokens or _affordable_kv_tokens(speculator, self.config.max_batch)
-                self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
+                kv_tokens, draft_slots = self.config.kv_tokens, 0  # a limit that was set is never exceeded
+                if kv_tokens is None:
+                    kv_tokens = _affordable_kv_tokens(speculator, self.config.max_batch)
+                    draft_slots = int(kv_tokens * _draft_share(speculator))
+                self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes, draft_slots)
                 self._batcher = Batcher(self._new_engine, self.config.max_queue, speculator.lock, self, torch.no_grad)
             self._batcher.start()
 
@@ -164,7 +167,7 @@ class BatchingService:
         memory = self.decoder.speculator.memory(batcher.num_running)
         return self.telemetry.stats(
             running=batcher.num_running, waiting=batcher.num_waiting, kv_tokens=batcher.kv_held,
-            kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens, memory=memory,
+            kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens + batcher.lent_slots, memory=memory,
         )  # fmt: skip
 
     def collector(self, prefix: str) -> Collector:
@@ -263,6 +266,12 @@ def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
     most = trained_len(speculator.target.model) or (math.inf if bytes_per_token else UNBOUNDED_LEN)
     fitting = max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token if bytes_per_token else math.inf
     return int(min(fitting, max_batch * (most + speculator.max_nodes)))
+
+
+def _draft_share(speculator: Speculator) -> float:
+    """Return the bytes of the drafter's K/V per token, relative to the target's."""
+    target, *drafts = (model.kv_bytes_per_token for model in speculator.models)
+    return sum(drafts) / target if target else 0.0
 
 
 def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:

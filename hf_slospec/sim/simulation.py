@@ -64,7 +64,10 @@ class Replica:
     ):
         self.clock, costs = clock, hardware.costs()
         max_nodes = max_nodes_per_request(config, make_policy)
-        limits = limits_of(config, config.kv_tokens or hardware.kv_tokens, max_nodes)
+        kv_tokens, draft_slots = config.kv_tokens, 0
+        if kv_tokens is None:
+            kv_tokens, draft_slots = hardware.kv_tokens, int(hardware.draft_kv_share * hardware.kv_tokens)
+        limits = limits_of(config, kv_tokens, max_nodes, draft_slots)
         policy: Policy
         if oracle:
             policy = OraclePolicy(library, config, hardware, seed)

@@ -112,6 +112,17 @@ def test_a_model_that_cannot_hold_a_tree_stays_as_it_was() -> None:
     assert "generate" not in model.__dict__
 
 
+def test_settings_that_are_on_or_off_take_nothing_else() -> None:
+    for name in ("always", "fallback"):
+        with pytest.raises(InvalidTypeError, match=f"^{name} must be True or False, got 'no'"):
+            hf_slospec.enable(tiny_model("llama"), **{name: "no"})
+    assert "generate" not in vars(tiny_model("llama"))
+    with pytest.raises(InvalidTypeError, match=r"^fallback must be"):
+        SLOSpecGenerator(tiny_model("llama"), fallback=None)
+    with pytest.raises(InvalidTypeError, match=r"^fallback must be"):
+        SLOSpecGenerator(tiny_model("llama")).generate(**ragged_prompts(1), fallback=1)
+
+
 @pytest.mark.parametrize("bad", [7, "gpt2", torch.nn.Linear(2, 2)])
 def test_models_of_wrong_type(bad: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"^model must be"):

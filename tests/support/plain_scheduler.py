@@ -53,7 +53,7 @@ class PlainScheduler(ContinuousScheduler):
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
-        kv_free = self._kv_limit - self._held(unmovable)
+        kv_free = min(self.room.slots, self.room.own) - self._held(unmovable)
         found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
         found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
@@ -65,6 +65,8 @@ class PlainScheduler(ContinuousScheduler):
         preempted = list[Request]()
         ranks = {request: self._rank(request, now_s) for request in self.waiting}
         for request in sorted(self.waiting, key=ranks.__getitem__):
+            if self._lacks_slots(request):
+                self.room.lend()
             may_preempt = ranks[request][0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:

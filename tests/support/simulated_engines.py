@@ -26,10 +26,11 @@ from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.telemetry import Telemetry
+from tests.support.hasty_room import HastyRoom
 from tests.support.simulated_models import VOCAB, SimulatedModel, SimulatedSampler
 from tests.support.simulated_schedules import Schedule
 from tests.support.simulated_threads import World
-from tests.support.toy_models import WholeTrees, new_costs
+from tests.support.toy_models import NowAndThen, WholeTrees, new_costs
 
 
 class CheckedScheduler(ContinuousScheduler):
@@ -37,6 +38,7 @@ class CheckedScheduler(ContinuousScheduler):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
+        self.room = HastyRoom(self.limits.kv_tokens, self.limits.draft_slots)
         self.left_out = dict[Request, int]()  # steps in a row
 
     def enter(self, now_s: float) -> list[Request]:
@@ -49,7 +51,7 @@ class CheckedScheduler(ContinuousScheduler):
         assert len(set(present)) == len(present), "a request is held twice"
         assert {*waited} <= {*present}, "a request was lost"
         assert len(self.running) <= self.limits.max_batch
-        assert self.kv_held <= self.limits.kv_tokens
+        assert self.kv_held <= self.limits.kv_tokens + self.lent_slots
         booked = [request for request in present if request.is_guaranteed]
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
@@ -113,7 +115,8 @@ class Engines:
         return PackedTarget(self.target, self.plan.limits.max_nodes, sampler, kv_tokens, kept)
 
     def parts(self, target: PackedTarget, drafter: Any, costs: StepCosts, _: None = None) -> Parts:
-        policy: Any = WholeTrees(DraftPlan(self.plan.depth, self.plan.width))
+        kind = NowAndThen if self.plan.policy == "now and then" else WholeTrees
+        policy: Any = kind(DraftPlan(self.plan.depth, self.plan.width))
         if self.plan.policy == "auto" and self.plan.depth:
             policy = new_policy(self.config, costs, SpeculationHistory(self.config))
         return Parts(target, drafter, FaultyPolicy(policy, self.world), costs, self.world.clock)
@@ -151,10 +154,11 @@ class Server:
         drafter = engines.new_drafter(plan.limits.kv_tokens, plan.kept)
         engine = continuous_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
         engine.scheduler = CheckedScheduler(plan.limits, costs, plan.admission, plan.prefill, target.num_reusable)
-        close = engine.close
+        close, self.engine = engine.close, engine
 
         def closed() -> None:
             close()
+            del self.engine
             self.world.at("close")
 
         engine.close = closed
@@ -162,9 +166,19 @@ class Server:
 
     def on_step(self, step: StepEvent) -> None:
         self.engines.on_step(step, self)
+        self._check_loan(step)
         self.most_running = max(self.most_running, len(step.requests))
         self.world.at("on_step")
         self.telemetry.on_step(step)
+
+    def _check_loan(self, step: StepEvent) -> None:
+        engine, lent = self.engine, self.engine.scheduler.lent_slots
+        held = engine.target.sequences.num_held + engine.target.num_kept
+        assert held <= self.engines.plan.limits.kv_tokens + lent, "more slots are held than there are"
+        if lent:
+            self.engines.counts["steps with lent slots"] += 1
+            assert not step.draft_levels, "the drafter's memory is used twice"
+            assert engine.drafter.sequences.is_empty, "the drafter holds K/V in memory that it has lent"
 
     def on_end(self, request: Request) -> None:
         self.ended.append(request)

@@ -130,7 +130,8 @@ def schedule_of(seed: int) -> Schedule:
     max_nodes = depth * width
     kv_tokens = rng.choice([70, 90, 130, 400]) + max_nodes
     chunk, starvation_s = rng.choice([1, 4, 16, 16, 64, 64]), rng.choice([2.0, 20.0, 1e9])
-    limits = Limits(rng.randrange(1, 5), kv_tokens, max_nodes, chunk, starvation_s)
+    draft_slots = rng.choice([0, kv_tokens // 2]) if has_assistant else 0
+    limits = Limits(rng.randrange(1, 5), kv_tokens, max_nodes, chunk, starvation_s, draft_slots)
     # Prompts of few chunks, as steps that only prefill are much alike; some are long anyway.
     longest = rng.choice({1: [4, 4, 4, 50], 4: [12, 12, 50]}.get(chunk, [50]))
     users = tuple(
@@ -141,7 +142,7 @@ def schedule_of(seed: int) -> Schedule:
         seed, limits, rng.choice([1, 3, 100]), rng.choice([0, 40, float("inf"), float("inf")]),
         rng.choice(["slo", "slo", "slo", "edf", "fcfs", "priority"]),
         rng.choice(["beside", "beside", "first", "chunked"]),
-        rng.choice(["whole", "whole", "whole", "auto"]), depth, width, has_assistant, num_batchers,
+        rng.choice(["whole", "whole", "now and then", "auto"]), depth, width, has_assistant, num_batchers,
         tuple(rng.choice([0.0, 0.1, 1.0, 1.0, 1.0, 3.0, 1e5]) for _ in range(7)),
         users, _faults(rng), rng.choice([0.1, 0.5, 0.9]),
     )  # fmt: skip

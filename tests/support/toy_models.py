@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -133,6 +134,21 @@ class WholeTrees:
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
     ) -> None:
         """Nothing to learn."""
+
+
+class NowAndThen(WholeTrees):
+    """Drafts whole trees in some stretches of steps, and nothing in others."""
+
+    STRETCH = 6  # steps
+
+    def __init__(self, drafting: Plan):
+        super().__init__(drafting)
+        self._num_steps = 0
+
+    def plan(self, *arguments: Any) -> Plan:
+        self._num_steps += 1
+        is_drafting = self._num_steps // self.STRETCH % 2
+        return super().plan(*arguments) if is_drafting else Plan(0, 1)
 
 
 class Clock:

@@ -20,6 +20,7 @@ from hf_slospec.engine.scheduling.admission import (
     possible_slos,
     prefill_deadline_s,
 )
+from hf_slospec.engine.scheduling.kv_room import KVRoom
 from hf_slospec.engine.scheduling.prefill import prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 
@@ -43,6 +44,7 @@ class Limits:
     max_nodes: int  # staged by a request in a step
     prefill_chunk: int  # tokens of a step
     starvation_s: float  # a best-effort request that waited so long goes first
+    draft_slots: int = 0  # of the target that fit into the memory of the drafter's K/V, see KVRoom
 
     def kv_needed(self, request: Request) -> int:
         """Return the slots of the request's K/V at its longest, with the largest draft tree."""
@@ -79,7 +81,7 @@ class ContinuousScheduler:
         self._sits: dict[Request, int] = {}  # steps in a row that a running request was left out of
         self._has_changed = False
         self._share = 1.0  # share of a step's work that memory allows
-        self._kv_limit = limits.kv_tokens
+        self.room = KVRoom(limits.kv_tokens, limits.draft_slots)
         self.output_tokens = 100.0  # of a request, on average of those that finished recently
 
     def add(self, request: Request) -> None:
@@ -119,7 +121,8 @@ class ContinuousScheduler:
         self._drop(request)
         if request.finish_reason in ("stop", "length"):
             self.output_tokens += OUTPUT_WEIGHT * (max(request.num_emitted, 1) - self.output_tokens)
-        self._has_changed, self._kv_limit = True, self.limits.kv_tokens
+        self._has_changed = True
+        self.room.relax()
 
     def _drop(self, request: Request) -> None:
         self._dequeue(request)
@@ -132,9 +135,11 @@ class ContinuousScheduler:
     def observe(self, step: StepEvent) -> None:
         """Let a step that fitted into memory raise the share of work that is tried."""
         self._share = min(1.0, self._share * 1.05)
+        self.room.observe(step)
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and room to waiting requests, in order; return those preempted for them."""
+        self.room.settle(self._held(self.running), not len(self.waiting))
         self.decide_guarantees(now_s)
         return self._enter(now_s)
 
@@ -145,6 +150,11 @@ class ContinuousScheduler:
         decoding = self._taking_part(decoding, allowed_s)
         chunks = self._chunks(decoding, allowed_s, now_s)
         return Schedule([] if chunks and self.prefill == "first" else decoding, chunks)
+
+    @property
+    def lent_slots(self) -> int:
+        """Slots of the drafter that the target may use in the next step, which then must not draft."""
+        return self.room.lent
 
     @property
     def kv_held(self) -> int:
@@ -201,7 +211,7 @@ class ContinuousScheduler:
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
-        kv_free = self._kv_limit - self._held(unmovable)
+        kv_free = min(self.room.slots, self.room.own) - self._held(unmovable)  # a loan may end before they enter
         found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
         found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
@@ -218,6 +228,8 @@ class ContinuousScheduler:
         preempted: list[Request] = []
         while (first := self.waiting.first(now_s)) is not None:
             rank, request = first
+            if self._lacks_slots(request):
+                self.room.lend()
             may_preempt = rank[0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:
@@ -252,10 +264,15 @@ class ContinuousScheduler:
         too_late_s = math.nextafter(prefill_deadline_s(request), math.inf)
         return min((change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf)
 
+    def _slots_left(self) -> int:
+        return (self.room.slots if self.running else self.limits.kv_tokens) - self._held(self.running)
+
+    def _lacks_slots(self, request: Request) -> bool:
+        return len(self.running) < self.limits.max_batch and self._slots_left() < self._kv_needed(request)
+
     def _victims(self, request: Request, spare: list[Request]) -> list[Request] | None:
         """Return which of ``spare`` to preempt, in this order, so that the request fits; None if all do not suffice."""
-        places = self.limits.max_batch - len(self.running)
-        slots = (self._kv_limit if self.running else self.limits.kv_tokens) - self._held(self.running)
+        places, slots = self.limits.max_batch - len(self.running), self._slots_left()
         for count in range(len(spare) + 1):
             if places > 0 and slots >= self._kv_needed(request):
                 return spare[:count]
@@ -355,7 +372,7 @@ class ContinuousScheduler:
         victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
         for request in victims:
             self.preempt(request, now_s)
-        self._kv_limit = self._held(self.running)
+        self.room.tighten(self._held(self.running))
         return victims
 
     def shrink(self) -> bool:

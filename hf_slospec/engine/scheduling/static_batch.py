@@ -14,6 +14,8 @@ CHUNK = 512  # prefill tokens of a request and step at most: masks grow with the
 class StaticScheduler:
     """Schedules requests that begin together, every one of them in every step."""
 
+    lent_slots = 0  # requests do not wait for slots
+
     def __init__(self, requests: Sequence[Request]):
         self.running = list(requests)
 

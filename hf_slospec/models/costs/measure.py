@@ -44,6 +44,7 @@ SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, agai
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit
 WORTHWHILE = 4.0
 MAX_PER_REQUEST = 0.1  # of the time of 16 tokens
+LEAST = 0.1  # of a forward's seconds that is due to its tokens: a pause of the machine may make other terms too large
 REPEATS = 4
 
 
@@ -70,7 +71,7 @@ class Measured:
             extra_s = many - at_16 - per_key_s * (SLOPES[0].num_keys - KEYS)
             per_request_s = min(max(extra_s, 0.0) / (SLOPES[0].num_requests - 1), MAX_PER_REQUEST * at_16)
         points = {
-            size.num_tokens: s - per_key_s * size.num_keys - per_request_s * (size.num_requests - 1)
+            size.num_tokens: max(s - per_key_s * size.num_keys - per_request_s * (size.num_requests - 1), LEAST * s)
             for size, s in self.seconds.items()
             if size in CURVE
         }

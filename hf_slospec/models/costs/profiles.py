@@ -15,6 +15,7 @@ from hf_slospec.models.machine import digest, kept_file, machine, write_atomical
 from hf_slospec.models.packed import PackedModel
 
 MAX_S = 1e4  # seconds of a forward that a profile may claim
+MAX_TOKENS = 2**20  # of a forward
 VERSION = 4  # of the file format, and of the sizes that are measured
 
 
@@ -25,7 +26,7 @@ class Profile(BaseModel):
 
     version: int = VERSION
     of: dict[str, Any]  # the model and the machine that the profile is valid for, see `identity`
-    num_tokens: tuple[int, ...]
+    num_tokens: tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], ...]
     seconds: tuple[Annotated[float, Field(gt=0, le=MAX_S)], ...]
     per_request_s: Annotated[float, Field(ge=0, le=MAX_S)]
     per_key_s: Annotated[float, Field(ge=0, le=MAX_S)]

@@ -114,6 +114,21 @@ class RequestSequences:
             texts = {request: self._roomy_capacity(request) - self.max_nodes for request in short}
             self._provide({request: max(texts[request], slots) for request, slots in short.items()})
 
+    def limit(self, max_slots: int) -> None:
+        """Set the slots of all requests and kept texts, and free the memory of those beyond; requests keep theirs."""
+        self.max_slots = max_slots
+        if self.num_held > max_slots:
+            self._take_back_room_for_nodes()
+        self._keep_at_most(max(max_slots - self.num_held, 0))
+        others = self.cache.num_held - self.num_held - self._kept.num_tokens  # in the same pool
+        with contextlib.suppress(MemoryError), as_memory_error():  # for the copy; then it is freed with the cache
+            self.cache.shrink(max_slots + others)
+
+    @property
+    def num_held(self) -> int:
+        """Slots of requests."""
+        return sum(own.capacity for own in self._by_request.values())
+
     def _short(self, needed: Mapping[RequestText, int]) -> dict[RequestText, int]:
         """Return the requests that have fewer slots than needed, with what they need."""
         return {request: slots for request, slots in needed.items() if self._room_of(request) < slots}
@@ -271,8 +286,7 @@ class RequestSequences:
     def _is_room_beside(self, text: KeptText, request: RequestText) -> bool:
         if self.max_slots is None:
             return True
-        held = sum(sequence.capacity for sequence in self._by_request.values())
-        return held + len(text.tokens) + self._roomy_capacity(request) <= self.max_slots
+        return self.num_held + len(text.tokens) + self._roomy_capacity(request) <= self.max_slots
 
     def _take_over(self, text: KeptText, request: RequestText, length: int) -> None:
         self._kept.remove(text)

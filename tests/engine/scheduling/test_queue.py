@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.scheduling.queue import SLACK, RequestHeap
+from tests.support.hasty_room import HastyRoom
 from tests.support.plain_scheduler import PlainScheduler, plain_load_of
 from tests.support.toy_models import new_costs
 from tests.support.toys import SEEDS
@@ -22,9 +24,11 @@ from tests.support.toys import SEEDS
 def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
     """What a scheduler decides while requests come, decode, end, are cancelled and run out of memory."""
     rng = random.Random(seed)
-    limits = Limits(rng.randrange(1, 5), rng.randrange(60, 250), 6, rng.randrange(1, 40), rng.choice([0.0, 5.0, 1e9]))
+    starvation_s, draft_slots = rng.choice([0.0, 5.0, 1e9]), rng.choice([0, 40])
+    limits = Limits(rng.randrange(1, 5), rng.randrange(60, 250), 6, rng.randrange(1, 40), starvation_s, draft_slots)
     admission = rng.choice(["slo", "slo", "slo", "edf", "fcfs", "priority"])
     scheduler = kind(limits, new_costs(), admission, num_reusable=lambda request: request.index % 7)
+    scheduler.room = HastyRoom(limits.kv_tokens, limits.draft_slots)
     now_s, decided, requests = 0.0, list[object](), list[Request]()
     for _ in range(rng.randrange(5, 40)):
         now_s += rng.choice([0.0, 0.5, 2.0, 30.0])
@@ -53,6 +57,7 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
         preempted = scheduler.enter(now_s)
         for request in preempted:
             request.num_cached = 0
+        scheduler.observe(SimpleNamespace(num_decoding=1, draft_levels=rng.choice([0, 0, 0, 2])))
         schedule = scheduler.schedule(now_s)
         for chunk in schedule.chunks:
             chunk.request.num_cached += chunk.num_tokens - chunk.is_last
@@ -69,6 +74,7 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
                 [request.index for request in preempted],
                 [request.index for request in scheduler.running],
                 sorted(request.index for request in scheduler.waiting),
+                scheduler.lent_slots,
                 [request.index for request in requests if request.is_guaranteed],
                 [request.index for request in schedule.decoding],
                 [(chunk.request.index, chunk.num_tokens) for chunk in schedule.chunks],

@@ -41,6 +41,13 @@ def test_fit_finds_what_tokens_requests_and_keys_cost() -> None:
     assert np.abs(list(found.errors(cost).values())).max() < 1e-9
 
 
+def test_a_pause_makes_no_forward_free() -> None:
+    measured = Measured(dict.fromkeys((*CURVE[:4], *SLOPES), 0.001))
+    measured.seconds |= {CURVE[2]: 0.05, SLOPES[1]: 0.1}  # 16 tokens, and 16 with more keys
+    cost = measured.fit()
+    assert min(cost.curve.seconds) >= 1e-4 and cost.curve.seconds[0] <= 1e-3
+
+
 def test_errors_are_positive_where_too_much_is_predicted() -> None:
     found = measured(*CURVE, *SLOPES)
     found.add(HELD_OUT[0], true_s(HELD_OUT[0]) / 2)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.config import SLOSpecConfig
@@ -15,6 +19,7 @@ from hf_slospec.generate.speculator import CheckedModel
 from hf_slospec.models.costs import profiles
 from hf_slospec.models.costs.profiles import identity, load_profile, save_profile
 from hf_slospec.models.packed import PackedModel
+from tests.support.fuzzing import fuzzed
 from tests.support.tiny_models import tiny_model
 
 COST = ForwardCost(LatencyCurve((1, 4, 16), (0.001, 0.0015, 0.1)), per_request_s=1e-5, per_key_s=1e-8)
@@ -51,6 +56,38 @@ def test_a_saved_profile_is_found_again(cache: Path, packed: PackedModel) -> Non
     newer = ForwardCost(LatencyCurve((1,), (5.0,)))
     save_profile(packed, newer)
     assert load_profile(packed) == newer
+
+
+numbers = st.integers(-1, 5) | st.floats() | st.sampled_from((10**400, 1e308, 5e-324, 2**63))
+odd_json = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+field = st.sampled_from(("version", "of", "num_tokens", "seconds", "per_request_s", "per_key_s"))
+lists = st.lists(st.integers(-1, 600) | st.integers(), max_size=4) | st.lists(st.floats(), max_size=4)
+
+
+@fuzzed(60)
+@given(
+    changes=st.dictionaries(field, odd_json | lists | lists.map(sorted) | numbers, max_size=3),
+    raw=st.none() | st.binary(max_size=20) | st.sampled_from((b"[" * 100_000, b"9" * 5000, b"\xff\xfe")),
+)
+def test_files_of_any_content_are_profiles_or_are_measured_again(
+    cache: Path, packed: PackedModel, changes: dict[str, Any], raw: bytes | None
+) -> None:
+    save_profile(packed, COST)
+    rewrite(cache, **changes)
+    if raw is not None:
+        files(cache)[0].write_bytes(raw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cost = load_profile(packed)
+    if cost is None:
+        assert changes or raw is not None
+        return
+    seconds = cost(np.array([1, 3, 64, 10**5]), 4, 1000)
+    assert np.isfinite(seconds).all() and (seconds > 0.0).all() and (np.diff(seconds) >= 0.0).all()
 
 
 def test_other_models_and_settings_have_profiles_of_their_own(packed: PackedModel) -> None:

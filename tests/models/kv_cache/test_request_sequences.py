@@ -55,7 +55,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
     rng = np.random.default_rng(seed)
     first_room, module.FIRST_ROOM = module.FIRST_ROOM, room
     try:
-        most = 60
+        most, is_lent = 60, False
         sequences = RequestSequences(Packed(), MAX_NODES, most if limited else None)  # type: ignore[arg-type]
         requests: list[Request] = []
 
@@ -63,8 +63,13 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
             return request.prompt_len + request.max_new_tokens + MAX_NODES
 
         for index in range(40):
+            if limited and rng.random() < 0.2 and sum(map(longest, requests)) <= most:
+                is_lent = not is_lent
+                sequences.limit(most + 30 * is_lent)
+                check(sequences, requests)
+            slots = most + 30 * is_lent
             new = Request(index, [0] * int(rng.integers(1, 12)), int(rng.integers(1, 14)))
-            if sum(map(longest, [*requests, new])) <= most:  # what the scheduler sees to
+            if sum(map(longest, [*requests, new])) <= slots:  # what the scheduler sees to
                 requests.append(new)
             for request in list(requests):
                 if rng.random() < 0.2:
@@ -81,7 +86,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
             for request in requests:
                 sequences.of(request).length = len(request.tokens) - 1
                 mark(sequences, request)
-            assert not limited or sequences.cache.pool.num_slots <= most
+            assert not limited or sequences.cache.pool.num_slots <= slots
         for request in requests:
             sequences.release(request)
         assert sequences.cache.pool.num_free == sequences.cache.pool.num_slots
