@@ -49,10 +49,10 @@ def study(sharpening: float) -> dict[str, Any]:
     return {
         "steps": steps,
         "expected_over_committed": expected / committed,
-        "before": figures(acceptance.before),
-        "after": figures(acceptance.after),
-        "by_depth": acceptance.by_depth.round(2).tolist(),
-        "by_rank": acceptance.by_rank.round(2).tolist(),
+        "before": figures(acceptance.record.before),
+        "after": figures(acceptance.record.after),
+        "by_depth": acceptance.record.by_depth.round(2).tolist(),
+        "by_rank": acceptance.record.by_rank.round(2).tolist(),
     }
 
 

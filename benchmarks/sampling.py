@@ -134,11 +134,12 @@ def study(
                     steps += [request.committed for request in step.requests]
                     expected += sum(request.expected for request in step.requests)
     accepted = np.array(steps) - 1
+    record = acceptance.record
     return {
         "tokens_per_step": round(float(np.mean(steps)), 3),
         "expected_over_committed": round(expected / sum(steps), 4),
-        "ece": [round(float(own.ece), 4) for own in (acceptance.before, acceptance.after)],  # of calibration
-        "brier": [round(float(own.brier), 4) for own in (acceptance.before, acceptance.after)],
+        "ece": [round(float(own.ece), 4) for own in (record.before, record.after)],  # of calibration
+        "brier": [round(float(own.brier), 4) for own in (record.before, record.after)],
         "share_accepted": [round(float((accepted >= d).mean()), 4) for d in range(depth + 1)],  # by depth
     }
 

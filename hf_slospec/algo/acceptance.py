@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -45,7 +45,7 @@ class Prediction:
     """Predicted acceptance of one step's candidates."""
 
     forest: Forest
-    drawings: IntArray  # [num_nodes] int64, of the node's request
+    of_drawing: Mapping[Drawing, BoolArray]  # by each way of drawing, [num_nodes] bool: nodes of such requests
     conditionals: Conditionals  # of the draft
     calibrated: FloatArray  # [num_nodes] f64, calibrated conditionals
     path_probs: FloatArray  # [num_nodes] f64, products of the calibrated conditionals along paths
@@ -73,20 +73,18 @@ class Acceptance:
         self.calibrations = {drawing: Calibration(FAVOURITE_EXPONENTS[drawing]) for drawing in Drawing}
         self.overall = 0.0  # shift of all requests
         self.own: WeakKeyDictionary[Speculated, float] = WeakKeyDictionary()  # shift of each request
-        self.before, self.after = Reliability(), Reliability()  # of the draft's and of the calibrated conditionals
-        # [depth] and [rank]: predicted acceptances, actual acceptances, tried children
-        self.by_depth, self.by_rank = np.zeros((3, max_depth + 1)), np.zeros((3, max_rank))
+        self.record = AcceptanceRecord(max_depth, max_rank)
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""
         conditionals = Conditionals.of(forest)
-        drawings = np.array([request.drawing for request in requests])[forest.tree_of]
+        of_drawing = _by_drawing(requests, forest)
         shifts = np.array([self.own.get(request, 0.0) for request in requests]) + self.overall
-        unshifted = np.zeros(len(drawings))
-        for drawing in np.unique(drawings).tolist():
-            unshifted = np.where(drawings == drawing, self.calibrations[drawing](conditionals), unshifted)
+        unshifted = np.zeros(len(forest.depths))
+        for drawing, is_own in of_drawing.items():
+            unshifted = np.where(is_own, self.calibrations[drawing](conditionals), unshifted)
         calibrated = shifted(unshifted, shifts[forest.tree_of])
-        return Prediction(forest, drawings, conditionals, calibrated, path_products(forest, calibrated))
+        return Prediction(forest, of_drawing, conditionals, calibrated, path_products(forest, calibrated))
 
     def observe(
         self,
@@ -110,14 +108,74 @@ class Acceptance:
         moved = np.array([self.own.get(request, 0.0) for request in requests]) + OWN_RATE * surplus
         self.own.update(zip(requests, np.clip(moved, -MAX_SHIFT, MAX_SHIFT).tolist(), strict=True))
         self.overall = float(np.clip(self.overall + OVERALL_RATE * surplus.sum(), -MAX_SHIFT, MAX_SHIFT))
-        for drawing in np.unique(prediction.drawings).tolist():
-            is_own = prediction.drawings == drawing
+        for drawing, is_own in prediction.of_drawing.items():
             self.calibrations[drawing].observe(prediction.conditionals, was_tried & is_own, was_hit)
 
-        tried, hits = calibrated[was_tried], was_hit[was_tried].astype(np.float64)
-        self.before.observe(prediction.conditionals.probs[was_tried], hits)
-        self.after.observe(tried, hits)
-        for sums, at in ((self.by_depth, forest.depths), (self.by_rank, prediction.conditionals.ranks)):
-            places = np.minimum(at[was_tried], sums.shape[1] - 1)
+        self.record.add(prediction, was_tried, was_hit)
+
+
+class AcceptanceRecord:
+    """Predicted and actual acceptance of tried children, for reports: no decision depends on it.
+
+    Steps are summed up many at a time, since a step of one request takes as long to sum up as one of a hundred.
+    """
+
+    STEPS = 64  # summed up together
+
+    def __init__(self, max_depth: int, max_rank: int) -> None:
+        self._before, self._after = Reliability(), Reliability()
+        self._by_depth, self._by_rank = np.zeros((3, max_depth + 1)), np.zeros((3, max_rank))
+        self._steps = list[tuple[FloatArray | IntArray, ...]]()
+
+    def add(self, prediction: Prediction, was_tried: BoolArray, was_hit: BoolArray) -> None:
+        """Record one step; both arrays are [num_nodes]."""
+        conditionals = prediction.conditionals
+        columns = (conditionals.probs, prediction.calibrated, was_hit, prediction.forest.depths, conditionals.ranks)
+        self._steps.append(tuple(column[was_tried] for column in columns))
+        if len(self._steps) >= self.STEPS:
+            self._sum_up()
+
+    @property
+    def before(self) -> Reliability:
+        """Reliability of the draft's conditionals."""
+        self._sum_up()
+        return self._before
+
+    @property
+    def after(self) -> Reliability:
+        """Reliability of the calibrated conditionals."""
+        self._sum_up()
+        return self._after
+
+    @property
+    def by_depth(self) -> FloatArray:
+        """Sums by depth.  -> [3, max_depth + 1] f64: predicted acceptances, actual acceptances, tried children"""
+        self._sum_up()
+        return self._by_depth
+
+    @property
+    def by_rank(self) -> FloatArray:
+        """Likewise by child rank.  -> [3, max_rank] f64"""
+        self._sum_up()
+        return self._by_rank
+
+    def _sum_up(self) -> None:
+        if not self._steps:
+            return
+        probs, tried, hits, depths, ranks = (np.concatenate(parts) for parts in zip(*self._steps, strict=True))
+        self._steps.clear()
+        self._before.observe(probs, hits)
+        self._after.observe(tried, hits)
+        for sums, at in ((self._by_depth, depths), (self._by_rank, ranks)):
+            places = np.minimum(at, sums.shape[1] - 1)
             for row, values in zip(sums, (tried, hits, None), strict=True):
                 row += np.bincount(places, values, minlength=len(row))
+
+
+def _by_drawing(requests: Sequence[Speculated], forest: Forest) -> dict[Drawing, BoolArray]:
+    drawings = [request.drawing for request in requests]
+    kinds = dict.fromkeys(drawings)
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, np.ones(len(forest.depths), dtype=np.bool_))
+    of_trees = np.array(drawings)
+    return {drawing: (of_trees == drawing)[forest.tree_of] for drawing in kinds}

@@ -77,6 +77,10 @@ class ForwardCost:
         )
         return seconds
 
+    def at(self, num_tokens: float, num_requests: float = 1, num_keys: float = 0) -> float:
+        """Return the seconds of one forward, as a call does, but faster."""
+        return self.curve.at(num_tokens) + self.per_request_s * (num_requests - 1) + self.per_key_s * num_keys
+
     def scaled(self, factors: Sequence[float], overall: float) -> ForwardCost:
         """Return the cost with each measured point times its factor, and the linear terms times ``overall``."""
         seconds = [own * factor for own, factor in zip(self.curve.seconds, factors, strict=True)]

@@ -101,7 +101,7 @@ class SizeCorrection:
         """Learn from one forward; ``profiled_s`` is the profile's prediction without any correction."""
         at = min(round(math.log2(max(num_tokens, 1))), 15)
         now = float(self._log_factors[at])
-        log_ratio = float(np.clip(math.log(measured_s / profiled_s), now - self.LIMIT, now + self.LIMIT))
+        log_ratio = min(max(math.log(measured_s / profiled_s), now - self.LIMIT), now + self.LIMIT)
         fade = 1.0 - 1.0 / self.MEMORY
         self._logs *= fade
         self._counts *= fade
@@ -125,22 +125,30 @@ class DraftCorrection:
     def __init__(self) -> None:
         self.constant_s, self.factor = 0.0, 1.0
         # Sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s; they begin with the prior.
-        self._sums = np.array([self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0])
+        self._sums = [self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0]
 
     def __call__(self, profiled_s: FloatArray) -> FloatArray:
         """Return corrected seconds; drafting that the profile calls free stays free."""
         return np.where(profiled_s > 0.0, self.constant_s + self.factor * profiled_s, 0.0)
 
+    def at(self, profiled_s: float) -> float:
+        """Return the corrected seconds of one step's drafting."""
+        return self.constant_s + self.factor * profiled_s if profiled_s > 0.0 else 0.0
+
     def observe(self, profiled_s: float, measured_s: float) -> None:
         """Learn from one step's drafting."""
-        predicted_s = float(self(np.asarray(profiled_s)))
+        predicted_s = self.at(profiled_s)
         measured_s = min(max(measured_s, predicted_s / self.LIMIT), predicted_s * self.LIMIT)
         u, v = 1.0 / profiled_s, measured_s / profiled_s
-        self._sums = (1.0 - 1.0 / self.MEMORY) * self._sums + np.array([1.0, u, u * u, v, u * v])
-        count, sum_u, sum_uu, sum_v, sum_uv = self._sums.tolist()
-        ridge = self.RIDGE * sum_uu / count
-        normal = np.array([[count, sum_u], [sum_u, sum_uu + ridge]])
-        factor, constant_s = np.linalg.solve(normal, np.array([sum_v, sum_uv])).tolist()
+        fade = 1.0 - 1.0 / self.MEMORY
+        self._sums = [fade * old + new for old, new in zip(self._sums, (1.0, u, u * u, v, u * v), strict=True)]
+        count, sum_u, sum_uu, sum_v, sum_uv = self._sums
+        ridged_uu = sum_uu * (1.0 + self.RIDGE / count)
+        determinant = count * ridged_uu - sum_u * sum_u  # positive, as sum_u^2 <= count * sum_uu
+        factor, constant_s = (
+            (sum_v * ridged_uu - sum_u * sum_uv) / determinant,
+            (count * sum_uv - sum_u * sum_v) / determinant,
+        )
         if constant_s < 0.0 or factor < 0.0:
             factor, constant_s = sum_v / count, 0.0
         self.factor, self.constant_s = factor, constant_s
@@ -225,7 +233,7 @@ class StepCosts:
 
     def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
         """Return the seconds of one further draft level."""
-        return self._draft_correction.factor * float(self.draft_level(num_requests * width, num_requests, num_keys))
+        return self._draft_correction.factor * self.draft_level.at(num_requests * width, num_requests, num_keys)
 
     def step_s(self, num_decoding: IntArray | int, num_prefill_tokens: IntArray | int = 0) -> FloatArray:
         """Return the seconds of a step whose requests draft and verify as much as they did recently."""
@@ -260,21 +268,19 @@ class StepCosts:
             self._observe_draft(step)
 
     def _observe_verify(self, step: StepEvent, num_tokens: int) -> None:
-        profiled_s = float(self.verify(num_tokens, max(step.num_decoding, 1), step.num_keys))
+        profiled_s = self.verify.at(num_tokens, max(step.num_decoding, 1), step.num_keys)
         measured_s = step.phases.total_s - step.phases.draft_s
         if profiled_s > 0.0 and measured_s > 0.0:
             self._verify_correction.observe(num_tokens, profiled_s, measured_s)
             self._heal("verify", self._verify_correction.overall_log)
 
     def _observe_draft(self, step: StepEvent) -> None:
-        profiled_s = float(
-            self._profiled_draft_s(
-                step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
-            )
-        )
+        requests, keys, levels = step.num_drafted_for, step.num_keys, step.draft_levels
+        first_s, level_s = (self.draft_level.at(n, requests, keys) for n in (step.num_catch_up, requests * step.width))
+        profiled_s = first_s + level_s * (levels - 1) if levels else 0.0
         if profiled_s > 0.0 and step.phases.draft_s > 0.0:
             self._draft_correction.observe(profiled_s, step.phases.draft_s)
-            ratio = float(self._draft_correction(np.asarray(profiled_s))) / profiled_s
+            ratio = self._draft_correction.at(profiled_s) / profiled_s
             logs = (math.log(max(factor, LEAST)) for factor in (self._draft_correction.factor, ratio))
             self._heal("draft", min(logs, key=abs))  # a constant cost of drafting is no fault of the profile
 

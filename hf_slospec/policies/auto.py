@@ -188,9 +188,10 @@ class AutoPolicy:
         switched on for less than that costs.
         """
         num_requests, num_behind = len(requests), sum(request.num_draft_behind for request in requests)
-        behind_s, usual_s = (self.costs.draft_s(num_requests, 1, 1, num_keys, n) for n in (num_behind, num_requests))
+        first_tokens = np.array([num_behind, num_requests])
+        behind_s, usual_s = self.costs.draft_s(num_requests, 1, 1, num_keys, first_tokens).tolist()
         prompt_len = sum(request.prompt_len for request in requests) / num_requests
-        first_s = max(float(behind_s - usual_s), 0.0) / SETTLED_STEPS
+        first_s = max(behind_s - usual_s, 0.0) / SETTLED_STEPS
 
         def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
             num_committed = num_requests - num_drafting + num_drafting * tokens

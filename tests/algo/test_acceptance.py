@@ -106,8 +106,8 @@ def test_predictions_add_up_to_what_is_committed(threshold: float) -> None:
     assert predicted.sum() == pytest.approx(committed.sum(), rel=0.05)
     np.testing.assert_allclose(predicted.mean(0), committed.mean(0), rtol=0.12)  # hot ones and cold ones each
     assert committed.mean(0).max() > 1.3 * committed.mean(0).min()  # so that this says something
-    assert acceptance.after.brier < 0.9 * acceptance.before.brier
-    assert acceptance.after.ece < 0.4 * acceptance.before.ece
+    assert acceptance.record.after.brier < 0.9 * acceptance.record.before.brier
+    assert acceptance.record.after.ece < 0.4 * acceptance.record.before.ece
 
 
 def test_without_calibration_the_same_draft_promises_far_too_much() -> None:
@@ -156,7 +156,7 @@ def test_what_was_not_verified_teaches_nothing() -> None:
         acceptance.observe([text], prediction, roots_only, np.empty(0, dtype=np.int64))
     assert prediction.expected_tokens(roots_only).tolist() == [1.0]
     assert acceptance.predict([text], forest).path_probs[1] == pytest.approx(0.9)
-    assert not acceptance.after.count.any() and not acceptance.by_depth.any()
+    assert not acceptance.record.after.count.any() and not acceptance.record.by_depth.any()
 
 
 def test_texts_that_are_gone_leave_nothing_behind() -> None:
@@ -177,23 +177,23 @@ def test_books_by_depth_and_rank() -> None:
     tried = [1, 2, 3, 4, 5, 6]
     by_depth = [(0, []), (1, [1, 2, 3]), (2, [4, 5, 6])]  # depth 3 is booked with depth 2
     by_rank = [(0, [1, 4, 6]), (1, [2, 3, 5])]
-    for books, places in ((acceptance.by_depth, by_depth), (acceptance.by_rank, by_rank)):
+    for books, places in ((acceptance.record.by_depth, by_depth), (acceptance.record.by_rank, by_rank)):
         for place, nodes in places:
             hits = len({1, 4, 6} & set(nodes))
             assert books[:, place] == pytest.approx([sum(believed[nodes]), hits, len(nodes)])
-    assert acceptance.after.count.sum() == len(tried)
+    assert acceptance.record.after.count.sum() == len(tried)
 
 
 def test_books_agree_with_each_other() -> None:
     acceptance = Acceptance(max_depth=DEPTH)
     _, committed = run(acceptance, [Text(-1.0), Text(1.0)], 50)
     num_accepted = (committed - 1).sum()
-    for books in (acceptance.by_depth, acceptance.by_rank):
+    for books in (acceptance.record.by_depth, acceptance.record.by_rank):
         predicted, hits, tried = books.sum(1)
-        assert hits == num_accepted == acceptance.after.accepted.sum()
-        assert tried == acceptance.after.count.sum() == acceptance.before.count.sum()
-        assert predicted == pytest.approx(acceptance.after.predicted.sum())
-    assert acceptance.by_depth[2, 0] == 0.0  # roots are not tried
+        assert hits == num_accepted == acceptance.record.after.accepted.sum()
+        assert tried == acceptance.record.after.count.sum() == acceptance.record.before.count.sum()
+        assert predicted == pytest.approx(acceptance.record.after.predicted.sum())
+    assert acceptance.record.by_depth[2, 0] == 0.0  # roots are not tried
 
 
 def test_each_way_of_drawing_has_a_calibration_of_its_own() -> None:
