@@ -125,7 +125,7 @@ class AcceptanceRecord:
     def __init__(self, max_depth: int, max_rank: int) -> None:
         self._before, self._after = Reliability(), Reliability()
         self._by_depth, self._by_rank = np.zeros((3, max_depth + 1)), np.zeros((3, max_rank))
-        self._steps = list[tuple[FloatArray | IntArray, ...]]()
+        self._steps = list[tuple[FloatArray | IntArray | BoolArray, ...]]()
 
     def add(self, prediction: Prediction, was_tried: BoolArray, was_hit: BoolArray) -> None:
         """Record one step; both arrays are [num_nodes]."""

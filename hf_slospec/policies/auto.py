@@ -189,7 +189,7 @@ class AutoPolicy:
         """
         num_requests, num_behind = len(requests), sum(request.num_draft_behind for request in requests)
         first_tokens = np.array([num_behind, num_requests])
-        behind_s, usual_s = self.costs.draft_s(num_requests, 1, 1, num_keys, first_tokens).tolist()
+        behind_s, usual_s = map(float, self.costs.draft_s(num_requests, 1, 1, num_keys, first_tokens))
         prompt_len = sum(request.prompt_len for request in requests) / num_requests
         first_s = max(behind_s - usual_s, 0.0) / SETTLED_STEPS
 

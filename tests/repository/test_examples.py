@@ -119,11 +119,13 @@ def test_custom_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     custom_drafter.main(str(tmp_path), new_tokens=24)
     said = capsys.readouterr().out
     assert re.match(r"\d+ n-grams from 1 files", said)
-    rows = rows_of(said)
+    rows, num_accepted = rows_of(said), 0
     for name in ("prompt lookup", "n-grams", "draft model"):
         assert rows[name][3] == "yes" and number(rows[name][0]) >= 1.0
         accepted, drafted = map(int, rows[name][1].split(" of "))
-        assert 0 < accepted <= drafted
+        assert accepted <= drafted
+        num_accepted += accepted  # where steps are slow, a drafter may be used for the first few of them only
+    assert num_accepted
 
 
 def test_rollouts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from scripts import simulate_faults
 from tests.support.simulated_batcher import Simulation, fault_of, simulate
 from tests.support.simulated_schedules import Fault, Generate, Job, Schedule, Stop, schedule_of, shrunk
 
-SEEDS, BLOCKS = 4_000, 20  # 10 to 18 ms each, on idle and on busy cores
+SEEDS, BLOCKS = 10_000, 20  # 7 to 18 ms each, on fast and on busy cores
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ class KVRoom:
         self._num_lent_steps += self.is_lent
 
     def lend(self) -> None:
-        """Lend the drafter's slots to the target if the drafter is seldom used."""
+        """Give the drafter's slots to the target if the drafter is seldom used."""
         if self.lendable and not self.is_lent and self._drafted < self.SELDOM and self._most is None:
             self.is_lent, self._num_lent_steps = True, 0
 
@@ -61,5 +61,5 @@ class KVRoom:
         self._most = held
 
     def relax(self) -> None:
-        """Forget that memory ran out, as a request has left."""
+        """Let requests use all slots again, as one has left since memory ran out."""
         self._most = None
