@@ -1,4 +1,4 @@
-"""A room for K/V that lends and returns within a few steps."""
+"""A room for K/V that lends again soon after a loan."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from hf_slospec.engine.scheduling.kv_room import KVRoom
 
 
 class HastyRoom(KVRoom):
-    PATIENCE, SELDOM, LOAN = 1, 0.5, 8
+    GAP, PATIENCE = 2, 4

@@ -65,8 +65,8 @@ class PlainScheduler(ContinuousScheduler):
         preempted = list[Request]()
         ranks = {request: self._rank(request, now_s) for request in self.waiting}
         for request in sorted(self.waiting, key=ranks.__getitem__):
-            if self._lacks_slots(request):
-                self.room.lend()
+            if self.room.may_lend and self._lacks_slots(request):
+                self._consider_loan(len(self.waiting))
             may_preempt = ranks[request][0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:

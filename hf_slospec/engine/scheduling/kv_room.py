@@ -1,28 +1,25 @@
-"""Slots of K/V that running requests may hold, among them those of a drafter that is not used."""
+"""Slots of K/V that running requests may hold, among them those in the memory of a drafter's K/V."""
 
 from __future__ import annotations
-
-from hf_slospec.engine.events import StepEvent
 
 
 class KVRoom:
     """Slots that the running requests of an engine may hold together.
 
-    Where requests wait for slots and the policy seldom drafts, the memory of the drafter's K/V is lent to the target's.
-    Nightjar (arXiv 2512.22420) does the same with the draft model's weights. The loan ends as soon as running requests
-    need less than the target's own slots, and nothing waits or the loan has lasted for ``LOAN`` steps: from then on no
-    request enters lent slots, so that the policy can try again whether drafting pays.
+    Where requests wait for slots, the target may decode more tokens per second with the memory of the drafter's K/V and
+    without drafts than with drafts. Then that memory is lent to the target, after Nightjar (arXiv 2512.22420), which
+    moves the draft model's weights away. The loan ends once running requests need less than the target's own slots,
+    and no request waits or the loan was recalled.
     """
 
-    PATIENCE = 64  # steps over which the share of steps that draft is averaged
-    SELDOM = 1 / 16  # share of steps that draft below which the drafter's memory is lent
-    LOAN = 512  # steps
+    GAP = 64  # steps between two loans, as the drafter has to process all texts again
+    PATIENCE = 512  # steps without a loan after one that was recalled; doubled every time
 
     def __init__(self, own: int, lendable: int = 0):
         """Set the target's own slots, and how many more the memory of the drafter's K/V holds."""
-        self.own, self.lendable, self.is_lent = own, lendable, False
+        self.own, self.lendable, self.is_lent, self.is_recalled = own, lendable, False, False
         self._most: int | None = None  # after memory ran out
-        self._drafted, self._num_lent_steps = 1.0, 0  # share of steps that drafted
+        self._num_steps, self._not_before, self._patience = 0, 0, self.PATIENCE
 
     @property
     def lent(self) -> int:
@@ -32,29 +29,36 @@ class KVRoom:
     @property
     def slots(self) -> int:
         """Slots of all requests up to which further ones may enter."""
-        slots = self.own + (self.lent if self._num_lent_steps < self.LOAN else 0)
+        slots = self.own if self.is_recalled else self.own + self.lent
         return slots if self._most is None else min(slots, self._most)
 
-    def observe(self, step: StepEvent) -> None:
-        """Learn whether steps draft, and count those of the loan."""
-        if step.num_decoding:
-            self._drafted += (float(step.draft_levels > 0) - self._drafted) / self.PATIENCE
-        self._num_lent_steps += self.is_lent
+    @property
+    def may_lend(self) -> bool:
+        """Return whether there is memory to lend, and the last loan is over for long enough."""
+        is_free = bool(self.lendable) and not self.is_lent and self._most is None
+        return is_free and self._num_steps >= self._not_before
 
     def lend(self) -> None:
-        """Give the drafter's slots to the target if the drafter is seldom used."""
-        if self.lendable and not self.is_lent and self._drafted < self.SELDOM and self._most is None:
-            self.is_lent, self._num_lent_steps = True, 0
+        """Give the drafter's slots to the target."""
+        self.is_lent, self.is_recalled = True, False
+
+    def recall(self) -> None:
+        """Let no further request enter lent slots, as decoding was faster before."""
+        self.is_recalled = self.is_lent
 
     def settle(self, held: int, is_enough: bool) -> None:
-        """End the loan if it may end.
+        """End the loan if it may end, at the beginning of a step.
 
         Args:
             held: slots that running requests may come to hold.
             is_enough: no request waits.
         """
-        if self.is_lent and held <= self.own and (is_enough or self._num_lent_steps >= self.LOAN):
-            self.is_lent, self._drafted = False, 1.0  # it is lent again after as many steps without drafts
+        self._num_steps += 1
+        if not self.is_lent or held > self.own or not (is_enough or self.is_recalled):
+            return
+        self._not_before = self._num_steps + (self._patience if self.is_recalled else self.GAP)
+        self._patience *= 2 if self.is_recalled else 1
+        self.is_lent = self.is_recalled = False
 
     def tighten(self, held: int) -> None:
         """Let no request enter beyond the slots that are held now, as memory ran out."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -57,7 +56,6 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
         preempted = scheduler.enter(now_s)
         for request in preempted:
             request.num_cached = 0
-        scheduler.observe(SimpleNamespace(num_decoding=1, draft_levels=rng.choice([0, 0, 0, 2])))
         schedule = scheduler.schedule(now_s)
         for chunk in schedule.chunks:
             chunk.request.num_cached += chunk.num_tokens - chunk.is_last
