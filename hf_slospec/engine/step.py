@@ -118,7 +118,7 @@ class Engine(Generic[S]):
             plan = self.policy.plan(schedule.decoding, watch.begun_s, schedule.num_prefill_tokens)
             if self._num_paused or self._lent_slots:
                 self._num_paused = max(self._num_paused - 1, 0)
-                plan = replace(plan, drafting=())
+                plan = replace(plan, depth=0, drafting=())  # no depth, so that the policy learns nothing of drafts
         watch.lap("select_s")
         return plan
 

@@ -29,6 +29,7 @@ SPAN = 16  # nodes over which the cost of one more node is averaged
 UNATTAINABLE = 2.0  # an SLO is out of reach if it needs this many times the tokens of whole candidate trees
 MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as out of reach
 FADE = 0.1  # weight of a step in running averages
+MAX_UNDERSTATED = 4.0  # ratio of a step's calibrated probabilities to the draft's own
 MAX_NEEDED = 1000.0  # tokens per step; more are as good as infinitely many
 SETTLED_STEPS = 32  # over which drafting must pay for what the draft has to process first
 PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay: drafting for all would prefill all prompts
@@ -43,6 +44,7 @@ class SpeculationHistory:
         self.depths = DepthControl(config.max_depth, config.max_width)
         self.variance = 1.0  # of committed tokens per request and step around their prediction
         self.most_tokens = 2.0  # expected per request and step if all its candidates were verified
+        self.understated = 1.0  # calibrated path probabilities of candidates over the draft's own
 
 
 @dataclass
@@ -91,12 +93,14 @@ class AutoPolicy:
         goodput = depths.goodput * num_requests
         verify_s = self.costs.verify_s(num_requests + np.array([0, SPAN]), num_requests, num_keys)
         level_s = self.costs.level_s(num_requests, width, num_keys)
+        # Drafters compare these with the draft's own probabilities, before calibration.
+        own_probs = 1.0 / self.history.understated
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
         return Plan(
             depth,
             width,
-            min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput,
-            min_gain=level_s * goodput * len(drafting) / num_requests,
+            min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput * own_probs,
+            min_gain=level_s * goodput * len(drafting) / num_requests * own_probs,
             drafting=drafting,
             state=_AutoStep(
                 num_prefill_tokens, num_keys, len(drafting), sum(r.num_draft_behind for r in drafting), weights
@@ -143,9 +147,13 @@ class AutoPolicy:
         history.depths.observe(
             forest, prediction.path_probs, is_verified, seen, plan.width, step.num_drafting, plan.depth
         )
+        mass, own_mass = (float(probs.sum()) - num_requests for probs in (prediction.path_probs, forest.path_probs))
+        if own_mass > 0.0:
+            ratio = min(max(mass / own_mass, 1.0 / MAX_UNDERSTATED), MAX_UNDERSTATED)
+            history.understated += FADE * (ratio - history.understated)
         error = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(is_verified)
         history.variance += FADE * (float((error**2).mean()) - history.variance)
-        most_tokens = 1.0 + (float(prediction.path_probs.sum()) - num_requests) / step.num_drafting  # roots count 1
+        most_tokens = 1.0 + mass / step.num_drafting
         history.most_tokens += FADE * (most_tokens - history.most_tokens)
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:

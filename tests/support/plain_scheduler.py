@@ -66,7 +66,7 @@ class PlainScheduler(ContinuousScheduler):
         ranks = {request: self._rank(request, now_s) for request in self.waiting}
         for request in sorted(self.waiting, key=ranks.__getitem__):
             if self.room.may_lend and self._lacks_slots(request):
-                self._consider_loan(len(self.waiting))
+                self.room.consider(self.running, len(self.waiting))
             may_preempt = ranks[request][0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:

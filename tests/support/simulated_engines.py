@@ -26,7 +26,7 @@ from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.telemetry import Telemetry
-from tests.support.hasty_room import HastyRoom
+from tests.support.hasty_room import hasten
 from tests.support.simulated_models import VOCAB, SimulatedModel, SimulatedSampler
 from tests.support.simulated_schedules import Schedule
 from tests.support.simulated_threads import World
@@ -38,7 +38,7 @@ class CheckedScheduler(ContinuousScheduler):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.room = HastyRoom(self.limits.kv_tokens, self.limits.draft_slots)
+        hasten(self)
         self.left_out = dict[Request, int]()  # steps in a row
 
     def enter(self, now_s: float) -> list[Request]:

@@ -32,7 +32,6 @@ AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
 SAVES = 1.05  # factor of a step's seconds that leaving best-effort requests out must save
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its room
 OUTPUT_WEIGHT = 0.1  # of a finished request in the average length of outputs
-LOAN_GAIN = 1.1  # factor of the tokens per second at which the drafter's memory is lent
 MAX_SITS = 8  # steps in a row that a best-effort request is left out for guaranteed ones
 
 
@@ -82,8 +81,7 @@ class ContinuousScheduler:
         self._sits: dict[Request, int] = {}  # steps in a row that a running request was left out of
         self._has_changed = False
         self._share = 1.0  # share of a step's work that memory allows
-        self.room = KVRoom(limits.kv_tokens, limits.draft_slots)
-        self._loan = 1.0, 0.0  # requests that the latest one was for, and tokens per second before
+        self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
         self.output_tokens = 100.0  # of a request, on average of those that finished recently
 
     def add(self, request: Request) -> None:
@@ -140,7 +138,7 @@ class ContinuousScheduler:
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and room to waiting requests, in order; return those preempted for them."""
-        self._settle_loan()
+        self.room.settle(self._held(self.running), not len(self.waiting))
         self.decide_guarantees(now_s)
         return self._enter(now_s)
 
@@ -230,7 +228,7 @@ class ContinuousScheduler:
         while (first := self.waiting.first(now_s)) is not None:
             rank, request = first
             if self.room.may_lend and self._lacks_slots(request):
-                self._consider_loan(len(self.waiting))
+                self.room.consider(self.running, len(self.waiting))
             may_preempt = rank[0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:
@@ -247,34 +245,6 @@ class ContinuousScheduler:
         for victim in preempted:  # now, as none of them enters again before the step
             self._queue(victim, now_s)
         return preempted
-
-    # ---- the drafter's memory
-
-    def _consider_loan(self, num_waiting: int) -> None:
-        """Lend the drafter's slots if plain decoding of the requests that they hold yields more than recent steps do.
-
-        Requests whose TPOT SLO such steps would miss keep the drafter.
-        """
-        number = sum(request.is_decoding for request in self.running)
-        more = min(number * (1.0 + self.room.lendable / self.room.own), number + num_waiting, self.limits.max_batch)
-        rate = number * self.costs.recent.tokens / float(self.costs.step_s(number)) if number else 0.0
-        slos_s = (request.tpot_slo_s or math.inf for request in self.running)
-        if number and self._plain_rate(more) > LOAN_GAIN * rate and more / self._plain_rate(more) <= min(slos_s):
-            self._loan = more, rate
-            self.room.lend()
-
-    def _settle_loan(self) -> None:
-        """End a loan that is not needed any more, or recall it where steps turned out to take longer than expected."""
-        self.room.settle(self._held(self.running), not len(self.waiting))
-        number, rate_before = self._loan
-        if self.room.is_lent and self._plain_rate(number) < rate_before:
-            self.room.recall()
-
-    def _plain_rate(self, num_requests: float) -> float:
-        """Return the tokens per second of steps that decode so many requests without drafts."""
-        return num_requests / float(
-            self.costs.verify_s(num_requests, num_requests, num_requests * self.costs.recent.keys)
-        )
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
         """Return the place in the queue: starving requests, guaranteed ones, the rest with those too late last."""

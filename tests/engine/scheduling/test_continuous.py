@@ -56,6 +56,24 @@ class Served:
             assert len(self.events) < most, "requests do not end"
 
 
+def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts() -> None:
+    config = SLOSpecConfig(max_depth=3, max_width=2)
+    history = SpeculationHistory(config)
+    served = Served(policy=new_policy(config, new_costs(), history))
+    for index in range(4):
+        served.add(index, new=60)
+    for _ in range(6):
+        served.step()
+    known, number = history.depths.mass.copy(), history.depths.num_observed
+    assert number and known[1:].any()
+    served.engine._num_paused = 8
+    for _ in range(8):
+        assert not served.step().draft_levels
+    assert (history.depths.mass == known).all() and history.depths.num_observed == number
+    served.run()
+    assert history.depths.num_observed > number
+
+
 @given(
     seed=SEEDS,
     num_requests=st.integers(1, 8),

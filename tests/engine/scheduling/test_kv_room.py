@@ -6,36 +6,52 @@ import pytest
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.engine.scheduling.kv_room import KVRoom
 from tests.engine.scheduling.test_continuous import Served
-from tests.support.hasty_room import HastyRoom
-from tests.support.toy_models import NowAndThen, WholeTrees
+from tests.support.hasty_room import HastyRoom, hasten
+from tests.support.toy_models import NowAndThen, WholeTrees, new_costs
+
+
+def new_room(kind: type[KVRoom] = KVRoom, lendable: int = 70) -> KVRoom:
+    return kind(100, lendable, 8, new_costs())
+
+
+def lend(room: KVRoom) -> None:
+    request = Request(0, [1], 9)
+    request.emit(1)
+    request.num_cached = 1
+    room.consider([request], num_waiting=5)
 
 
 def test_a_loan_ends_once_its_slots_are_free_and_nothing_waits() -> None:
-    room = KVRoom(100, 70)
-    assert room.may_lend and (room.lent, room.slots) == (0, 100)
-    room.lend()
+    room = new_room()
+    assert (room.lent, room.slots) == (0, 100)
+    lend(room)
     assert not room.may_lend and (room.lent, room.slots) == (70, 170)
     for held, is_enough in ((150, True), (100, False)):
         room.settle(held, is_enough)
         assert room.lent == 70
     room.settle(100, is_enough=True)
-    assert (room.lent, room.slots, room.may_lend) == (0, 100, False)
+    assert (room.lent, room.slots) == (0, 100)
     for _ in range(KVRoom.GAP):
+        lend(room)
+        assert not room.lent
         room.settle(100, is_enough=False)
-    assert room.may_lend
+    lend(room)
+    assert room.lent
 
 
 def test_a_recalled_loan_takes_no_more_requests_and_is_not_soon_given_again() -> None:
-    room = HastyRoom(100, 70)
+    room = new_room(HastyRoom)
+    usual, slow = room.costs.verify, ForwardCost(LatencyCurve((1, 64), (100.0, 6400.0)))
     for patience in (4, 8, 16):
-        room.lend()
-        room.recall()
-        assert (room.slots, room.lent) == (100, 70)
+        lend(room)
+        room.costs.verify = slow
         room.settle(101, is_enough=False)
-        assert room.lent
+        assert (room.slots, room.lent) == (100, 70)
+        room.costs.verify = usual
         room.settle(100, is_enough=False)
         assert not room.lent
         num_steps = 0
@@ -46,17 +62,21 @@ def test_a_recalled_loan_takes_no_more_requests_and_is_not_soon_given_again() ->
 
 
 def test_nothing_is_lent_while_memory_is_short_or_where_there_is_none() -> None:
-    room = KVRoom(100, 70)
+    room = new_room()
     room.tighten(60)
-    assert not room.may_lend and room.slots == 60
+    lend(room)
+    assert (room.lent, room.slots) == (0, 60)
     room.relax()
-    assert room.may_lend and room.slots == 100
-    assert not KVRoom(100).may_lend
+    lend(room)
+    assert (room.lent, room.slots) == (70, 170)
+    none = new_room(lendable=0)
+    lend(none)
+    assert not none.is_lent
 
 
 def served(draft_slots: int, policy: object = None, own_slots: int = 220) -> Served:
     found = Served(Limits(8, own_slots, 2, 64, 1e9, draft_slots), policy=policy)
-    found.scheduler.room = HastyRoom(own_slots, draft_slots)
+    hasten(found.scheduler)
     return found
 
 

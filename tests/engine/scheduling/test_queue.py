@@ -14,7 +14,7 @@ from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.scheduling.queue import SLACK, RequestHeap
-from tests.support.hasty_room import HastyRoom
+from tests.support.hasty_room import hasten
 from tests.support.plain_scheduler import PlainScheduler, plain_load_of
 from tests.support.toy_models import new_costs
 from tests.support.toys import SEEDS
@@ -27,7 +27,7 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
     limits = Limits(rng.randrange(1, 5), rng.randrange(60, 250), 6, rng.randrange(1, 40), starvation_s, draft_slots)
     admission = rng.choice(["slo", "slo", "slo", "edf", "fcfs", "priority"])
     scheduler = kind(limits, new_costs(), admission, num_reusable=lambda request: request.index % 7)
-    scheduler.room = HastyRoom(limits.kv_tokens, limits.draft_slots)
+    hasten(scheduler)
     now_s, decided, requests = 0.0, list[object](), list[Request]()
     for _ in range(rng.randrange(5, 40)):
         now_s += rng.choice([0.0, 0.5, 2.0, 30.0])

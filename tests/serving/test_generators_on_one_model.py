@@ -1,0 +1,73 @@
+"""Several generators on one model: every one decodes its own requests, and none waits for long."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.serving.service import BatchingService
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The services whose steps have ended, in order."""
+    found, on_step = list[object](), BatchingService.on_step
+
+    def noted(service: BatchingService, step: StepEvent) -> None:
+        found.append(service)
+        on_step(service, step)
+
+    monkeypatch.setattr(BatchingService, "on_step", noted)
+    return found
+
+
+@pytest.mark.parametrize("shares_draft", [True, False])
+def test_they_take_turns_whatever_their_load(
+    pair: tuple[Any, Any, Any], turns: list[object], shares_draft: bool
+) -> None:
+    target, draft, tokenizer = pair
+    light = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
+    heavy = SLOSpecGenerator(target, draft if shares_draft else None, tokenizer, SLOSpecConfig(max_batch=4))
+    with light, heavy:
+        many = [heavy.submit(prompt, max_new_tokens=120, eos_token_id=None) for prompt in PROMPTS[:6]]
+        next(many[0].tokens())
+        one = light.submit(PROMPTS[6], max_new_tokens=30)
+        assert one.result(WAIT_S).token_ids == alone(pair, PROMPTS[6], max_new_tokens=30)
+        first = turns.index(light._service)
+        meanwhile = turns[first : len(turns) - turns[::-1].index(light._service)]
+        assert not all(handle.done() for handle in many)
+        for handle, prompt in zip(many, PROMPTS, strict=False):
+            expected = alone(pair, prompt, max_new_tokens=120, eos_token_id=None)
+            assert handle.result(WAIT_S).token_ids == expected
+    number = meanwhile.count(light._service)
+    assert meanwhile.count(heavy._service) <= 5 * number + 5  # one each, but for threads that the machine holds up
+
+
+def test_generate_calls_of_threads_and_batchers_give_what_stock_gives(pair: tuple[Any, Any, Any]) -> None:
+    target, draft, tokenizer = pair
+    generators = [SLOSpecGenerator(target, draft, tokenizer, CONFIG), SLOSpecGenerator(target, None, tokenizer, CONFIG)]
+    expected = [alone(pair, prompt, max_new_tokens=20) for prompt in PROMPTS[:4]]
+    found = dict[tuple[int, int], list[int]]()
+
+    def call(number: int) -> None:
+        for index in range(2):
+            inputs = tokenizer(PROMPTS[2 + index], return_tensors="pt")
+            inputs.pop("token_type_ids", None)
+            out = generators[number].generate(**inputs, max_new_tokens=20)
+            found[number, index] = torch.as_tensor(out)[0, inputs["input_ids"].shape[1] :].tolist()
+
+    with generators[0], generators[1]:
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        handles = [own.submit(prompt, max_new_tokens=20) for own in generators for prompt in PROMPTS[:2]]
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == 2 * expected[:2]
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert found == {(number, index): expected[2 + index] for number in range(2) for index in range(2)}
