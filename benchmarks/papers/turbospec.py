@@ -351,7 +351,8 @@ def main(
     }
     if theirs:
         record["summary"] = summary(ours, theirs)
-    if {*FIXED, *AUTO} <= {*columns}:
+    own_columns = [column for column in AUTO if column in columns]
+    if {*FIXED} <= {*columns} and own_columns:
         record |= {"over best fixed": {}, "share of the distance from the best other": {}}
         for name, rate in dict.fromkeys((name, rate) for name, rate, _ in ours):
             runs = [
@@ -367,7 +368,7 @@ def main(
             }
             record["share of the distance from the best other"][f"{name}, {rate:g}"] = {
                 f"{column}, to {best}": interval_of(shares) if (shares := closed(runs, column, best)) else None
-                for column in AUTO
+                for column in own_columns
                 for best in ("oracle", BEST, BOUND)
                 if best in runs[0]
             }

@@ -225,7 +225,9 @@ class StepCosts:
             prompt_len: mean tokens of a prompt.
         """
         without_s = self.draft_s(num_requests, depth, width, num_keys, num_committed)
-        arriving = self.recent.prefill_rate * (without_s + verify_s) / prompt_len  # prompts per step
+        if not (rate := self.recent.prefill_rate):
+            return without_s
+        arriving = rate * (without_s + verify_s) / prompt_len  # prompts per step
         num_catch_up = num_committed + np.maximum(arriving, 1.0) * prompt_len
         with_s = self.draft_s(num_requests, depth, width, num_keys, num_catch_up)
         seconds: FloatArray = without_s + np.minimum(arriving, 1.0) * (with_s - without_s)

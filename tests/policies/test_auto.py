@@ -145,3 +145,28 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
     request.num_draft_seen = 5000 - num_behind
     policy.plan([request], 0.0)
     assert history.depths.is_on == is_switched_on
+
+
+@pytest.mark.parametrize(("says", "is_understated"), [(0.3, True), (0.999, False)])
+def test_limits_of_drafting_are_in_the_drafts_own_probabilities(says: float, is_understated: bool) -> None:
+    """A draft that is always right but says 0.3 is given limits that are lower by as much as it understates."""
+    target = markov_model(np.random.default_rng(2), VOCAB)
+
+    def draft(tokens: Sequence[int]) -> np.ndarray:
+        right = one_hot(target(tokens).argmax())
+        return says * right + (1.0 - says) / (VOCAB - 1) * (1.0 - right)
+
+    config = SLOSpecConfig(max_depth=3, max_width=1)
+    experience = SpeculationHistory(config)
+    parts = ToyTarget(greedy(target)), ToyDrafter(draft), policy_of(config, experience), Clock()
+    run(engine_of([Request(0, [0, 1], 200)], *parts))
+    assert (experience.understated > 1.8) == is_understated
+    drafting = Request(1, [0, 1], 50)
+    drafting.emit(1)
+    plans = []
+    for ratio in (1.0, experience.understated):
+        own = copy.deepcopy(experience)
+        own.understated = ratio
+        plans.append(policy_of(config, own).plan([drafting], 0.0))
+    assert plans[1].min_gain == pytest.approx(plans[0].min_gain / experience.understated)
+    assert plans[1].min_path_prob == pytest.approx(plans[0].min_path_prob / experience.understated)
