@@ -42,6 +42,7 @@ app = typer.Typer(add_completion=False)
 OURS = "auto"
 SYSTEMS: dict[str, dict[str, Any]] = {
     OURS: dict(policy="auto", admission="slo"),
+    "auto-fcfs": dict(policy="auto", admission="fcfs"),  # differs from the others by its policy only
     "plain": dict(policy="none", admission="fcfs"),
     "fixed-2": dict(policy="fixed", max_depth=2, max_width=1, admission="fcfs"),
     "fixed-4": dict(policy="fixed", max_depth=4, max_width=1, admission="fcfs"),
