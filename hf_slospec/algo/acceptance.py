@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -45,10 +45,33 @@ class Prediction:
     """Predicted acceptance of one step's candidates."""
 
     forest: Forest
-    of_drawing: Mapping[Drawing, BoolArray]  # by each way of drawing, [num_nodes] bool: nodes of such requests
+    drawings: Sequence[Drawing]  # by tree
     conditionals: Conditionals  # of the draft
     calibrated: FloatArray  # [num_nodes] f64, calibrated conditionals
     path_probs: FloatArray  # [num_nodes] f64, products of the calibrated conditionals along paths
+
+    @classmethod
+    def joined(cls, parts: Sequence[Prediction]) -> Prediction:
+        """Return the predictions of several steps as one, with the trees of all."""
+        if len(parts) == 1:
+            return parts[0]
+        probs, ranks, calibrated, path_probs = (
+            np.concatenate(columns)
+            for columns in zip(
+                *((p.conditionals.probs, p.conditionals.ranks, p.calibrated, p.path_probs) for p in parts), strict=True
+            )
+        )
+        forest = Forest.of([tree for part in parts for tree in part.forest.trees])
+        drawings = [drawing for part in parts for drawing in part.drawings]
+        return cls(forest, drawings, Conditionals(probs, ranks), calibrated, path_probs)
+
+    def of_drawing(self) -> dict[Drawing, BoolArray]:
+        """Return which nodes belong to requests of each way of drawing.  -> [num_nodes] bool each"""
+        kinds = dict.fromkeys(self.drawings)
+        if len(kinds) == 1:
+            return dict.fromkeys(kinds, np.ones(len(self.forest.depths), dtype=np.bool_))
+        of_trees = np.array(self.drawings)
+        return {drawing: (of_trees == drawing)[self.forest.tree_of] for drawing in kinds}
 
     def expected_tokens(self, is_verified: BoolArray) -> FloatArray:
         """Return the tokens each request should commit if these nodes are verified.  -> [num_requests] f64
@@ -77,27 +100,28 @@ class Acceptance:
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""
-        conditionals = Conditionals.of(forest)
-        of_drawing = _by_drawing(requests, forest)
+        conditionals, drawings = Conditionals.of(forest), [request.drawing for request in requests]
         shifts = np.array([self.own.get(request, 0.0) for request in requests]) + self.overall
-        unshifted = np.zeros(len(forest.depths))
-        for drawing, is_own in of_drawing.items():
+        first, *others = dict.fromkeys(drawings)
+        unshifted = self.calibrations[first](conditionals)
+        for drawing in others:
+            is_own = (np.array(drawings) == drawing)[forest.tree_of]
             unshifted = np.where(is_own, self.calibrations[drawing](conditionals), unshifted)
         calibrated = shifted(unshifted, shifts[forest.tree_of])
-        return Prediction(forest, of_drawing, conditionals, calibrated, path_products(forest, calibrated))
+        return Prediction(forest, drawings, conditionals, calibrated, path_products(forest, calibrated))
 
     def observe(
         self,
-        requests: Sequence[Speculated],
+        requests: Sequence[Speculated | None],
         prediction: Prediction,
         is_verified: BoolArray,
         accepted: IntArray,
     ) -> None:
-        """Learn from the outcome of one step.
+        """Learn from the outcome of one step, or of several whose predictions were joined.
 
         Args:
-            requests: those of the prediction.
-            prediction: the prediction for this step.
+            requests: those of the prediction, one per tree; None for those that are gone.
+            prediction: the prediction for these trees.
             is_verified: [num_nodes] bool, the candidates that were verified.
             accepted: [num_accepted] int64, accepted nodes of the forest.
         """
@@ -105,12 +129,12 @@ class Acceptance:
         was_tried, was_hit = tried_and_hit(forest, accepted)
         was_tried &= is_verified
         surplus = np.bincount(forest.tree_of, was_hit - calibrated * was_tried, minlength=len(requests))
-        moved = np.array([self.own.get(request, 0.0) for request in requests]) + OWN_RATE * surplus
-        self.own.update(zip(requests, np.clip(moved, -MAX_SHIFT, MAX_SHIFT).tolist(), strict=True))
-        self.overall = float(np.clip(self.overall + OVERALL_RATE * surplus.sum(), -MAX_SHIFT, MAX_SHIFT))
-        for drawing, is_own in prediction.of_drawing.items():
+        for request, own in zip(requests, surplus.tolist(), strict=True):
+            if request is not None:
+                self.own[request] = _bounded(self.own.get(request, 0.0) + OWN_RATE * own)
+        self.overall = _bounded(self.overall + OVERALL_RATE * float(surplus.sum()))
+        for drawing, is_own in prediction.of_drawing().items():
             self.calibrations[drawing].observe(prediction.conditionals, was_tried & is_own, was_hit)
-
         self.record.add(prediction, was_tried, was_hit)
 
 
@@ -172,10 +196,5 @@ class AcceptanceRecord:
                 row += np.bincount(places, values, minlength=len(row))
 
 
-def _by_drawing(requests: Sequence[Speculated], forest: Forest) -> dict[Drawing, BoolArray]:
-    drawings = [request.drawing for request in requests]
-    kinds = dict.fromkeys(drawings)
-    if len(kinds) == 1:
-        return dict.fromkeys(kinds, np.ones(len(forest.depths), dtype=np.bool_))
-    of_trees = np.array(drawings)
-    return {drawing: (of_trees == drawing)[forest.tree_of] for drawing in kinds}
+def _bounded(shift: float) -> float:
+    return min(max(shift, -MAX_SHIFT), MAX_SHIFT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,28 @@ def beam_ranks(forest: Forest) -> IntArray:
     return places_in_groups(order, is_first)
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What a step drafted."""
+
+    depth: int  # levels
+    width: int
+    num_trees: int  # that were drafted, other requests having a root only
+    planned_depth: int  # levels that the drafter might have drafted, had those beyond ``depth`` been worth their time
+
+
+class _Choice(NamedTuple):
+    """The shape that is best by the averages, and what it was chosen for."""
+
+    occasion: tuple[int, ...]  # steps learned from, bounds of the shape
+    num_requests: int
+    depth: int  # 0: speculation is off
+    width: int
+    is_known: bool  # otherwise the next step drafts the whole shape
+    step_s: float
+    look_s: float  # seconds of drafting the whole shape for which there is nothing in return
+
+
 class DepthControl:
     """Running averages of the contribution of each place of a beam, and the best depth and width by these averages.
 
@@ -30,8 +54,13 @@ class DepthControl:
     whole shape; while it is off, ``PROBE_DEPTH`` levels for a few requests. What looks cost in addition stays below
     ``LOOK_SHARE`` of the time, so that they are frequent where they are cheap. After speculation was switched off, some
     come earlier, at intervals that double: predictions may be wrong, the cost of a look among them.
+
+    A choice stands for ``STANDS`` steps while nothing was learned and about as many requests decode: to choose takes
+    longer than all else that is decided for a few requests in a step.
     """
 
+    STANDS = 4  # steps
+    SIMILAR = 1.5  # ratio of numbers of requests that one choice serves
     LOOK_SHARE = 0.01  # of the time
     MIN_GAP = 8  # steps between looks, and before the first one of those at doubling intervals
     WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes that are drafted before the averages decide, whichever is less
@@ -54,71 +83,87 @@ class DepthControl:
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
         self._steps_since_look, self._look_s = 0, 0.0  # seconds that a look may cost by now
         self._early_gap = self.MIN_GAP  # steps after which a look is due whatever it costs, while speculation is off
+        self.is_look = (
+            True  # whether the last step was to renew the averages, so that it should be learned from at once
+        )
+        self._choice, self._age = _Choice((), 0, 0, 1, False, 0.0, 0.0), 0  # with the steps that it has stood for
 
     def observe(
-        self,
-        forest: Forest,
-        path_probs: FloatArray,
-        is_verified: np.ndarray,
-        depth: int,
-        width: int,
-        num_drafting: int | None = None,
-        planned_depth: int = 0,
+        self, forest: Forest, path_probs: FloatArray, is_verified: np.ndarray, drafted: Sequence[Drafted]
     ) -> None:
-        """Update the averages by one step.
+        """Update the averages by one step, or by several whose trees are given together.
 
         Args:
             forest: candidate trees.
             path_probs: [num_nodes] f64, calibrated path probabilities.
             is_verified: [num_nodes] bool, the nodes that were verified.
-            depth, width: shape to which trees were drafted.
-            num_drafting: number of trees that were drafted, the others being roots only; None: all.
-            planned_depth: levels that the drafter might have drafted, had those beyond ``depth`` been worth their time.
+            drafted: what each of the steps drafted.
         """
-        num_drafting = num_drafting or len(forest.trees)
-        self.num_observed += 1
-        self.num_trees += num_drafting
-        # Levels that were not worth drafting need no further look, or every step would take one until they are.
-        self.is_tried[1 : max(depth, planned_depth) + 1, :width] = True
+        max_depth, max_width = self.nodes.shape[0] - 1, self.nodes.shape[1]
+        num_trees = np.zeros(self.nodes.shape)  # that have the place
+        for step in drafted:
+            num_trees[1 : step.depth + 1, : step.width] += step.num_trees
+            # Levels that were not worth drafting need no further look, or every step would take one until they are.
+            self.is_tried[1 : max(step.depth, step.planned_depth) + 1, : step.width] = True
+            self.num_trees += step.num_trees
+        self.num_observed += len(drafted)
         usual = max(self.WEIGHT, 1.0 / self.num_observed)
-        seen = np.s_[1 : depth + 1, :width]
+        seen = num_trees > 0
         weights = np.minimum(1.0 - (1.0 - usual) ** self.steps_since[seen], max(usual, self.MAX_WEIGHT))
         weights[np.isinf(self.steps_since[seen])] = 1.0
-        max_depth, max_width = self.nodes.shape[0] - 1, self.nodes.shape[1]
         at = np.minimum(forest.depths, max_depth) * max_width + np.minimum(beam_ranks(forest), max_width - 1)
         for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
-            now = np.bincount(at, values, minlength=average.size).reshape(average.shape) / num_drafting
-            average[seen] += weights * (now[seen] - average[seen])
+            now = np.bincount(at, values, minlength=average.size).reshape(average.shape)[seen] / num_trees[seen]
+            average[seen] += weights * (now - average[seen])
         self.steps_since[seen] = 0
 
-    def best(self, max_depth: int, max_width: int, seconds: ShapeTime, probe_s: ProbeTime) -> tuple[int, int]:
+    def best(
+        self, max_depth: int, max_width: int, num_requests: int, seconds: ShapeTime, probe_s: ProbeTime
+    ) -> tuple[int, int]:
         """Return the depth and width to draft: those of most expected tokens per second, or a look's.
 
         Args:
             max_depth, max_width: bounds of the shape.
+            num_requests: those that decode.
             seconds: predicted step times by shape.
             probe_s: predicted seconds that a look takes beside plain decoding.
         """
         self.steps_since += 1
         self._steps_since_look += 1
+        self._age += 1
+        occasion = self.num_observed, max_depth, max_width
+        ratio = num_requests / max(self._choice.num_requests, 1)
+        is_similar = occasion == self._choice.occasion and 1.0 / self.SIMILAR < ratio < self.SIMILAR
+        if not is_similar or self._age >= self.STANDS:
+            self._choice, self._age = self._chosen(occasion, num_requests, seconds), 0
+        choice, self.is_look = self._choice, True
+        if not choice.is_known:
+            return max_depth, max_width
+        if self.is_on and self._is_look_due(choice.step_s, lambda: choice.look_s):
+            return max_depth, max_width
+        probe_depth = min(self.PROBE_DEPTH, max_depth)
+        if not self.is_on and self._is_look_due(choice.step_s, lambda: probe_s(probe_depth, max_width)):
+            return probe_depth, max_width
+        self.is_look = False
+        return choice.depth, choice.width
+
+    def _chosen(self, occasion: tuple[int, int, int], num_requests: int, seconds: ShapeTime) -> _Choice:
+        _, max_depth, max_width = occasion
         tokens, step_s = self._expected(max_depth, max_width, seconds)
         depth, width, best, plain = self._best_of(tokens / step_s)
         is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
         is_tried = bool(self.is_tried[1 : max_depth + 1, :max_width].all())
-        if not is_warm or (self.is_on and not is_tried):
-            self.goodput = max(best, plain)
-            return max_depth, max_width
-        self._switch(best, plain)
-        self.goodput = best if self.is_on else plain
+        is_known = is_warm and (is_tried or not self.is_on)
+        if is_known:
+            self._switch(best, plain)
+        self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
         if not self.is_on:
-            probe_depth = min(self.PROBE_DEPTH, max_depth)
-            is_due = self._is_look_due(1.0 / plain, lambda: probe_s(probe_depth, max_width))
-            return (probe_depth, max_width) if is_due else (0, 1)
+            return _Choice(occasion, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
         # The whole shape yields tokens, too, for which the best one would need some time as well.
-        is_due = self._is_look_due(
-            float(step_s[0, depth, width - 1]), lambda: float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
-        )
-        return (max_depth, max_width) if is_due else (min(depth + self.BEYOND, max_depth), width)
+        look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best) if max_depth else 0.0
+        own_s = float(step_s[0, depth, width - 1])
+        deepest = min(depth + self.BEYOND, max_depth)
+        return _Choice(occasion, num_requests, deepest, width, is_known, own_s, look_s)
 
     def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
         """Return whether a look's further seconds ``look_s`` stay within their share, the present step's included."""

@@ -35,19 +35,19 @@ class SLOProgress:
         np.divide(self.num_left * step_s, left_s, out=rates, where=left_s > 0.0)
         return rates
 
-    def cushion(self, step_s: float, tokens_per_step: float, spread: float) -> FloatArray:
+    def cushion(self, needed_rate: FloatArray, tokens_per_step: float, spread: float) -> FloatArray:
         """Return the tokens to be ahead by, since the tokens that the remaining steps commit vary.
 
         The cushion is largest far from the end, where being ahead is also cheapest to reach, and smaller for requests
         with looser TPOT SLOs.
 
         Args:
-            step_s: seconds of a step.
+            needed_rate: of :meth:`needed_rate`.
             tokens_per_step: mean tokens that one step commits.
             spread: standard deviation of the tokens that one step commits.
         """
         deviation = spread * np.sqrt(self.num_left / max(tokens_per_step, 1.0))
-        share = np.minimum(self.needed_rate(step_s) / max(tokens_per_step, 1.0), 1.0)
+        share = np.minimum(needed_rate / max(tokens_per_step, 1.0), 1.0)
         return CUSHION * share * deviation
 
 

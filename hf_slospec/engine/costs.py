@@ -49,9 +49,9 @@ class RecentSteps:
             self._elapsed_s = FLOW_PRIOR * step.phases.total_s
         self._prefilled *= 1.0 - 1.0 / FLOW_MEMORY
         self._elapsed_s *= 1.0 - 1.0 / FLOW_MEMORY
-        committed = sum(request.committed for request in step.decoding)
-        self.tokens += WEIGHT * (committed / number - self.tokens)
-        self.nodes += WEIGHT * (sum(request.nodes for request in step.decoding) / number - self.nodes)
+        decoding = step.decoding
+        self.tokens += WEIGHT * (sum([request.committed for request in decoding]) / number - self.tokens)
+        self.nodes += WEIGHT * (sum([request.nodes for request in decoding]) / number - self.nodes)
         self.requests += WEIGHT * (number - self.requests)
         self.keys += WEIGHT * (step.num_keys / number - self.keys)
         self.depth += WEIGHT * (step.depth - self.depth)
@@ -85,6 +85,7 @@ class SizeCorrection:
 
     def __init__(self) -> None:
         self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens): sums of log ratios, weights
+        self._log_sum = self._count_sum = 0.0  # of these
         self._octaves, self._log_factors = np.arange(16.0), np.zeros(16)
 
     def __call__(self, num_tokens: Count) -> FloatArray:
@@ -92,10 +93,16 @@ class SizeCorrection:
         octaves = np.log2(np.maximum(num_tokens, 1))
         return np.exp(np.interp(octaves, self._octaves, self._log_factors))
 
+    def at(self, num_tokens: float) -> float:
+        """Return the factor for forwards of one size."""
+        octave = min(math.log2(max(num_tokens, 1.0)), 15.0)
+        below, above = self._log_factors[int(octave)], self._log_factors[math.ceil(octave)]
+        return math.exp(below + (octave - int(octave)) * (above - below))
+
     @property
     def overall_log(self) -> float:
         """The average log ratio over all sizes; 0 before any observation."""
-        return float(self._logs.sum() / self._counts.sum()) if self._counts.any() else 0.0
+        return self._log_sum / self._count_sum if self._count_sum else 0.0
 
     def observe(self, num_tokens: int, profiled_s: float, measured_s: float) -> None:
         """Learn from one forward; ``profiled_s`` is the profile's prediction without any correction."""
@@ -107,6 +114,8 @@ class SizeCorrection:
         self._counts *= fade
         self._logs[at] += log_ratio
         self._counts[at] += 1.0
+        self._log_sum = fade * self._log_sum + log_ratio
+        self._count_sum = fade * self._count_sum + 1.0
         self._log_factors = (self._logs + self.TRUST * self.overall_log) / (self._counts + self.TRUST)
 
 
@@ -185,6 +194,10 @@ class StepCosts:
         """
         return self.verify(num_tokens, num_requests, num_keys) * self._verify_correction(num_tokens)
 
+    def verify_at(self, num_tokens: float, num_requests: float = 1, num_keys: float = 0) -> float:
+        """Return the seconds of one forward, as :meth:`verify_s` does, but faster."""
+        return self.verify.at(num_tokens, num_requests, num_keys) * self._verify_correction.at(num_tokens)
+
     def draft_s(
         self,
         num_requests: int,
@@ -204,6 +217,10 @@ class StepCosts:
         if num_catch_up is None:
             num_catch_up = num_requests * self.recent.tokens
         return self._draft_correction(self._profiled_draft_s(num_requests, depth, width, num_keys, num_catch_up))
+
+    def draft_at(self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float) -> float:
+        """Return the seconds of one step's drafting, as :meth:`draft_s` does, but faster."""
+        return self._draft_correction.at(self._profiled_draft_at(num_requests, depth, width, num_keys, num_catch_up))
 
     def steady_draft_s(
         self,
@@ -256,20 +273,20 @@ class StepCosts:
     def predicted(self, step: StepEvent) -> PhaseTimes:
         """Return the seconds that a step of this size is expected to take, all but drafting as ``verify_s``."""
         sizes = step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
-        verify_s = self.verify_s(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
-        draft_s = self.draft_s(*sizes) if step.num_drafted_for else 0.0
-        return PhaseTimes(draft_s=float(draft_s), verify_s=float(verify_s))
+        verify_s = self.verify_at(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
+        return PhaseTimes(draft_s=self.draft_at(*sizes) if step.num_drafted_for else 0.0, verify_s=verify_s)
 
     def observe(self, step: StepEvent) -> None:
         """Learn from a step of the engine."""
         self.recent.observe(step)
         if not step.num_tokens:
             return
-        self._observe_verify(step, step.num_tokens)
+        self._observe_verify(step)
         if step.num_drafted_for and step.num_catch_up <= MAX_CATCH_UP * step.num_drafted_for:
             self._observe_draft(step)
 
-    def _observe_verify(self, step: StepEvent, num_tokens: int) -> None:
+    def _observe_verify(self, step: StepEvent) -> None:
+        num_tokens = step.num_tokens
         profiled_s = self.verify.at(num_tokens, max(step.num_decoding, 1), step.num_keys)
         measured_s = step.phases.total_s - step.phases.draft_s
         if profiled_s > 0.0 and measured_s > 0.0:
@@ -277,9 +294,9 @@ class StepCosts:
             self._heal("verify", self._verify_correction.overall_log)
 
     def _observe_draft(self, step: StepEvent) -> None:
-        requests, keys, levels = step.num_drafted_for, step.num_keys, step.draft_levels
-        first_s, level_s = (self.draft_level.at(n, requests, keys) for n in (step.num_catch_up, requests * step.width))
-        profiled_s = first_s + level_s * (levels - 1) if levels else 0.0
+        profiled_s = self._profiled_draft_at(
+            step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
+        )
         if profiled_s > 0.0 and step.phases.draft_s > 0.0:
             self._draft_correction.observe(profiled_s, step.phases.draft_s)
             ratio = self._draft_correction.at(profiled_s) / profiled_s
@@ -292,6 +309,16 @@ class StepCosts:
         first_s = self.draft_level(num_catch_up, num_requests, num_keys)
         level_s = self.draft_level(num_requests * np.asarray(width), num_requests, num_keys)
         return np.where(np.asarray(depth) > 0, first_s + level_s * (np.asarray(depth) - 1), 0.0)
+
+    def _profiled_draft_at(
+        self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float
+    ) -> float:
+        if not depth:
+            return 0.0
+        first_s, level_s = (
+            self.draft_level.at(n, num_requests, num_keys) for n in (num_catch_up, num_requests * width)
+        )
+        return first_s + level_s * (depth - 1)
 
     def _heal(self, which: Literal["verify", "draft"], log_factor: float) -> None:
         """Replace a profiled cost by what was measured once its correction has stayed far from 1."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import numpy as np
 
 from hf_slospec.algo.acceptance import Acceptance, Prediction
-from hf_slospec.algo.depth import DepthControl, ShapeTime
+from hf_slospec.algo.depth import DepthControl, Drafted, ShapeTime
 from hf_slospec.algo.select import best_ratio_nodes
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 from hf_slospec.algo.urgency import SLOProgress, urgency
@@ -34,17 +34,76 @@ MAX_NEEDED = 1000.0  # tokens per step; more are as good as infinitely many
 SETTLED_STEPS = 32  # over which drafting must pay for what the draft has to process first
 PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay: drafting for all would prefill all prompts
 BEST_EFFORT_WEIGHT = 0.5  # weight of a best-effort request
+LESSON_STEPS, LESSON_TREES = 4, 16  # learned from together, whichever is less, since numpy takes as long for one tree
 
 
 class SpeculationHistory:
-    """Statistics that outlive a run: acceptance, and the shapes that paid."""
+    """Statistics that outlive a run: acceptance, and the shapes that paid.
+
+    Outcomes of a few steps are learned from together.
+    """
 
     def __init__(self, config: PolicySettings):
-        self.acceptance = Acceptance(config.max_depth)
+        self._acceptance = Acceptance(config.max_depth)
         self.depths = DepthControl(config.max_depth, config.max_width)
         self.variance = 1.0  # of committed tokens per request and step around their prediction
         self.most_tokens = 2.0  # expected per request and step if all its candidates were verified
         self.understated = 1.0  # calibrated path probabilities of candidates over the draft's own
+        self._outcomes = list[_Outcome]()
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Acceptance of all steps until now."""
+        self._learn()
+        return self._acceptance
+
+    def predict(self, requests: Sequence[Request], forest: Forest) -> Prediction:
+        """Return the predicted acceptance of candidates."""
+        return self._acceptance.predict(requests, forest)
+
+    def observe(self, outcome: _Outcome) -> None:
+        """Take in the outcome of a step that drafted."""
+        self._outcomes.append(outcome)
+        num_trees = sum(one.drafted.num_trees for one in self._outcomes)
+        is_warm = self.depths.num_trees >= self.depths.WARMUP_TREES and not self.depths.is_look
+        if not is_warm or len(self._outcomes) >= LESSON_STEPS or num_trees >= LESSON_TREES:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learn from the outcomes of the steps since the last time."""
+        if not self._outcomes:
+            return
+        outcomes, self._outcomes = self._outcomes, []
+        prediction = Prediction.joined([one.prediction for one in outcomes])
+        is_verified = np.concatenate([one.is_verified for one in outcomes])
+        # Accepted nodes are numbered as in the verified trees.
+        in_forest, taken = np.flatnonzero(is_verified), [nodes for one in outcomes for nodes in one.accepted]
+        starts = np.searchsorted(in_forest, prediction.forest.starts).tolist()
+        own = [start + node for start, nodes in zip(starts, taken, strict=True) for node in nodes]
+        requests = [request() for one in outcomes for request in one.requests]
+        drafted, forest = [one.drafted for one in outcomes], prediction.forest
+        self._acceptance.observe(requests, prediction, is_verified, in_forest[np.array(own, np.int64)])
+        self.depths.observe(forest, prediction.path_probs, is_verified, drafted)
+        mass, own_mass = (float(probs.sum()) - len(taken) for probs in (prediction.path_probs, forest.path_probs))
+        weight = 1.0 - (1.0 - FADE) ** len(outcomes)
+        if own_mass > 0.0:
+            ratio = min(max(mass / own_mass, 1.0 / MAX_UNDERSTATED), MAX_UNDERSTATED)
+            self.understated += weight * (ratio - self.understated)
+        error = np.array([1.0 + len(nodes) for nodes in taken]) - prediction.expected_tokens(is_verified)
+        self.variance += weight * (float((error**2).mean()) - self.variance)
+        most_tokens = 1.0 + mass / sum(one.num_trees for one in drafted)
+        self.most_tokens += weight * (most_tokens - self.most_tokens)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a step showed."""
+
+    requests: Sequence[ref[Request]]
+    prediction: Prediction
+    is_verified: BoolArray  # [num_nodes]
+    accepted: Sequence[Sequence[int]]  # nodes of each verified tree
+    drafted: Drafted
 
 
 @dataclass
@@ -82,7 +141,8 @@ class AutoPolicy:
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         shape_time = self._shape_time(requests, num_requests, num_keys)
-        depth, width = depths.best(max_depth, max_width, shape_time, partial(self._probe_s, requests))
+        probe_s = partial(self._probe_s, requests)
+        depth, width = depths.best(max_depth, max_width, num_requests, shape_time, probe_s)
         drafting = requests if depths.is_on else _probed(requests)
         if depth == 0 and (num_late := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all may still be faster for late requests that get all of the nodes.
@@ -91,7 +151,7 @@ class AutoPolicy:
             depth, width = (depth, width) if best > plain else (0, 1)
         # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
         goodput = depths.goodput * num_requests
-        verify_s = self.costs.verify_s(num_requests + np.array([0, SPAN]), num_requests, num_keys)
+        few_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
         level_s = self.costs.level_s(num_requests, width, num_keys)
         # Drafters compare these with the draft's own probabilities, before calibration.
         own_probs = 1.0 / self.history.understated
@@ -99,7 +159,7 @@ class AutoPolicy:
         return Plan(
             depth,
             width,
-            min_path_prob=float(verify_s[1] - verify_s[0]) / SPAN * goodput * own_probs,
+            min_path_prob=(more_s - few_s) / SPAN * goodput * own_probs,
             min_gain=level_s * goodput * len(drafting) / num_requests * own_probs,
             drafting=drafting,
             state=_AutoStep(
@@ -109,10 +169,16 @@ class AutoPolicy:
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         step: _AutoStep = plan.state
-        forest, num_requests = Forest.of(candidates), len(requests)
-        prediction = self.history.acceptance.predict(requests, forest)
+        num_requests = len(requests)
+        if not plan.depth:
+            num_tokens = num_requests + step.num_prefill_tokens
+            return replace(
+                Selection.of_roots(candidates), step_s=self.costs.verify_at(num_tokens, num_requests, step.num_keys)
+            )
+        forest = Forest.of(candidates)
+        prediction = self.history.predict(requests, forest)
         depth = int(forest.depths.max())
-        draft_s = self.costs.draft_s(step.num_drafting, depth, plan.width, step.num_keys, step.num_catch_up)
+        draft_s = self.costs.draft_at(step.num_drafting, depth, plan.width, step.num_keys, step.num_catch_up)
 
         def step_s(num_nodes: IntArray) -> FloatArray:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, step.num_keys)
@@ -134,27 +200,13 @@ class AutoPolicy:
     def observe(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
     ) -> None:
-        step: _AutoStep = plan.state
-        history, prediction, is_verified = self.history, step.prediction, step.is_verified
-        forest, num_requests = prediction.forest, len(requests)
-        in_forest = np.flatnonzero(is_verified)  # accepted nodes are numbered as in the verified trees
-        firsts = np.searchsorted(in_forest, forest.starts).tolist()
-        own = [first + node for first, nodes in zip(firsts, accepted, strict=True) for node in nodes]
-        history.acceptance.observe(requests, prediction, is_verified, in_forest[np.array(own, np.int64)])
         if not plan.depth:
             return
+        step: _AutoStep = plan.state
+        forest = step.prediction.forest
         seen = int(forest.depths.max()) if _was_cut_short(forest, plan) else plan.depth
-        history.depths.observe(
-            forest, prediction.path_probs, is_verified, seen, plan.width, step.num_drafting, plan.depth
-        )
-        mass, own_mass = (float(probs.sum()) - num_requests for probs in (prediction.path_probs, forest.path_probs))
-        if own_mass > 0.0:
-            ratio = min(max(mass / own_mass, 1.0 / MAX_UNDERSTATED), MAX_UNDERSTATED)
-            history.understated += FADE * (ratio - history.understated)
-        error = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(is_verified)
-        history.variance += FADE * (float((error**2).mean()) - history.variance)
-        most_tokens = 1.0 + mass / step.num_drafting
-        history.most_tokens += FADE * (most_tokens - history.most_tokens)
+        drafted = Drafted(seen, plan.width, step.num_drafting, plan.depth)
+        self.history.observe(_Outcome(list(map(ref, requests)), step.prediction, step.is_verified, accepted, drafted))
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Return the weights of requests by lateness, see :func:`~hf_slospec.algo.urgency.urgency`."""
@@ -168,7 +220,7 @@ class AutoPolicy:
         is_unattainable = (needed > UNATTAINABLE * history.most_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
             self._warn_once(requests[index], float(needed[index]))
-        cushion = progress.cushion(recent.step_s, recent.tokens, history.variance**0.5)
+        cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
         return urgency(progress.late(recent.step_s), cushion, is_unattainable, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
@@ -187,7 +239,7 @@ class AutoPolicy:
         """Return the seconds of drafting for a look while speculation is off."""
         probed = _probed(requests)
         num_keys, num_behind = sum(len(r.tokens) for r in probed), sum(r.num_draft_behind for r in probed)
-        return float(self.costs.draft_s(len(probed), depth, width, num_keys, num_behind))
+        return self.costs.draft_at(len(probed), depth, width, num_keys, num_behind)
 
     def _shape_time(self, requests: Sequence[Request], num_drafting: int, num_keys: int) -> ShapeTime:
         """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots.
@@ -195,13 +247,15 @@ class AutoPolicy:
         The time of what the draft has to process first is spread over the next steps, so that speculation is not
         switched on for less than that costs.
         """
-        num_requests, num_behind = len(requests), sum(request.num_draft_behind for request in requests)
-        first_tokens = np.array([num_behind, num_requests])
-        behind_s, usual_s = map(float, self.costs.draft_s(num_requests, 1, 1, num_keys, first_tokens))
-        prompt_len = sum(request.prompt_len for request in requests) / num_requests
-        first_s = max(behind_s - usual_s, 0.0) / SETTLED_STEPS
+        num_requests = len(requests)
 
         def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
+            num_behind = sum(request.num_draft_behind for request in requests)
+            behind_s, usual_s = (
+                self.costs.draft_at(num_requests, 1, 1, num_keys, first) for first in (num_behind, num_requests)
+            )
+            first_s = max(behind_s - usual_s, 0.0) / SETTLED_STEPS
+            prompt_len = sum(request.prompt_len for request in requests) / num_requests
             num_committed = num_requests - num_drafting + num_drafting * tokens
             num_nodes = num_requests - num_drafting + num_drafting * nodes
             verify_s = self.costs.verify_s(num_nodes, num_requests, num_keys)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hf_slospec.algo.acceptance import MAX_SHIFT, Acceptance, Drawing
+from hf_slospec.algo.acceptance import MAX_SHIFT, Acceptance, Drawing, Prediction
 from hf_slospec.algo.calibration import shifted
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, TokenTree
 from tests.support.toys import grow
@@ -209,3 +209,34 @@ def test_each_way_of_drawing_has_a_calibration_of_its_own() -> None:
     acceptance.overall = 0.0
     greedy, sampled, coupled = acceptance.predict(texts, forest).path_probs[1::2]
     assert greedy < 0.05 and sampled < 0.05 and coupled > 0.95
+
+
+def test_steps_learned_together_teach_what_they_teach_one_by_one() -> None:
+    rng = np.random.default_rng(3)
+    texts = [Text(0.0), Text(1.0), Text(-1.0)]
+    texts[1].drawing = Drawing.COUPLED
+    one_by_one, together = Acceptance(), Acceptance()
+    steps = [[over_confident_tree(rng) for _ in texts[:number]] for number in (3, 1, 2)]
+    forests = [Forest.of(trees) for trees in steps]
+    alone = [one_by_one.predict(texts[: len(trees)], forest) for trees, forest in zip(steps, forests, strict=True)]
+    paths = [[walk(rng, tree, 0.0, np.ones(tree.num_nodes, dtype=np.bool_)) for tree in trees] for trees in steps]
+    for prediction, nodes in zip(alone, paths, strict=True):
+        one_by_one.observe(
+            texts[: len(nodes)],
+            prediction,
+            np.ones(len(prediction.path_probs), dtype=np.bool_),
+            prediction.forest.indices(nodes),
+        )
+    joined = Prediction.joined(alone)
+    assert joined.path_probs.tolist() == np.concatenate([prediction.path_probs for prediction in alone]).tolist()
+    gone = [*texts, texts[0], None, texts[1]]  # a request may end between a step and its lesson
+    accepted = joined.forest.indices([nodes for own in paths for nodes in own])
+    together.observe(gone, joined, np.ones(len(joined.path_probs), dtype=np.bool_), accepted)
+    for drawing in Drawing:
+        for sums in ("trials", "hits"):
+            expected = getattr(one_by_one.calibrations[drawing], sums)
+            assert getattr(together.calibrations[drawing], sums).tolist() == expected.tolist()
+    assert together.overall == pytest.approx(one_by_one.overall)
+    for text in texts[1:]:
+        assert together.own[text] == pytest.approx(one_by_one.own[text])
+    assert together.own[texts[0]] != one_by_one.own[texts[0]]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.depth import DepthControl, beam_ranks
+from hf_slospec.algo.depth import DepthControl, Drafted, beam_ranks
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray
 from tests.support.toys import SEEDS, UNEVEN, grow, random_tree
 
@@ -38,16 +38,23 @@ def beam(depth: int, width: int, favourite: float, other: float) -> Forest:
     return Forest.of([grow(parents, conditionals, range(len(parents)))])
 
 
+def learn(control: DepthControl, forest: Forest, depth: int, width: int, planned_depth: int = 0) -> None:
+    """Let the control see a step that verified all candidates."""
+    is_verified = np.ones(len(forest.depths), dtype=np.bool_)
+    drafted = Drafted(depth, width, len(forest.trees), planned_depth)
+    control.observe(forest, forest.path_probs, is_verified, [drafted])
+
+
 def run(
     control: DepthControl, drafts: Sequence[tuple[float, float]], shape: Callable[[int], tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """The shapes picked when every step's draft has these conditionals and all of it is verified."""
     picks = []
     for step, draft in enumerate(drafts):
-        depth, width = control.best(*shape(step), cheap_levels, probe)
+        depth, width = control.best(*shape(step), 1, cheap_levels, probe)
         if depth:
             forest = beam(depth, width, *draft)
-            control.observe(forest, forest.path_probs, np.ones(len(forest.depths), dtype=np.bool_), depth, width)
+            learn(control, forest, depth, width)
         picks.append((depth, width))
     return picks
 
@@ -91,7 +98,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
 
     control = DepthControl(8, 8)
     for _ in range(12):
-        control.observe(forest, forest.path_probs, is_verified, 8, 8)
+        control.observe(forest, forest.path_probs, is_verified, [Drafted(8, 8, 2, 8)])
     control.num_trees = num_trees
     max_depth, max_width = bounds
 
@@ -124,11 +131,11 @@ def test_first_steps_look_at_everything_and_good_drafts_stay_deep() -> None:
 def test_a_first_step_for_many_requests_is_look_enough(num_trees: int) -> None:
     control, picks = DepthControl(6, 1), list[int]()
     for _ in range(FIRST + 1):
-        depth, width = control.best(6, 1, cheap_levels, probe)
+        depth, width = control.best(6, 1, num_trees, cheap_levels, probe)
         picks.append(depth)
         own = beam(depth, width, 0.3, 0.0).trees[0]
         forest = Forest.of([own] * num_trees)
-        control.observe(forest, forest.path_probs, np.ones(len(forest.depths), dtype=np.bool_), depth, width)
+        learn(control, forest, depth, width)
     num_looks = min(-(-DepthControl.WARMUP_TREES // num_trees), FIRST)
     assert picks[:num_looks] == [6] * num_looks and max(picks[num_looks:]) < 6
 
@@ -201,10 +208,9 @@ def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> No
     control, worth = DepthControl(6, 1), 2
     picks = []
     for _ in range(FIRST + GAP - 1):
-        depth, width = control.best(6, 1, cheap_levels, probe)
+        depth, width = control.best(6, 1, 1, cheap_levels, probe)
         forest = beam(min(depth, worth), width, 0.6, 0.0)
-        is_verified = np.ones(len(forest.depths), dtype=np.bool_)
-        control.observe(forest, forest.path_probs, is_verified, min(depth, worth), width, planned_depth=depth)
+        learn(control, forest, min(depth, worth), width, planned_depth=depth)
         picks.append(depth)
     assert picks == [6] * FIRST + [worth + BEYOND] * (GAP - 1)
 
@@ -212,10 +218,10 @@ def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> No
 def test_speculation_is_switched_off_although_levels_stay_unknown() -> None:
     control = DepthControl(6, 1)
     for _ in range(FIRST):
-        depth, width = control.best(6, 1, cheap_levels, probe)
+        depth, width = control.best(6, 1, 1, cheap_levels, probe)
         forest = beam(1, width, 0.01, 0.0)
-        control.observe(forest, forest.path_probs, np.ones(2, dtype=np.bool_), 1, width, planned_depth=depth)
-    assert control.best(6, 1, cheap_levels, probe) == (0, 1)
+        learn(control, forest, 1, width, planned_depth=depth)
+    assert control.best(6, 1, 1, cheap_levels, probe) == (0, 1)
     assert not control.is_on
 
 
@@ -225,3 +231,43 @@ def test_no_levels_to_draft_is_no_reason_to_stay_off() -> None:
     chains(control, [1.0] * 10)
     assert chains(control, [1.0], max_depth=0) == [0]
     assert chains(control, [1.0]) == [6]
+
+
+def test_a_choice_stands_while_nothing_is_learned_and_about_as_many_requests_decode() -> None:
+    chosen_for = list[int]()
+    control = DepthControl(4, 1)
+    run(control, [(0.7, 0.0)] * 20, lambda _: (4, 1))
+
+    def decode(num_requests: int, times: int) -> int:
+        """Times that a shape is chosen."""
+
+        def seconds(depths: IntArray, width: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
+            chosen_for.append(num_requests)
+            return cheap_levels(depths, 1, tokens, nodes)
+
+        chosen_for.clear()
+        for _ in range(times):
+            control.best(4, 1, num_requests, seconds, probe)
+        return len(chosen_for)
+
+    stands = DepthControl.STANDS
+    decode(8, stands)
+    assert decode(8, 3 * stands) == 3
+    assert decode(9, stands) == 1  # one more request is no other occasion
+    decode(9, 1)
+    assert decode(16, 1) == decode(8, 1) == 1
+    learn(control, beam(4, 1, 0.7, 0.0), 4, 1)
+    assert decode(8, 1) == 1
+
+
+def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> None:
+    deep, flat = beam(3, 1, 0.5, 0.0), beam(1, 2, 0.6, 0.2)
+    both = Forest.of([*deep.trees, *flat.trees])
+    control = DepthControl(4, 2)
+    is_verified = np.ones(len(both.depths), dtype=np.bool_)
+    control.observe(both, both.path_probs, is_verified, [Drafted(3, 1, 1, 3), Drafted(1, 2, 1, 1)])
+    assert control.mass[:, 0].tolist() == pytest.approx([1.0, (0.5 + 0.6) / 2, 0.25, 0.125, 0.0])
+    assert control.mass[:, 1].tolist() == pytest.approx([0.0, 0.2, 0.0, 0.0, 0.0])
+    assert control.nodes[1].tolist() == [1.0, 1.0]
+    assert control.num_observed == control.num_trees == 2
+    assert not control.is_tried[2:, 1].any() and control.is_tried[1].all()

@@ -42,8 +42,8 @@ def test_cushion_is_what_the_rest_may_deviate_and_less_for_the_slow() -> None:
     # 25 steps, one step and none of 2 tokens each, which deviate by 5, 1 and 0 times that of a step. At 2 s
     # a step those with 1 s per token need all of them, the one with 4 s a quarter, the one without target nothing.
     expected = [CUSHION * 0.8 * 5, CUSHION * 0.8, 0.0, CUSHION * 0.8 * 5 / 4, 0.0]
-    assert own.cushion(2.0, 2.0, 0.8) == pytest.approx(expected)
-    assert own.cushion(2.0, 2.0, 0.0).tolist() == [0.0] * 5
+    assert own.cushion(own.needed_rate(2.0), 2.0, 0.8) == pytest.approx(expected)
+    assert own.cushion(own.needed_rate(2.0), 2.0, 0.0).tolist() == [0.0] * 5
 
 
 @given(late=st.lists(st.tuples(TOKENS, st.floats(0, 20)), min_size=2, max_size=6), strength=st.floats(0, 3))

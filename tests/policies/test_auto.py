@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +17,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
+from hf_slospec.policies.auto import LESSON_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
 from tests.support.policy_costs import NO_TIME, costs, requests_of
 from tests.support.toy_engine import policy_of, run
 from tests.support.toy_models import (
@@ -170,3 +172,29 @@ def test_limits_of_drafting_are_in_the_drafts_own_probabilities(says: float, is_
         plans.append(policy_of(config, own).plan([drafting], 0.0))
     assert plans[1].min_gain == pytest.approx(plans[0].min_gain / experience.understated)
     assert plans[1].min_path_prob == pytest.approx(plans[0].min_path_prob / experience.understated)
+
+
+def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
+    """Outcomes of a few steps are learned from together, and their requests may end before."""
+    config = SLOSpecConfig(max_depth=2, max_width=1)
+    history = SpeculationHistory(config)
+    policy = new_policy(config, costs(1e-6, 1e-6), history)
+    requests = requests_of(1)
+
+    def step() -> int:
+        """Decode one step; return how many were learned from until now."""
+        plan = policy.plan(requests, 0.0)
+        policy.select(requests, [chain(0.9, 0.8)], plan)
+        policy.observe(requests, [[1]], NO_TIME, plan)
+        return history.depths.num_observed
+
+    counts = [step() for _ in range(100)]
+    assert LESSON_STEPS in np.diff(counts) and 1 in np.diff(counts[: DepthControl.WARMUP_TREES])
+    while (now := step()) == counts[-1]:
+        pass
+    assert step() == now
+    known = weakref.ref(requests.pop())
+    gc.collect()
+    assert known() is None
+    assert history.acceptance.record.after.count.sum() > 0  # to ask is to learn
+    assert history.depths.num_observed == now + 1
