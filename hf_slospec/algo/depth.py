@@ -27,7 +27,7 @@ def beam_ranks(forest: Forest) -> IntArray:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a step drafted."""
+    """Shape and number of the trees that a step drafted."""
 
     depth: int  # levels
     width: int

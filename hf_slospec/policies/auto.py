@@ -97,7 +97,7 @@ class SpeculationHistory:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step showed."""
+    """Outcome of a step that drafted."""
 
     requests: Sequence[ref[Request]]
     prediction: Prediction

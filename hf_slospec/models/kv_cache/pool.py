@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
 
+import numpy as np
 import torch
 
 from hf_slospec.models.cuda.transfer import to_device
@@ -85,18 +87,11 @@ class KVPool:
     def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_padding_slots: int = 0):
         """Allocate ``num_slots`` slots for sequences, and ``num_padding_slots`` behind them that padding writes to."""
         self.num_slots, self.num_padding_slots = num_slots, num_padding_slots
-        kinds = [stored for shape in layout for stored in shape.stored]
+        kinds, num_rows = [stored for shape in layout for stored in shape.stored], num_slots + num_padding_slots
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
         with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
             self._stacks = {
-                kind: torch.zeros(
-                    kinds.count(kind),
-                    num_slots + num_padding_slots,
-                    kind.num_heads,
-                    kind.dim,
-                    dtype=kind.dtype,
-                    device=kind.device,
-                )
+                kind: _zeros((kinds.count(kind), num_rows, kind.num_heads, kind.dim), kind.dtype, kind.device)
                 for kind in set(kinds)
             }
         layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
@@ -230,3 +225,19 @@ class KVPool:
         starts = [start for start, _, _ in held] + [self.num_slots]
         for (start, capacity, length), following in zip(held, starts[1:], strict=True):
             assert 0 <= length <= capacity and start + capacity <= following, "KV slots belong to two sequences"
+
+
+ALIGNMENT = 64  # bytes, as torch aligns tensors
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU the operating system zeroes memory when it is first written.
+
+    ``torch.zeros`` writes all of it at once, and steps would wait for tenths of a second where a pool is enlarged.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    offset = -raw.data_ptr() % ALIGNMENT
+    return raw[offset : offset + num_bytes].view(dtype).view(*shape)
