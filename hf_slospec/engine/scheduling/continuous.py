@@ -30,6 +30,7 @@ LAST_RANK = 2  # of requests that may preempt no other
 MIN_CHUNK = 16
 AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
 SAVES = 1.05  # factor of a step's seconds that leaving best-effort requests out must save
+WAIT = 4.0  # steps that a guaranteed request must be ahead of its SLO to be left out of one
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its room
 OUTPUT_WEIGHT = 0.1  # of a finished request in the average length of outputs
 MAX_SITS = 8  # steps in a row that a best-effort request is left out for guaranteed ones
@@ -146,7 +147,7 @@ class ContinuousScheduler:
         """Return the next step of the running requests, shared between decoding and prefill."""
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
-        decoding = self._taking_part(decoding, allowed_s)
+        decoding = self._taking_part(decoding, allowed_s, now_s)
         chunks = self._chunks(decoding, allowed_s, now_s)
         return Schedule([] if chunks and self.prefill == "first" else decoding, chunks)
 
@@ -299,23 +300,31 @@ class ContinuousScheduler:
 
     # ---- the step
 
-    def _taking_part(self, decoding: list[Request], allowed_s: float) -> list[Request]:
-        """Return the requests that decode now: best-effort ones are left out while they would make others late."""
+    def _taking_part(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Request]:
+        """Return the requests that decode now: those that can wait are left out while they would make others late."""
         if self._share < 1.0:  # after running out of memory: those left out longest first
             in_order = sorted(decoding, key=lambda request: -self._sits.get(request, 0))
             kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
-        else:
-            must = [request for request in decoding if not request.is_best_effort]
-            num_spare, spare = 0, [request for request in decoding if request.is_best_effort]
-            if spare:
-                least_s = float(self.costs.step_s(max(len(must), 1)))
-                times_s = self.costs.step_s(len(must) + np.arange(1, len(spare) + 1))
-                num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
+        elif decoding and (all_s := float(self.costs.step_s(len(decoding)))) > allowed_s:
+            spare = [r for r in decoding if r.is_best_effort or self._due_s(r, now_s) > WAIT * all_s]
             spare.sort(key=lambda request: -self._sits.get(request, 0))  # stable: otherwise in order of arrival
-            kept = {*must, *spare[: max(num_spare, math.ceil(len(spare) / (MAX_SITS + 1)))]}
+            num_must = len(decoding) - len(spare)
+            least_s = float(self.costs.step_s(max(num_must, 1)))
+            times_s = self.costs.step_s(num_must + np.arange(1, len(spare) + 1))
+            num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
+            kept = set(decoding) - set(spare[max(num_spare, math.ceil(len(spare) / (MAX_SITS + 1))) :])
+        else:
+            kept = set(decoding)
         for request in decoding:
             self._sits[request] = 0 if request in kept else self._sits.get(request, 0) + 1
         return [request for request in decoding if request in kept]
+
+    def _due_s(self, request: Request, now_s: float) -> float:
+        """Return the seconds within which a step with the request has to end for it to keep up with its TPOT SLO."""
+        if request.tpot_slo_s is None:
+            return math.inf
+        elapsed_s, emitted = request.decoded(now_s)
+        return AHEAD * request.tpot_slo_s * (emitted + self.costs.recent.tokens) - elapsed_s
 
     def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
         """Return the seconds the step may take so that no guaranteed request falls behind; 0 where one has already.
@@ -333,8 +342,7 @@ class ContinuousScheduler:
             elapsed_s, emitted = request.decoded(now_s)
             num_left = request.num_left_in_stage
             if request.tpot_slo_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:
-                due_s = AHEAD * request.tpot_slo_s * (emitted + self.costs.recent.tokens) - elapsed_s
-                allowed_s = min(allowed_s, max(due_s, 0.0))
+                allowed_s = min(allowed_s, max(self._due_s(request, now_s), 0.0))
         return allowed_s
 
     def _chunks(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Chunk]:

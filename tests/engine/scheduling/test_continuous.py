@@ -235,9 +235,13 @@ def test_a_preempted_request_is_preempted_no_more_than_some_times() -> None:
     assert spare.num_preempted == MAX_PREEMPTED
 
 
-def test_best_effort_sits_out_where_it_would_make_a_promise_late_but_not_for_ever() -> None:
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
-    spare = [served.add(index, new=200) for index in range(1, 30)]
+@pytest.mark.parametrize(("admission", "tpot_slo_s"), [("slo", None), ("edf", 40.0)])
+def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_not_for_ever(
+    admission: str, tpot_slo_s: float | None
+) -> None:
+    """Best-effort requests can wait, and guaranteed ones that are far ahead of their SLOs."""
+    served = Served(Limits(64, 10**6, 4, 64, 1e9), admission)
+    spare = [served.add(index, new=200, tpot_slo_s=tpot_slo_s) for index in range(1, 30)]
     for _ in range(5):
         served.step()
     tight = served.add(0, new=100, tpot_slo_s=1.5, ttft_slo_s=100.0)  # a step of one takes 1.0, of thirty 3
@@ -248,7 +252,10 @@ def test_best_effort_sits_out_where_it_would_make_a_promise_late_but_not_for_eve
             sits += len(event.requests) < 30
     assert sits > 50
     assert tight.metrics().attained
+    assert tpot_slo_s is None or all(request.is_guaranteed for request in spare)
     assert all(request.num_emitted > 100 // (MAX_SITS + 1) for request in spare)
+    served.run()
+    assert tpot_slo_s is None or all(request.metrics().attained for request in spare)
 
 
 def test_after_running_out_of_memory_less_is_done_and_room_comes_back() -> None:
