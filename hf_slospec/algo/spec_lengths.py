@@ -65,17 +65,18 @@ def best_lengths(
     if slacks_s is not None:
         paces += np.asarray(slacks_s, dtype=np.float64)[is_there, None]
     limits = np.unique(paces[np.isfinite(slos_s)]) if np.isfinite(slos_s).any() else np.array([np.inf])
-    best = None
-    for limit in limits.tolist():
-        lengths = 1 + np.count_nonzero(paces < limit, axis=1)
-        longest = int(lengths.max(initial=1))
-        if longest > max_len:  # Acc saturates at 1 / (1 - a)
-            continue
-        load, draft_s = int(num_decoding @ lengths), (longest - 1) * draft_level_s
-        fitting = slice(max(load, 1) - 1, int(np.searchsorted(seconds, limit - draft_s, side="right")))
-        rate = float(((tokens[fitting] - load) / (seconds[fitting] + draft_s)).max(initial=-np.inf))
-        if rate > (-np.inf if best is None else best.rate):
-            by_tier = np.zeros(len(counts), dtype=np.int64)
-            by_tier[is_there] = lengths
-            best = SpecLengths(by_tier, limit, rate)
-    return best
+    lengths = 1 + np.count_nonzero(paces < limits[:, None, None], axis=2)  # [limits, tiers]
+    longest = lengths.max(axis=1, initial=1)
+    loads, draft_s = lengths @ num_decoding, (longest - 1) * draft_level_s
+    last = np.searchsorted(seconds, limits - draft_s, side="right")  # tokens of the largest step within the limit
+    tokens, seconds = tokens[: last.max()], seconds[: last.max()]
+    is_step = (tokens >= np.maximum(loads, 1)[:, None]) & (tokens <= last[:, None])
+    is_step &= (longest <= max_len)[:, None]  # Acc saturates at 1 / (1 - a)
+    rates = np.where(is_step, (tokens - loads[:, None]) / (seconds + draft_s[:, None]), -np.inf)
+    rates = rates.max(axis=1, initial=-np.inf)
+    best = int(np.argmax(rates))
+    if rates[best] == -np.inf:
+        return None
+    by_tier = np.zeros(len(counts), dtype=np.int64)
+    by_tier[is_there] = lengths[best]
+    return SpecLengths(by_tier, float(limits[best]), float(rates[best]))

@@ -262,6 +262,12 @@ class StepCosts:
         seconds: FloatArray = self.verify_s(np.asarray(num_tokens), num_requests, np.asarray(num_keys)) + draft_s
         return seconds
 
+    def step_at(self, num_decoding: int, num_prefill_tokens: int = 0) -> float:
+        """Return the seconds of one step, as :meth:`step_s` does, but faster."""
+        num_tokens, num_keys = num_decoding * self.recent.nodes + num_prefill_tokens, num_decoding * self.recent.keys
+        draft_s = self.recent.draft_s if num_decoding else 0.0
+        return self.verify_at(num_tokens, max(num_decoding, 1), num_keys) + draft_s
+
     def step_curve(self, max_tokens: int) -> LatencyCurve:
         """Return the seconds of steps by tokens, drafting excluded, at the recent number of requests and keys."""
         known = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)

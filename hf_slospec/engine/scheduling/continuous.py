@@ -189,7 +189,7 @@ class ContinuousScheduler:
     def _lost(self, now_s: float) -> Callable[[Request], bool]:
         """Return a function that tells whether a request stays best effort, as its TTFT SLO cannot be met any more."""
         chunk = self.limits.prefill_chunk
-        fastest = chunk / float(self.costs.step_s(0, chunk))  # tokens per second
+        fastest = chunk / self.costs.step_at(0, chunk)  # tokens per second
 
         def is_lost(request: Request) -> bool:
             left_s = prefill_deadline_s(request) - now_s
@@ -305,11 +305,11 @@ class ContinuousScheduler:
         if self._share < 1.0:  # after running out of memory: those left out longest first
             in_order = sorted(decoding, key=lambda request: -self._sits.get(request, 0))
             kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
-        elif decoding and (all_s := float(self.costs.step_s(len(decoding)))) > allowed_s:
+        elif decoding and (all_s := self.costs.step_at(len(decoding))) > allowed_s:
             spare = [r for r in decoding if r.is_best_effort or self._due_s(r, now_s) > WAIT * all_s]
             spare.sort(key=lambda request: -self._sits.get(request, 0))  # stable: otherwise in order of arrival
             num_must = len(decoding) - len(spare)
-            least_s = float(self.costs.step_s(max(num_must, 1)))
+            least_s = self.costs.step_at(max(num_must, 1))
             times_s = self.costs.step_s(num_must + np.arange(1, len(spare) + 1))
             num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
             kept = set(decoding) - set(spare[max(num_spare, math.ceil(len(spare) / (MAX_SITS + 1))) :])
@@ -336,7 +336,7 @@ class ContinuousScheduler:
         bound = [request for request in decoding if request.is_guaranteed and request.tpot_slo_s is not None]
         if not bound:
             return math.inf
-        allowed_s, alone_s = math.inf, float(self.costs.step_s(1)) / self.costs.recent.tokens
+        allowed_s, alone_s = math.inf, self.costs.step_at(1) / self.costs.recent.tokens
         for request in bound:
             assert request.tpot_slo_s is not None
             elapsed_s, emitted = request.decoded(now_s)
