@@ -26,7 +26,7 @@ from hf_slospec.generate.divergence import Divergence, DivergenceReport, diverge
 from hf_slospec.generate.enable import disable, enable
 from hf_slospec.generate.load_drafter import load_drafter
 from hf_slospec.generate.slo import SLOStage
-from hf_slospec.models.cpu.onednn import limit_kernels
+from hf_slospec.models.cpu.memory import limit_kernels
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.memory import MemoryUse
 from hf_slospec.serving.generator import SLOSpecGenerator

@@ -1,8 +1,12 @@
-"""Limit on the kernels that oneDNN, torch's matrix library on CPUs, keeps in memory."""
+"""Memory that torch and the C library keep on a CPU: kernels of oneDNN, and freed memory."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import sys
+from collections.abc import Callable
 
 KERNELS = 256  # half a megabyte each; enough for some 25 numbers of rows of a target and a draft
 # Of oneDNN itself, and of the layer between it and torch; both keep 1,024 unless set, and hold on to each other's.
@@ -17,3 +21,19 @@ def limit_kernels() -> None:
     """
     for variable in VARIABLES:
         os.environ.setdefault(variable, str(KERNELS))
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the operating system, where the C library is GNU's.
+
+    It keeps freed memory for the thread that asked for it, and every start of a batcher brings a new thread.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    trim: Callable[[int], int] | None = getattr(library, "malloc_trim", None)
+    return trim

@@ -1,4 +1,4 @@
-"""oneDNN keeps a limited number of kernels, unless the user says how many."""
+"""Memory that torch and the C library keep on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hf_slospec.models.cpu.onednn import KERNELS, VARIABLES
+from hf_slospec.models.cpu.memory import KERNELS, VARIABLES
 
 SCRIPT = "import os, hf_slospec; print(*(os.environ[name] for name in {names!r}))"
 
