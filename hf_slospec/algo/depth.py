@@ -65,6 +65,7 @@ class DepthControl:
     MIN_GAP = 8  # steps between looks, and before the first one of those at doubling intervals
     WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes that are drafted before the averages decide, whichever is less
     PROBE_DEPTH = 2  # levels of a look while speculation is off
+    MIN_CONTINUATION = 0.2
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
     MARGIN = 1.02  # factor by which speculation must be better than plain decoding to be switched on
     WEIGHT = 0.1  # of a step in the running averages, if the place was drafted in the step before, too
@@ -179,6 +180,10 @@ class DepthControl:
         was_on, self.is_on = self.is_on, best > plain * (1.0 if self.is_on else self.MARGIN)
         if was_on and not self.is_on:
             self._steps_since_look, self._look_s, self._early_gap = 0, 0.0, self.MIN_GAP
+
+    def continuation(self, width: int) -> float:
+        """Return how often a path goes on in the next level of a beam, by the averages of the first one."""
+        return min(max(float(self.mass[1, :width].sum()), self.MIN_CONTINUATION), 1.0)
 
     def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
         """Find the best shape by the averages, without looks.

@@ -153,8 +153,8 @@ class AutoPolicy:
         goodput = depths.goodput * num_requests
         few_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
         level_s = self.costs.level_s(num_requests, width, num_keys)
-        # Drafters compare these with the draft's own probabilities, before calibration.
-        own_probs = 1.0 / self.history.understated
+        # Drafters compare these with the draft's own probabilities, before calibration, of paths as they are until now.
+        own_probs = 1.0 / (self.history.understated * depths.continuation(width))
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
         return Plan(
             depth,
