@@ -183,7 +183,7 @@ class DepthControl:
 
     def continuation(self, width: int) -> float:
         """Return how often a path goes on in the next level of a beam, by the averages of the first one."""
-        return min(max(float(self.mass[1, :width].sum()), self.MIN_CONTINUATION), 1.0)
+        return min(max(float(self.mass[1:2, :width].sum()), self.MIN_CONTINUATION), 1.0)
 
     def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
         """Find the best shape by the averages, without looks.

@@ -271,3 +271,12 @@ def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> 
     assert control.nodes[1].tolist() == [1.0, 1.0]
     assert control.num_observed == control.num_trees == 2
     assert not control.is_tried[2:, 1].any() and control.is_tried[1].all()
+
+
+def test_paths_go_on_by_the_average_of_the_first_level_and_without_levels_too() -> None:
+    control = DepthControl(0, 2)
+    assert control.continuation(1) == control.MIN_CONTINUATION
+    control = DepthControl(2, 2)
+    learn(control, beam(2, 2, 0.6, 0.1), 2, 2)
+    assert control.continuation(1) == pytest.approx(0.6)
+    assert control.continuation(2) == pytest.approx(0.7)
