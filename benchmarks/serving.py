@@ -6,7 +6,8 @@
     python benchmarks/serving.py overhead --json ...        # time of the scheduler by running requests, without models
 
 Requests belong to three classes with TPOT and TTFT SLOs, which are multiples of the time per token of plain decoding at
-batch 8, measured first. The systems take turns with the same arrivals in real time.
+batch 8, measured again before every load, because the speed of a shared machine changes by the minute. The systems take
+turns with the same arrivals in real time.
 """
 
 from __future__ import annotations
@@ -205,31 +206,39 @@ def load(
     generators = {
         name: SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS[name])) for name in systems.split(",")
     }
-    with SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS["plain"])) as plain:
-        plain_token_s(plain, tokenizer)
-        token_s = plain_token_s(plain, tokenizer)
+    plain = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS["plain"]))
     verify = plain.decoder.speculator.costs.verify
     prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # of a request, processed in a large step
-    most = 1.0 / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)  # requests per second
+
+    def unit() -> tuple[float, float]:
+        """Return seconds per token of plain decoding, and the requests per second that are a load of 1."""
+        with plain:
+            token_s = plain_token_s(plain, tokenizer)
+        return token_s, 1.0 / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)
+
+    unit()
+    token_s, most = unit()
     for generator in generators.values():
         with generator:  # warm-up
             serve(generator, load_of(10**6, "poisson", most, 16, token_s, tokenizer))
-    facts = provenance(
-        size=size, dtype=dtype, number=number, rate_at_1=most, plain_token_s=token_s, classes=CLASSES, systems=SYSTEMS
-    )
+    facts = provenance(size=size, dtype=dtype, number=number, classes=CLASSES, systems=SYSTEMS)
+    token_seconds: list[float] = []
     names, runs = list(generators), defaultdict[tuple[str, str, str], list[dict[str, Any]]](list)
     turns = [(p, kind, repeat) for repeat in range(repeats) for p in pressures.split(",") for kind in kinds.split(",")]
     found: dict[str, dict[str, Any]] = {}
     for turn, (pressure, kind, repeat) in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
+        token_s, most = unit()
+        token_seconds.append(token_s)
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             with generators[name] as generator:
                 own = serve(generator, load_of(repeat, kind, float(pressure) * most, number, token_s, tokenizer))
             runs[kind, pressure, name].append(own)
         ours = runs[kind, pressure, OURS]
         found.setdefault(kind, {})[pressure] = {name: totals(runs[kind, pressure, name], ours) for name in names}
-        write(json_path, provenance=facts, results=found)
+        write(json_path, provenance={**facts, "plain_token_s": token_seconds}, results=found)
+    token_ms = 1e3 * median(token_seconds)
     for kind, by_pressure in found.items():
-        show(by_pressure, f"{size} {dtype}, {kind} arrivals; plain decoding {1e3 * token_s:.0f} ms/token at batch 8")
+        show(by_pressure, f"{size} {dtype}, {kind} arrivals; plain decoding {token_ms:.0f} ms/token at batch 8")
     if plot is not None:
         panels = {
             f"{kind}: requests that attained, %": {
