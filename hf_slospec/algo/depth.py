@@ -84,9 +84,7 @@ class DepthControl:
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
         self._steps_since_look, self._look_s = 0, 0.0  # seconds that a look may cost by now
         self._early_gap = self.MIN_GAP  # steps after which a look is due whatever it costs, while speculation is off
-        self.is_look = (
-            True  # whether the last step was to renew the averages, so that it should be learned from at once
-        )
+        self.is_look = True  # whether the last step renews the averages, so that it should be learned from at once
         self._choice, self._age = _Choice((), 0, 0, 1, False, 0.0, 0.0), 0  # with the steps that it has stood for
 
     def observe(

@@ -26,14 +26,14 @@ from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 
 STARVING = 0  # first rank in the queue
 LAST_RANK = 2  # of requests that may preempt no other
-# Prefill tokens of a step for guaranteed requests, and in some steps for others, even if decoding requests become late.
-MIN_CHUNK = 16
+MIN_CHUNK = 8  # prefill tokens of a step for guaranteed requests, even if decoding requests become late
+OVERDUE_CHUNK = 16  # prefill tokens, in the same way, for a request that was left out for long
 AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
 SAVES = 1.05  # factor of a step's seconds that leaving best-effort requests out must save
-WAIT = 4.0  # steps that a guaranteed request must be ahead of its SLO to be left out of one
+WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be left out of one
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its room
 OUTPUT_WEIGHT = 0.1  # of a finished request in the average length of outputs
-MAX_SITS = 8  # steps in a row that a best-effort request is left out for guaranteed ones
+MAX_SITS = 32  # steps in a row that a request is left out for others
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class ContinuousScheduler:
             least_s = self.costs.step_at(max(num_must, 1))
             times_s = self.costs.step_s(num_must + np.arange(1, len(spare) + 1))
             num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
-            kept = set(decoding) - set(spare[max(num_spare, math.ceil(len(spare) / (MAX_SITS + 1))) :])
+            kept = set(decoding) - {r for r in spare[num_spare:] if self._sits.get(r, 0) < MAX_SITS}
         else:
             kept = set(decoding)
         for request in decoding:
@@ -356,11 +356,11 @@ class ContinuousScheduler:
         most = max(int(self.limits.prefill_chunk * self._share), 1)
         left = prefill_budget(self.prefill, self.costs, len(decoding), guaranteed, most, allowed_s, now_s)
         if overdue or guaranteed:
-            left = max(left, min(MIN_CHUNK, most))
+            left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, most))
         chunks = list[Chunk]()
         for request in prefilling:
             if left > 0:
-                chunks.append(Chunk.of(request, min(left, MIN_CHUNK) if request in overdue else left))
+                chunks.append(Chunk.of(request, min(left, OVERDUE_CHUNK) if request in overdue else left))
                 left -= chunks[-1].num_tokens
         prefilled = {chunk.request for chunk in chunks}
         for request in prefilling:
