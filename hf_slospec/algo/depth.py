@@ -127,6 +127,9 @@ class DepthControl:
             seconds: predicted step times by shape.
             probe_s: predicted seconds that a look takes beside plain decoding.
         """
+        if not max_depth:  # nothing to decide: whether speculation pays is another question
+            self.is_look = False
+            return 0, 1
         self.steps_since += 1
         self._steps_since_look += 1
         self._age += 1
@@ -159,7 +162,7 @@ class DepthControl:
         if not self.is_on:
             return _Choice(occasion, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
         # The whole shape yields tokens, too, for which the best one would need some time as well.
-        look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best) if max_depth else 0.0
+        look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
         own_s = float(step_s[0, depth, width - 1])
         deepest = min(depth + self.BEYOND, max_depth)
         return _Choice(occasion, num_requests, deepest, width, is_known, own_s, look_s)
