@@ -58,7 +58,7 @@ def test_trained_layer_with_policies(policy: Any, trained: tuple[Any, Any, Any])
     ours = SLOSpecGenerator(target, drafter=method, config=TRAINED.model_copy(update={"policy": policy}))
     for options in (GREEDY, SAMPLED):
         out = assert_same_as_stock(target, ours.generate, inputs_of(tokenizer), **options)
-    if policy in ("adaserve", "sequoia"):
+    if policy == "adaserve":  # sequoia drafts nothing when the times measured here say that plain decoding is faster
         assert sum(metrics.accepted for metrics in out.slo) > 0
 
 
