@@ -288,15 +288,16 @@ class Batcher:
             return
         finally:
             self.step_begun_s = None
+        # All is counted before threads that wait for a result can read the counts.
         with self._state:
-            self._count(engine)  # before threads that wait for a result read the counts
+            self._count(engine)
+        self._tell(self.observer.on_step, event)
         for part in event.requests:
             request = self._handles[part.index].request
             if request.is_finished:
                 self._end(request)
             else:
                 self._handles[part.index].advance()
-        self._tell(self.observer.on_step, event)
 
     def _count(self, engine: Engine[ContinuousScheduler]) -> None:
         scheduler, self.num_kept = engine.scheduler, engine.target.num_kept
@@ -332,8 +333,10 @@ class Batcher:
         handle = self._handles.pop(request.index)
         if request.error is not None:
             _clear_frames(request.error)
-        handle.advance()
-        self._tell(self.observer.on_end, request)
+        try:
+            self._tell(self.observer.on_end, request)
+        finally:
+            handle.advance()
 
     def _tell(self, notify: Callable[[T], None], news: T) -> None:
         """Pass news to the observer; where it fails, requests go on without what it counts."""

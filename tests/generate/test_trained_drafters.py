@@ -16,7 +16,7 @@ from hf_slospec.models.drafters.methods import HeadMethod
 from hf_slospec.models.packed import PackedModel
 from tests.models.heads.checkpoints import target_of
 from tests.support.feature_heads import DRAFTS_ALWAYS, FOLDERS, random_head
-from tests.support.served_pair import PROMPTS, WAIT_S, alone
+from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
 from tests.support.tiny_models import assert_same_as_stock, ragged_prompts
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=16, output_scores=True)
@@ -87,10 +87,10 @@ def test_batcher_with_preemption_cancelling_and_resuming(trained: tuple[Any, Any
     sampled = alone(pair, PROMPTS[5], seed=3, do_sample=True, max_new_tokens=24)
     config = TRAINED.model_copy(update={"max_batch": 2, "prefill_chunk": 16})
     with SLOSpecGenerator(target, drafter=method, tokenizer=tokenizer, config=config) as generator:
-        spare = [generator.submit(prompt, **options) for prompt in PROMPTS[:2]]
-        for handle in spare:
-            next(handle.tokens())
-        urgent = [generator.submit(prompt, slo_tpot=10.0, slo_ttft=100.0, **options) for prompt in PROMPTS[2:4]]
+        with Holds() as holds:
+            spare = [generator.submit(prompt, stopping_criteria=[holds], **options) for prompt in PROMPTS[:2]]
+            assert holds.is_reached.wait(WAIT_S)
+            urgent = [generator.submit(prompt, slo_tpot=10.0, slo_ttft=100.0, **options) for prompt in PROMPTS[2:4]]
         ours = generator.generate(**inputs_of(tokenizer), **options)  # between the batcher's steps
         assert torch.equal(ours, target.generate(**inputs_of(tokenizer), **options))
         assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected[:4]

@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError, load_drafter
-from tests.support.served_pair import WAIT_S
+from tests.support.served_pair import WAIT_S, Holds
 from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
 
@@ -99,14 +99,13 @@ def test_preempted_requests_resume_exactly() -> None:
     target = tiny("Qwen3_5")
     prompts = [random_ids(60, seed) for seed in range(4)]
     expected = [alone(target, ids, max_new_tokens=60, eos_token_id=None) for ids in prompts]
-    config = CONFIG.model_copy(update={"max_batch": 3})
+    config, options = CONFIG.model_copy(update={"max_batch": 2}), dict(max_new_tokens=60, eos_token_id=None)
     with SLOSpecGenerator(target, tiny("Qwen3_5", 0.02), config=config) as generator:
-        spare = [generator.submit(ids, max_new_tokens=60, eos_token_id=None) for ids in prompts[:3]]
-        for handle in spare:
-            next(handle.tokens())
-        first = generator.submit(prompts[3], max_new_tokens=60, eos_token_id=None, slo_tpot=10.0, slo_ttft=100.0)
-        assert first.result(WAIT_S).token_ids == expected[3]
-        assert [handle.result(WAIT_S).token_ids for handle in spare] == expected[:3]
+        with Holds() as holds:
+            spare = [generator.submit(ids, **options, stopping_criteria=[holds]) for ids in prompts[:2]]
+            assert holds.is_reached.wait(WAIT_S)
+            urgent = [generator.submit(ids, **options, slo_tpot=10.0, slo_ttft=100.0) for ids in prompts[2:]]
+        assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
         assert sum(handle.metrics.preempted for handle in spare) > 0
 
 

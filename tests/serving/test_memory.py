@@ -16,7 +16,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.target import PackedTarget
 from tests.support.hasty_room import HastyRoom
-from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Holds, alone
 from tests.support.toy_models import NowAndThen
 
 
@@ -38,10 +38,10 @@ def test_preempted_requests_resume_exactly(pair: tuple[Any, Any, Any]) -> None:
     expected = [alone(pair, prompt, max_new_tokens=40) for prompt in PROMPTS[:4]]
     config = CONFIG.model_copy(update={"max_batch": 2})
     with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
-        spare = [generator.submit(prompt, max_new_tokens=40) for prompt in PROMPTS[:2]]
-        for handle in spare:
-            next(handle.tokens())
-        urgent = [generator.submit(p, max_new_tokens=40, slo_tpot=10.0, slo_ttft=100.0) for p in PROMPTS[2:4]]
+        with Holds() as holds:
+            spare = [generator.submit(p, max_new_tokens=40, stopping_criteria=[holds]) for p in PROMPTS[:2]]
+            assert holds.is_reached.wait(WAIT_S)
+            urgent = [generator.submit(p, max_new_tokens=40, slo_tpot=10.0, slo_ttft=100.0) for p in PROMPTS[2:4]]
         assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
         assert sum(handle.metrics.preempted for handle in spare) > 0
         assert generator.stats().preempted > 0

@@ -11,7 +11,7 @@ import torch
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from tests.support.served_pair import CONFIG, WAIT_S, alone
+from tests.support.served_pair import CONFIG, WAIT_S, Holds, alone
 from tests.support.tiny_models import tiny_model
 from tests.support.toy_models import new_costs
 
@@ -133,9 +133,10 @@ def test_resumed_requests_find_their_own_k_v(pair: tuple[Any, Any, Any]) -> None
     config = SLOSpecConfig(check_invariants=True, kv_tokens=20_000, max_batch=1)
     expected = alone(pair, SYSTEM, max_new_tokens=40), alone(pair, tiny_prompts()[5], max_new_tokens=8)
     with SLOSpecGenerator(*pair, config) as generator:
-        spare = generator.submit(SYSTEM, max_new_tokens=40)
-        next(spare.tokens())
-        urgent = generator.submit(tiny_prompts()[5], max_new_tokens=8, slo_tpot=10.0, slo_ttft=100.0)
+        with Holds() as holds:
+            spare = generator.submit(SYSTEM, max_new_tokens=40, stopping_criteria=[holds])
+            assert holds.is_reached.wait(WAIT_S)
+            urgent = generator.submit(tiny_prompts()[5], max_new_tokens=8, slo_tpot=10.0, slo_ttft=100.0)
         assert (spare.result(WAIT_S).token_ids, urgent.result(WAIT_S).token_ids) == expected
         assert spare.metrics.preempted == 1 and spare.metrics.reused == 0
 

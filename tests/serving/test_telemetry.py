@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
-from hf_slospec import (
-    SLOSpecGenerator,
-)
+from hf_slospec import SLOSpecGenerator
+from hf_slospec.serving.telemetry import Telemetry
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S
+
+
+@pytest.mark.parametrize("name", ["on_step", "on_end"])
+def test_all_is_counted_before_the_result_is_seen(
+    name: str, pair: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_submitted, seen, count = threading.Event(), list[tuple[int, str | None]](), getattr(Telemetry, name)
+
+    def watched(telemetry: Telemetry, news: Any) -> None:
+        assert is_submitted.wait(WAIT_S)
+        seen.append((len(handle.token_ids), handle.finish_reason))
+        count(telemetry, news)
+
+    monkeypatch.setattr(Telemetry, name, watched)
+    with SLOSpecGenerator(*pair, CONFIG) as generator:
+        handle = generator.submit(PROMPTS[0], max_new_tokens=12)
+        is_submitted.set()
+        assert len(handle.result(WAIT_S).token_ids) == 12
+    assert seen
+    assert all(num_tokens < 12 and reason is None for num_tokens, reason in seen)
 
 
 def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:

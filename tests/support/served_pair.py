@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria
 
 from hf_slospec import (
     SLOSpecConfig,
@@ -26,6 +28,24 @@ def alone(pair: tuple[Any, Any, Any], prompt: str, seed: int | None = None, **op
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], tokenizer=tokenizer, **options
     )
     return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+class Holds(StoppingCriteria):
+    """Criterion that holds the batcher in the first step that writes a token of its request, until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: Any, *_: Any, **__: Any) -> Any:
+        self.is_reached.set()
+        assert self.may_go.wait(WAIT_S)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def __enter__(self) -> Holds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.may_go.set()
 
 
 class Fails:

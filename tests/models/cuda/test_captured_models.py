@@ -23,6 +23,7 @@ from hf_slospec.models.memory import as_memory_error
 from hf_slospec.models.packed import PackedModel
 from tests.support.graph_bench import Bench
 from tests.support.graph_stand_in import OpaqueStandIn, Tapes
+from tests.support.served_pair import Holds
 from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
@@ -64,10 +65,19 @@ def test_requests_come_and_go_and_lose_their_room(tapes: Tapes) -> None:
         out = model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=length)
         expected.append(out[0, len(prompt) :].tolist())
     with SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=config) as generator:
-        handles = [
-            generator.submit(prompt, do_sample=False, max_new_tokens=length, best_effort=index < 5, slo_ttft=60.0)
-            for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
+        with Holds() as holds:
+            handles = [
+                generator.submit(
+                    prompt,
+                    do_sample=False,
+                    max_new_tokens=length,
+                    best_effort=index < 5,
+                    slo_ttft=60.0,
+                    stopping_criteria=[holds] if index == 0 else None,
+                )
+                for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+            ]
+            assert holds.is_reached.wait(60)
         assert [handle.result(120).token_ids for handle in handles] == expected
         assert generator.stats().preempted > 0
     assert tapes.num_replayed > tapes.num_captured > 0

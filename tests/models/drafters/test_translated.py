@@ -22,7 +22,7 @@ from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.drafters.assistant import AssistantDrafter
 from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.packed import PackedModel
-from tests.support.served_pair import PROMPTS, WAIT_S, alone
+from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
 from tests.support.tiny_models import FAMILIES, assert_same_as_stock, sharpened
 from tests.support.tiny_tokenizers import (
     FOREIGN,
@@ -215,14 +215,14 @@ def test_batcher_with_cancelled_and_preempted_requests(draft_by: Any, is_permute
     expected = [alone(pair, prompt, max_new_tokens=20) for prompt in SHORT[:4]]
     sampled = alone(pair, SHORT[4], 3, max_new_tokens=20, do_sample=True)
     with SLOSpecGenerator(target, None, tokenizer, FIXED.model_copy(update={"max_batch": 2})) as generator:
-        spare = [generator.submit(prompt, max_new_tokens=20) for prompt in SHORT[:2]]
-        doomed = generator.submit(SHORT[5], max_new_tokens=300)
-        for handle in spare:
-            next(handle.tokens())
-        urgent = [generator.submit(p, max_new_tokens=20, slo_tpot=10.0, slo_ttft=100.0) for p in SHORT[2:4]]
+        with Holds() as holds:
+            spare = [generator.submit(p, max_new_tokens=20, stopping_criteria=[holds]) for p in SHORT[:2]]
+            doomed = generator.submit(SHORT[5], max_new_tokens=300)
+            assert holds.is_reached.wait(WAIT_S)
+            urgent = [generator.submit(p, max_new_tokens=20, slo_tpot=10.0, slo_ttft=100.0) for p in SHORT[2:4]]
         doomed.cancel()
         assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
-        assert generator.stats().preempted > 0
+        assert sum(handle.metrics.preempted for handle in spare) > 0
         handle = generator.submit(SHORT[4], max_new_tokens=20, do_sample=True, seed=3)
         assert handle.result(WAIT_S).token_ids == sampled
         again = [generator.submit(prompt, max_new_tokens=20) for prompt in SHORT[:4]]  # begin as kept texts do
