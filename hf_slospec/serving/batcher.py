@@ -62,7 +62,7 @@ class Batcher:
             new_engine: makes the engine of each start.
             max_queue: requests that wait at most.
             lock: held while the engine is used; other threads may run the same models between steps.
-            in_thread: makes the context that the batcher's thread runs in.
+            in_thread: makes the context that the batcher's thread runs in, which must not raise.
         """
         self.in_thread = in_thread
         self.new_engine, self.max_queue = new_engine, max_queue
@@ -206,11 +206,12 @@ class Batcher:
 
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
-        for part in (self._serve, self._close):
-            try:
-                part(engine)
-            except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
-                error = error or caught
+        with self.in_thread():
+            for part in (self._serve, self._close):
+                try:
+                    part(engine)
+                except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
+                    error = error or caught
         with self._state:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
@@ -230,12 +231,11 @@ class Batcher:
             self._aborted.clear()
 
     def _serve(self, engine: Engine[ContinuousScheduler]) -> None:
-        with self.in_thread():
-            while self._take_orders(engine):
-                if _is_busy(engine.scheduler):
-                    self._step(engine)
-            with self.lock:
-                engine.retire([*engine.scheduler.running, *engine.scheduler.waiting])
+        while self._take_orders(engine):
+            if _is_busy(engine.scheduler):
+                self._step(engine)
+        with self.lock:
+            engine.retire([*engine.scheduler.running, *engine.scheduler.waiting])
 
     def _close(self, engine: Engine[ContinuousScheduler]) -> None:
         with self.lock:

@@ -30,7 +30,6 @@ from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_one_way, check_tokenizer
 from hf_slospec.models.compatibility.running import input_device
-from hf_slospec.models.cpu.memory import return_freed_memory
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
@@ -230,7 +229,6 @@ class SLOSpecGenerator:
         them.
         """
         self._service.stop(drain, timeout)
-        return_freed_memory()
 
     def set_policy(self, config: SLOSpecConfig) -> None:
         """Use this config's policy, with its settings, from the batcher's next step on. Running requests continue.

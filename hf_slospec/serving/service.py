@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -34,6 +35,7 @@ from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.whole_prompts import keeping_rope_deltas
 from hf_slospec.models.compatibility.running import trained_len, vocab_size
+from hf_slospec.models.cpu.memory import return_freed_memory
 from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.policies import max_nodes_per_request
@@ -87,7 +89,7 @@ class BatchingService:
                     kv_tokens = _affordable_kv_tokens(speculator, self.config.max_batch)
                     draft_slots = int(kv_tokens * _draft_share(speculator))
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes, draft_slots)
-                self._batcher = Batcher(self._new_engine, self.config.max_queue, speculator.lock, self, torch.no_grad)
+                self._batcher = Batcher(self._new_engine, self.config.max_queue, speculator.lock, self, _batcher_thread)
             self._batcher.start()
 
     def stop(self, drain: bool, timeout: float | None) -> None:
@@ -248,6 +250,13 @@ class BatchingService:
     def _to_text(self) -> Any:
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def _batcher_thread() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+    return_freed_memory()
 
 
 def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:

@@ -6,11 +6,14 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable
 
 KERNELS = 256  # half a megabyte each; enough for some 25 numbers of rows of a target and a draft
 # Of oneDNN itself, and of the layer between it and torch; both keep 1,024 unless set, and hold on to each other's.
 VARIABLES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
+KEPT_BLOCK = 4 * 2**20 * ctypes.sizeof(ctypes.c_long)  # bytes; larger blocks are returned when they are freed
+ALLOCATOR_VARIABLES = "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"  # who sets them knows better
 
 
 def limit_kernels() -> None:
@@ -24,16 +27,28 @@ def limit_kernels() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return memory that was freed to the operating system, where the C library is GNU's.
+    """Return freed memory to the operating system, where the C library is GNU's: all that the calling thread had.
 
-    It keeps freed memory for the thread that asked for it, and every start of a batcher brings a new thread.
+    That library keeps up to twice ``KEPT_BLOCK`` bytes for every thread that once needed them, and every start of a
+    batcher brings a new thread. ``malloc_trim`` returns everything but what lies above a thread's last block in use.
     """
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
+    library = _gnu_library()
+    if library is None:
+        return
+    if not any(variable in os.environ for variable in ALLOCATOR_VARIABLES):
+        # Freeing a block of more than 64 KiB returns what lies above the last one, if that is beyond the threshold.
+        # Both thresholds rise to these values by themselves as blocks of up to that size are freed, until they are set.
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
+        library.mallopt(M_TRIM_THRESHOLD, 0)
+        library.free(library.malloc(1 << 17))
+        library.mallopt(M_TRIM_THRESHOLD, 2 * KEPT_BLOCK)
+    library.malloc_trim(0)
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    trim: Callable[[int], int] | None = getattr(library, "malloc_trim", None)
-    return trim
+def _gnu_library() -> ctypes.CDLL | None:
+    if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        return None
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    library.free.restype, library.free.argtypes = None, (ctypes.c_void_p,)
+    return library
