@@ -1,6 +1,6 @@
 """Stress test: eight threads submit for minutes, with random cancels, errors, timeouts and stops; no loss, no leak.
 
-    python benchmarks/soak.py [--minutes 20] [--json benchmarks/results/soak-20min-cpu-2core.json] [--plot docs/soak.png]
+    python benchmarks/soak.py --minutes 20 [--plot docs/soak.png] [--json benchmarks/results/soak-20min-cpu-2core.json]
 
 Runs on the embedded pair in fp32 with all invariants checked in every step, and compares greedy outputs with stock
 ``generate``.
