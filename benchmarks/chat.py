@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.tiny.inflate import SHAPES
 from hf_slospec.tiny.load import load_pair
+from hf_slospec.tiny.shapes import SHAPES
 
 VARIANTS = {"without": 0, "with": None}  # kept_tokens
 

@@ -20,7 +20,8 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.models.compatibility.running import evaluating
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed import PackedModel
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 NODES, KEYS = 8, 256  # default nodes per request, root included, and cached tokens
 AXES = {

@@ -13,7 +13,8 @@ import torch
 import typer
 
 from hf_slospec import load_tiny_pair
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 
 def main(

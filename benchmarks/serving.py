@@ -37,7 +37,8 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.sim.intervals import draw, scaled, wilson
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 app = typer.Typer(add_completion=False)
 OURS = "auto"

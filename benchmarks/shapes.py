@@ -21,7 +21,8 @@ from rich.table import Table
 
 from hf_slospec import SLOSpecConfig, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import Bench, Method, Sample, provenance
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 OURS, PLAIN = "auto", "no speculation"
 SWEPT = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (4, 3))  # depth, width

@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 PLAIN, OURS = "no speculation", "auto"
 POLICIES: dict[str, dict[str, Any]] = {

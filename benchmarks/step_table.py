@@ -24,7 +24,8 @@ import torch
 
 from hf_slospec import SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 RATE = 500  # samples per second
 NEW_TOKENS = 48

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec import RequestMetrics, SLOSpecGenerator, SLOStage, load_tiny_pair
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 PROMPTS = [
     "def read_lines(path):\n",

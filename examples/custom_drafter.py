@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec import Plan, Request, SLOSpecGenerator, TokenTree, load_tiny_pair, tiny_prompts
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 MAX_FILES = 60
 MAX_NGRAM = 4  # tokens before the predicted one

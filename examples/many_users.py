@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec import RequestHandle, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 USERS = {  # slo_tpot and slo_ttft as multiples of the time per token of plain decoding
     "copilot": dict(slo_tpot=2.0, slo_ttft=60.0),

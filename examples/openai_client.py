@@ -6,7 +6,7 @@
 The server's own fields are passed in ``extra_body``. What came of the SLO is in the field ``metrics`` that the server
 adds to ``usage``. Without ``--url``, the server runs the embedded pair, its target inflated to about 0.1 B parameters,
 and nothing is downloaded. This pair writes Python-like text, so only the form of its JSON makes sense. Needs
-``pip install 'hf_slospec[serve]'``.
+``pip install -e ".[serve]"`` in the clone.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from transformers.generation import BaseStreamer
 
 import hf_slospec
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 SLOS = [0.02, 0.05, 0.1, None]  # seconds per output token; None: no SLO
 PROMPTS = [

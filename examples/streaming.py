@@ -16,7 +16,8 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from hf_slospec import SLOSpecGenerator, load_tiny_pair
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
 

@@ -18,6 +18,7 @@ __all__ = [
     "InvalidFileError",
     "InvalidInputError",
     "InvalidTypeError",
+    "MissingExtraError",
     "NotGuaranteedError",
     "NotRunningError",
     "QueueFull",
@@ -43,6 +44,10 @@ class InvalidFileError(InvalidInputError):
 
 class InvalidTypeError(SLOSpecError, TypeError):
     """An argument has the wrong type."""
+
+
+class MissingExtraError(SLOSpecError, ImportError):
+    """A package of an extra is not installed; the message has the command that installs it."""
 
 
 class UnsupportedModelError(SLOSpecError, ValueError):

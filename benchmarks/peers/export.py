@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from hf_slospec import load_tiny_pair, tiny_prompts
-from hf_slospec.tiny.inflate import SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import SHAPES
 
 PROMPT_TOKENS = 64  # all prompts are as long, so that no engine pads
 HERE = Path(__file__).parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
-from hf_slospec.tiny.inflate import SHAPES
+from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError, describe_validation_error
+from hf_slospec.extras import need
+from hf_slospec.tiny.shapes import SHAPES
 
 TargetModel = Annotated[
     str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
@@ -48,20 +48,10 @@ def console(min_width: int = 200) -> Console:
 
 
 @contextmanager
-def errors_shown(console: Console, packages: tuple[str, ...], missing: str) -> Iterator[None]:
-    """Show the errors of a command that serves, without a traceback, and end it.
-
-    Args:
-        packages: those that the command needs besides the package's own requirements.
-        missing: message to show where one of them is not installed.
-    """
+def errors_shown(console: Console) -> Iterator[None]:
+    """Show the errors of a command that serves, without a traceback, and end it."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        if error.name not in packages:
-            raise
-        console.print(missing, style="red", markup=False)
-        raise typer.Exit(1) from error
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
     except (SLOSpecError, OSError) as error:
@@ -91,8 +81,10 @@ def check_outputs(plot: Path | None, *others: Path | None) -> None:
     if plot is not None:
         if plot.suffix.lower() != ".png":
             raise typer.BadParameter(f"--plot writes a PNG, so {plot} must end in .png")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter("--plot needs matplotlib: pip install 'hf_slospec[plot]'")
+        try:
+            need("plot", "--plot")
+        except MissingExtraError as error:
+            raise typer.BadParameter(str(error)) from error
     for path in (plot, *others):
         if path is not None:
             try:

@@ -50,11 +50,6 @@ class RequestStep:
     elapsed_s: float  # since its stage began
     emitted: int  # tokens since its stage began
 
-    @property
-    def target_s(self) -> float | None:
-        """Return ``tpot_slo_s``, under its name of version 0.1."""
-        return self.tpot_slo_s
-
 
 @dataclass(frozen=True)
 class StepEvent:

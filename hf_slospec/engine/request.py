@@ -108,11 +108,6 @@ class Request:
         return self.stages[self._stage].tpot_slo_s
 
     @property
-    def target_s(self) -> float | None:
-        """Return ``tpot_slo_s``, under its name of version 0.1."""
-        return self.tpot_slo_s
-
-    @property
     def num_emitted(self) -> int:
         """New tokens so far."""
         return len(self.tokens) - self.prompt_len
@@ -293,13 +288,3 @@ class RequestMetrics:
     def acceptance_length(self) -> float | None:
         """Committed tokens per verify step; None if there was no step after prefill."""
         return (self.tokens - 1) / self.steps if self.steps else None
-
-    @property
-    def target_s(self) -> float | None:
-        """Return ``tpot_slo_s``, under its name of version 0.1."""
-        return self.tpot_slo_s
-
-    @property
-    def ttft_target_s(self) -> float | None:
-        """Return ``ttft_slo_s``, under its name of version 0.1."""
-        return self.ttft_slo_s

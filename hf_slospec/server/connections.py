@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]  # the module or nothing
+
 PATIENCE_S = 10.0  # until the head of a request has arrived
 OTHER_FILES = 128  # that the process needs for itself
+NO_LIMIT = 2**20  # connections, where the system sets no limit to files
 
 
 class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # one of two classes, by what is installed
@@ -51,5 +56,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
 
 def max_connections() -> int:
     """Return how many connections this process can hold."""
+    if resource is None:
+        return NO_LIMIT
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**20 if most == resource.RLIM_INFINITY else max(most - OTHER_FILES, 16)
+    return NO_LIMIT if most == resource.RLIM_INFINITY else max(most - OTHER_FILES, 16)

@@ -285,7 +285,7 @@ class SLOSpecGenerator:
         return self._service.stats()
 
     def collector(self, prefix: str = PREFIX) -> Collector:
-        """Return a collector for ``prometheus_client.REGISTRY.register``; needs ``pip install hf_slospec[metrics]``.
+        """Return a collector for ``prometheus_client.REGISTRY.register``; needs the extra ``metrics``.
 
         The metrics have vLLM's names behind ``prefix``, so that ``vllm:`` serves tools which look for those.
         """

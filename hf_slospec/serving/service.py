@@ -29,6 +29,7 @@ from hf_slospec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from hf_slospec.extras import need
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
@@ -173,7 +174,8 @@ class BatchingService:
         )  # fmt: skip
 
     def collector(self, prefix: str) -> Collector:
-        """Return a collector for Prometheus."""
+        """Return a collector for Prometheus; raises MissingExtraError without prometheus_client."""
+        need("metrics", "collector")
         return Collector(lambda: self.telemetry.families(self.stats(), prefix))
 
     # ---- requests

@@ -59,11 +59,6 @@ class Stats(BaseModel):
     ttft_s: Percentiles | None = Field(description="Time to the first token.")
     tpot_s: Percentiles | None = Field(description="Time per output token.")
 
-    @property
-    def promised(self) -> int:
-        """Return ``guaranteed``, under its name of version 0.1."""
-        return self.guaranteed
-
 
 class _Histogram:
     """A Prometheus histogram."""
@@ -167,7 +162,7 @@ class Telemetry:
             )
 
     def families(self, stats: Stats, prefix: str) -> Iterator[Any]:
-        """Yield Prometheus metric families; needs prometheus_client."""
+        """Yield Prometheus metric families; needs the extra ``metrics``."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, text, value in (

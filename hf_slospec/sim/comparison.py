@@ -14,6 +14,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.extras import need
 from hf_slospec.sim.hardware import Hardware
 from hf_slospec.sim.outcomes import METRICS, Run
 from hf_slospec.sim.routers import OURS
@@ -147,6 +148,7 @@ MARKERS = "osD^vP*Xd<>"
 
 def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: Path) -> None:
     """Plot attainment, goodput and tokens per step by load, and attainment by class under the last load."""
+    need("plot", "a plot")
     import matplotlib
 
     matplotlib.use("Agg")

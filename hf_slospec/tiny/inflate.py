@@ -8,7 +8,7 @@ memory are those of the larger shape.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,35 +18,9 @@ from hf_slospec.models.heads.eagle3 import Eagle3Head
 from hf_slospec.models.heads.head import own_modules
 from hf_slospec.models.heads.mtp import MtpHead
 from hf_slospec.tiny.placement import Placement
+from hf_slospec.tiny.shapes import Shape
 
 Head = TypeVar("Head", Eagle3Head, MtpHead)
-
-
-class Shape(NamedTuple):
-    """Size of an inflated Llama."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int | None = None  # None: scaled with the hidden size, as are the K/V heads
-    num_kv_heads: int | None = None
-    head_dim: int | None = None  # None for this and the following: as before
-    vocab_size: int | None = None
-    tie_word_embeddings: bool | None = None
-
-
-# Hidden sizes are 4**n times the embedded target's 256, which makes the scaling of norms exact in any float format.
-SHAPES = {
-    "0.1B": Shape(1024, 3072, 8),
-    "0.3B": Shape(1024, 5120, 16),
-    "0.6B": Shape(1024, 7168, 24),
-    "1B": Shape(1024, 11008, 28),
-    "8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, tie_word_embeddings=False),  # Llama-3.1-8B
-}
-# Of drafts, by the size of the target; beside other sizes, the draft stays as it is.
-DRAFT_SHAPES = {
-    "8B": Shape(2048, 8192, 16, 32, 8, 64, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
-}
 
 
 @torch.no_grad()

@@ -19,10 +19,10 @@ from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.models.heads.loading import LOADING_ERRORS
 from hf_slospec.models.machine import native_dtypes
 from hf_slospec.tiny.embedded import load_tiny_pair
-from hf_slospec.tiny.inflate import DRAFT_SHAPES, SHAPES, inflate
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, SIZES
 
 DTYPES = ("auto", "fast", "bfloat16", "float16", "float32")
-SIZES = ("tiny", *SHAPES)
 
 
 class Pair(NamedTuple):

@@ -26,6 +26,7 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.cli import gpu_check as checking
 from hf_slospec.cli.app import app
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
 from hf_slospec.cli.commands import gpu_check as command
@@ -304,8 +305,8 @@ def test_a_restart_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
     command._restart(plan(batches=(1, 4)), Path("out.json"), 77.0)
     seen: list[Plan] = []
-    monkeypatch.setattr(command.checking, "earlier_results", lambda *_: {})
-    monkeypatch.setattr(command.checking, "check", lambda plan, *_: seen.append(plan) or sys.exit(0))
+    monkeypatch.setattr(checking, "earlier_results", lambda *_: {})
+    monkeypatch.setattr(checking, "check", lambda plan, *_: seen.append(plan) or sys.exit(0))
     RUN.invoke(app, started[0][3:])
     assert started[0][1:4] == ["-m", "hf_slospec", "gpu-check"]
     assert seen == [plan(batches=(1, 4), budget_s=77.0)]

@@ -21,7 +21,7 @@ from examples import (
 )
 from examples.drop_in import CHAT_TEMPLATE
 from hf_slospec import load_tiny_pair, tiny_prompts
-from hf_slospec.tiny.inflate import Shape
+from hf_slospec.tiny.shapes import Shape
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "examples"

@@ -15,10 +15,19 @@ import hf_slospec
 PACKAGE = Path(hf_slospec.__file__).parent
 # From the bottom: a module imports its own layer and those before it. ``__init__`` holds the public names.
 LAYERS = (
-    *("errors", "algo", "engine", "policies", "config", "assembly", "models", "tiny", "generate", "serving"),
+    *("errors", "extras", "algo", "engine", "policies", "config", "assembly", "models", "tiny", "generate", "serving"),
     *("__init__", "sim", "server", "serving/replicas", "demo", "cli", "__main__"),
 )
-NO_TORCH = {"errors", "algo", "config", "engine", "policies", "assembly", "sim"}  # and no layer that imports it
+NO_TORCH = {
+    "errors",
+    "extras",
+    "algo",
+    "config",
+    "engine",
+    "policies",
+    "assembly",
+    "sim",
+}  # nor what imports it
 KNOWS_GENERATE = {"generate"}  # may import transformers.generation
 
 

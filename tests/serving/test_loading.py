@@ -45,7 +45,7 @@ def test_a_head_of_an_inflated_target() -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
     options = ModelOptions(drafter="suffix", dtype="float32")
     with pytest.raises(InvalidInputError, match=r"--drafter suffix: .*pip install"):
         options.method(options.load())

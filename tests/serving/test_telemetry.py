@@ -51,7 +51,7 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
     assert stats.memory.staging == 0  # nobody runs
     assert (stats.running, stats.waiting, stats.kv_tokens, stats.kv_limit) == (0, 0, 0, 20_000)
     assert stats.finished == {"length": 3, "cancelled": 1}
-    assert (stats.attained, stats.missed, stats.promised, stats.broken) == (3, 0, 3, 0)
+    assert (stats.attained, stats.missed, stats.guaranteed, stats.broken) == (3, 0, 3, 0)
     assert stats.generated_tokens >= 45
     assert stats.tpot_s is not None
     assert stats.ttft_s is not None

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.tiny.inflate import DRAFT_SHAPES, SHAPES, Shape, config_of, inflate
+from hf_slospec.tiny.inflate import config_of, inflate
+from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, Shape
 
 LLAMA = dict(num_heads=16, num_kv_heads=4, head_dim=128, vocab_size=5000)  # as in Llama 3, all but the sizes
 

@@ -13,7 +13,8 @@ from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree
 from hf_slospec.models.drafters.features import FeatureDrafter
 from hf_slospec.models.drafters.methods import HeadMethod
 from hf_slospec.models.heads.loading import load_head
-from hf_slospec.tiny.inflate import Shape, inflate, inflate_head
+from hf_slospec.tiny.inflate import inflate, inflate_head
+from hf_slospec.tiny.shapes import Shape
 from tests.models.heads.checkpoints import (
     CONFIGS,
     FLAGS,

@@ -9,7 +9,6 @@ import typer
 from rich import box
 from rich.table import Table
 
-from hf_slospec.cli import benchmark
 from hf_slospec.cli.options import (
     Assistant,
     ConfigJSON,
@@ -27,9 +26,7 @@ from hf_slospec.cli.options import (
 )
 from hf_slospec.engine.chrome_trace import write_chrome_trace
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.sim.texts import Recording
-from hf_slospec.tiny.embedded import tiny_prompts
 
 
 def bench(
@@ -63,6 +60,10 @@ def bench(
 
     Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
+    from hf_slospec.cli import benchmark
+    from hf_slospec.serving.loading import ModelOptions
+    from hf_slospec.tiny.embedded import tiny_prompts
+
     check_outputs(None, trace, record, json_path)
     settings = settings_of(config)
     if top_p < 1.0 and not temperature:
@@ -100,6 +101,8 @@ def bench(
 
 def _table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Table:
     """Return the results as a table within 80 columns."""
+    from hf_slospec.cli.benchmark import OURS
+
     title = f"Speed against stock generate at the same batch size, medians over repeats, {facts['dtype']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
     table.caption = "host: time outside of forwards; equal: rows with the tokens of generate"
@@ -108,7 +111,7 @@ def _table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Table:
     for heading in ("speed-up", "tokens/s", "ms/token", "host", "tok/step", "equal"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        style = "bold" if row["name"] == benchmark.OURS else None
+        style = "bold" if row["name"] == OURS else None
         length, host = row["acceptance_length"], row["host_share"]
         table.add_row(
             str(row["batch"]), row["name"], f"{row['speedup_vs_generate']:.2f}x", f"{row['tokens_per_s']:.1f}",

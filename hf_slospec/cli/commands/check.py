@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from hf_slospec import __version__
-from hf_slospec.cli import benchmark
-from hf_slospec.cli.check_prompts import image_inputs, read_prompts
-from hf_slospec.cli.model_check import REFUSED, WRONG, Comparison, ModelCheck, verdict_of
 from hf_slospec.cli.options import Assistant, ConfigJSON, Device, Drafter, DType, Size, settings_of, usage_errors
 from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
-from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.log_level import only_errors_logged
+
+if TYPE_CHECKING:
+    from hf_slospec.cli.model_check import Comparison, ModelCheck
 
 MAX_SHOWN = 5  # differences of one kind of call
 
@@ -48,6 +47,10 @@ def check(
 
     Exit codes: 0 checked or refused, 1 WRONG, 2 usage error.
     """
+    from hf_slospec.cli.check_prompts import image_inputs, read_prompts
+    from hf_slospec.cli.model_check import REFUSED, WRONG, ModelCheck, verdict_of
+    from hf_slospec.serving.loading import ModelOptions
+
     settings, err = settings_of(config), Console(stderr=True)
     if target is not None and assistant is None and drafter is None:
         drafter = "lookup"
@@ -83,7 +86,9 @@ def check(
 
 
 def _facts(name: str, target: Any, device: str) -> dict[str, str]:
-    own = benchmark.provenance()
+    from hf_slospec.cli.benchmark import provenance
+
+    own = provenance()
     machine = f"{own['gpu'] if device != 'cpu' else own['cpu']}, {own['isa']}, {own['threads']} threads"
     return {
         "model": f"{name}: {type(target).__name__}, {target.num_parameters() / 1e6:.1f} M parameters",
@@ -95,6 +100,8 @@ def _facts(name: str, target: Any, device: str) -> dict[str, str]:
 
 
 def _outcome(comparison: Comparison) -> str:
+    from hf_slospec.cli.model_check import REFUSED
+
     if comparison.refused is not None:
         return f"{REFUSED}: {_line(comparison.refused)}"
     outputs, differences = comparison.outputs, comparison.differences
@@ -113,10 +120,12 @@ def _memory(model: ModelCheck) -> str:
 
 
 def _speed(rows: list[dict[str, Any]], repeats: int) -> dict[str, str]:
-    stock = {row["batch"]: row["tokens_per_s"] for row in rows if row["name"] == benchmark.PLAIN}
+    from hf_slospec.cli.benchmark import OURS, PLAIN
+
+    stock = {row["batch"]: row["tokens_per_s"] for row in rows if row["name"] == PLAIN}
     found = {}
     for row in rows:
-        if row["name"] == benchmark.OURS:
+        if row["name"] == OURS:
             ratios, length = row["speedup_per_repeat"], row["acceptance_length"]
             found[f"speed, batch {row['batch']}"] = (
                 f"{row['speedup_vs_generate']:.2f}x stock ({min(ratios):.2f} to {max(ratios):.2f}, "
@@ -129,6 +138,8 @@ def _speed(rows: list[dict[str, Any]], repeats: int) -> dict[str, str]:
 
 def _headline(verdict: str, comparisons: Sequence[Comparison]) -> str:
     """Return the verdict, with the first wrong output or the first reason."""
+    from hf_slospec.cli.model_check import REFUSED, WRONG
+
     first = next(comparison for comparison in comparisons if comparison.verdict == verdict)
     if verdict == WRONG:
         difference = next(difference for difference in first.differences if difference.is_near_tie is False)

@@ -8,10 +8,9 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
-from hf_slospec.demo.serve import MODELS, Options, serve
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.demo.personas import SIZE
+from hf_slospec.extras import need
 
-MISSING = "the demo needs gradio; install it with: pip install 'hf_slospec[demo]'"
 LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options of models in this process
 
 
@@ -20,7 +19,7 @@ def demo(
     target: TargetModel = None,
     assistant: Assistant = None,
     drafter: Drafter = None,
-    size: Size = MODELS.size,
+    size: Size = SIZE,
     dtype: DType = "fast",
     device: Device = "cpu",
     host: Annotated[
@@ -58,7 +57,11 @@ def demo(
     if server is None and _is_given(context, "api_key"):
         raise typer.BadParameter("--api-key: it is the server's; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
-    with errors_shown(console, ("gradio",), MISSING):
+    with errors_shown(console):
+        need("demo", "the demo")
+        from hf_slospec.demo.serve import Options, serve
+        from hf_slospec.serving.loading import ModelOptions
+
         models = ModelOptions(target, assistant, drafter, size, dtype, device)
         serve(Options(models, host, port, password, server, api_key), console.print)
 

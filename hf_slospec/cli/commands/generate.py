@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,8 +24,9 @@ from hf_slospec.cli.options import (
 )
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.serving.handle import RequestHandle, RequestResult
-from hf_slospec.serving.loading import ModelOptions
+
+if TYPE_CHECKING:
+    from hf_slospec.serving.handle import RequestHandle, RequestResult
 
 FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a usage error
 
@@ -71,6 +72,8 @@ def generate(
 
     Exit codes: 0 finished, 1 failed, 2 usage error, 3 SLO missed (with --strict), 130 interrupted.
     """
+    from hf_slospec.serving.loading import ModelOptions
+
     check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
     text, settings = _prompt(prompt, file), settings_of(config)
     sampling: dict[str, Any] = {}
@@ -145,11 +148,7 @@ def summary(metrics: RequestMetrics) -> str:
 def record(prompt: str, result: RequestResult, handle: RequestHandle) -> dict[str, Any]:
     """Return the content of ``--json``."""
     own = result.metrics
-    metrics = dataclasses.asdict(own) | {
-        "acceptance_length": own.acceptance_length,
-        "target_s": own.target_s,  # the names of version 0.1
-        "ttft_target_s": own.ttft_target_s,
-    }
+    metrics = dataclasses.asdict(own) | {"acceptance_length": own.acceptance_length}
     return {
         "prompt": prompt,
         "text": result.text,

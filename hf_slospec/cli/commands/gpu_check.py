@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 import hf_slospec
-from hf_slospec.cli import benchmark
-from hf_slospec.cli import gpu_check as checking
 from hf_slospec.cli.options import check_outputs, console, usage_errors, write_results
 from hf_slospec.serving.log_level import only_errors_logged
-from hf_slospec.tiny.load import SIZES
+from hf_slospec.tiny.shapes import SIZES
+
+if TYPE_CHECKING:
+    from hf_slospec.cli.gpu_check import Plan
 
 MAX_DIGITS = 6  # of a batch size
 
@@ -50,6 +51,9 @@ def gpu_check(
 
     Example:  hf_slospec gpu-check --budget-s 120 --json result.json
     """
+    from hf_slospec.cli import benchmark
+    from hf_slospec.cli import gpu_check as checking
+
     check_outputs(None, json_path)
     sizes = tuple(dict.fromkeys(shapes.replace(" ", "").split(",")))
     if unknown := {*sizes, identity_shape} - set(SIZES):
@@ -95,7 +99,7 @@ def gpu_check(
     raise typer.Exit(checking.exit_code(results))
 
 
-def _restart(plan: checking.Plan, json_path: Path, left_s: float) -> None:
+def _restart(plan: Plan, json_path: Path, left_s: float) -> None:
     """Replace this process, in which a method hangs, by one that goes on after this method."""
     options = {
         "--shapes": ",".join(plan.sizes),

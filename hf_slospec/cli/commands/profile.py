@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from hf_slospec.cli import benchmark, profiling
 from hf_slospec.cli.options import (
     Assistant,
     Device,
@@ -20,7 +19,6 @@ from hf_slospec.cli.options import (
     usage_errors,
     write_results,
 )
-from hf_slospec.serving.loading import ModelOptions
 
 
 def profile(
@@ -40,6 +38,9 @@ def profile(
 
     Example:  hf_slospec profile --size 0.3B --seconds 20 --plot curves.png
     """
+    from hf_slospec.cli import benchmark, profiling
+    from hf_slospec.serving.loading import ModelOptions
+
     check_outputs(plot, json_path)
     with usage_errors():
         pair = ModelOptions(target, assistant, size=size, dtype=dtype, device=device).load()

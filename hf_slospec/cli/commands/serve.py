@@ -21,10 +21,7 @@ from hf_slospec.cli.options import (
     settings_of,
 )
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.serving.loading import ModelOptions
-
-MISSING = "the server needs further packages; install them with: pip install 'hf_slospec[serve]'"
-MISSING_RAY = "replicas need Ray; install it with: pip install 'hf_slospec[ray]'"
+from hf_slospec.extras import need
 
 
 def serve(
@@ -87,10 +84,14 @@ def serve(
     Example:  hf_slospec serve --size 0.1B --port 8000
     """
     console = Console(stderr=True, soft_wrap=True)
-    with errors_shown(console, ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"), MISSING):
+    with errors_shown(console):
+        need("serve", "the server")
+        if replicas is not None:
+            need("ray", "--replicas")
         from hf_slospec.server.orders import SLOLimits
         from hf_slospec.server.serve import ServeOptions
         from hf_slospec.server.serve import serve as run
+        from hf_slospec.serving.loading import ModelOptions
 
         if images and replicas is not None:
             raise InvalidInputError("--images cannot be combined with --replicas, which take no images")
@@ -104,7 +105,6 @@ def serve(
         if replicas is None:
             run(options, say)
             return
-        with errors_shown(console, ("ray",), MISSING_RAY):
-            from hf_slospec.serving.replicas.start import serve_replicas
+        from hf_slospec.serving.replicas.start import serve_replicas
 
-            serve_replicas(options, replicas, say)
+        serve_replicas(options, replicas, say)

@@ -8,7 +8,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from hf_slospec.cli import benchmark
 from hf_slospec.cli.options import ResultPath, check_outputs, console, write_results
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.serving.log_level import only_errors_logged
@@ -109,6 +108,8 @@ def simulate(
         pairs = [(load.label, run) for own in runs.values() for load, run in zip(loads, own, strict=True)]
         write_requests(pairs, METRICS[metric], csv_path)
     if json_path is not None:
+        from hf_slospec.cli import benchmark  # which imports torch
+
         facts = benchmark.provenance(
             systems={name: config_of(name).model_dump() for name in system}, hardware=hardware, metric=metric,
             rates=rate, base_tpot=base_tpot,

@@ -20,7 +20,8 @@ from hf_slospec.cli.gpu_check.profiling import profile
 from hf_slospec.cli.gpu_check.resuming import STARTED, is_done
 from hf_slospec.cli.gpu_check.speed import Repeats, compare, measure
 from hf_slospec.tiny.embedded import tiny_prompts
-from hf_slospec.tiny.load import SIZES, load_pair
+from hf_slospec.tiny.load import load_pair
+from hf_slospec.tiny.shapes import SIZES
 
 SHARE = 0.8  # of the time left, that one method may take
 ENOUGH_SHARE = 1 / 8  # of the time limit, after which a method is not repeated more often than needed

@@ -19,12 +19,12 @@ from hf_slospec.algo.tree import Forest, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.extras import need
 from hf_slospec.models.drafters.foreseen import ForeseenNoise
 
 if TYPE_CHECKING:
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
 
-MISSING = "SuffixDrafter needs arctic-inference; install it with: pip install 'hf_slospec[suffix]'"
 TREE_DEPTH = 64  # tokens of context and continuation together that a suffix tree tells apart
 MIN_PATH_PROB = 0.02  # continuations of a smaller share of the matches are left out
 MAX_MATCHES = 8.0  # matches beyond these add no confidence
@@ -34,10 +34,8 @@ TEXT, READER = 0, -1  # keys in suffix caches: of a request's own text, and of o
 
 def _suffix_decoding() -> ModuleType:
     """Return the module that has the suffix trees."""
-    try:
-        return import_module("arctic_inference.suffix_decoding")
-    except ImportError as error:
-        raise ImportError(MISSING) from error
+    need("suffix", "the drafter suffix")
+    return import_module("arctic_inference.suffix_decoding")
 
 
 def _new_cache(max_outputs: int) -> SuffixDecodingCache:

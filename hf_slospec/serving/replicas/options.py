@@ -16,7 +16,8 @@ from hf_slospec.server.orders import SLOLimits
 from hf_slospec.server.serve import EMBEDDED
 from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.telemetry import PREFIX
-from hf_slospec.tiny.load import DTYPES, SIZES
+from hf_slospec.tiny.load import DTYPES
+from hf_slospec.tiny.shapes import SIZES
 
 MODEL_OPTIONS = [field.name for field in fields(ModelOptions) if field.name != "images"]  # replicas take no images
 
