@@ -1,5 +1,6 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
-# make test: everything CI checks.  make notebooks: run them into build/.
+# make test: lint, types, docs and all tests.  make resolution installs: how the package installs, as CI checks, too.
+# make notebooks: run them into build/.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
@@ -12,7 +13,7 @@ NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/sim tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check test pytest lint docs bench notebooks clean
+.PHONY: run check quick-tests test pytest lint docs resolution installs bench notebooks clean
 
 check test pytest: export OMP_NUM_THREADS = 1
 
@@ -21,6 +22,10 @@ run: $(VENV)/installed
 
 check: lint
 	$(VENV)/bin/python -m pytest -q -n 2 $(FAST_TESTS)
+
+# Their names, for CI with other versions of what they need.
+quick-tests:
+	@echo $(FAST_TESTS) tests/generate/test_identity.py
 
 # All at once: linting and the notebooks leave a core idle for minutes.
 test: $(VENV)/installed-dev
@@ -39,6 +44,14 @@ docs: $(VENV)/installed-docs
 	@echo "building the site; it runs the notebooks, which takes a minute or several"
 	$(VENV)/bin/python -m sphinx -W --keep-going -n -q -b html docs build/docs
 	@echo "open build/docs/index.html"
+
+# Resolves for all platforms and Python versions, from PyPI alone; installs nothing.
+resolution: $(VENV)/installed-dev
+	$(VENV)/bin/python scripts/check_resolution.py
+
+# The wheel, the base install and each extra alone, in environments of their own.
+installs: $(VENV)/installed-dev
+	$(VENV)/bin/python scripts/check_installs.py
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m hf_slospec bench
@@ -59,7 +72,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP_INSTALL) -c constraints.txt --group dev --group docs
+	$(PIP_INSTALL) -c constraints.txt --group dev --group docs --group package
 	$(COMPILE)
 	touch $@ $(VENV)/installed-docs
 
