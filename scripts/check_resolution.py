@@ -31,6 +31,7 @@ SETTINGS = {"PATH": os.defpath, "MACOSX_DEPLOYMENT_TARGET": "14.0", "UV_PYTHON_D
 FROM_SOURCE = "arctic-inference"  # has no wheels; what it needs is read from its source, which is not built
 NO_EXTRA = "flash"
 RUNS_AT_ONCE = 8  # they wait for the network
+UV = find_uv_bin()
 
 
 def parts() -> list[str]:
@@ -46,7 +47,7 @@ def parts() -> list[str]:
 def resolve(python: str, platform: str, options: Sequence[str], home: str) -> str | None:
     """Return why the requirements cannot be resolved there, or None if they can."""
     command = [
-        find_uv_bin(), "pip", "compile", "--quiet", "--no-config", "--python-version", python,
+        UV, "pip", "compile", "--quiet", "--no-config", "--python-version", python,
         "--python-platform", platform, "--only-binary", ":all:", "--no-binary", FROM_SOURCE, *options, "pyproject.toml",
     ]  # fmt: skip
     environment = SETTINGS | {name: os.environ[name] for name in KEPT if name in os.environ}
