@@ -85,9 +85,7 @@ def serve(
     """
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console):
-        need("serve", "the server")
-        if replicas is not None:
-            need("ray", "--replicas")
+        need("serve" if replicas is None else "ray", "the server")
         from hf_slospec.server.orders import SLOLimits
         from hf_slospec.server.serve import ServeOptions
         from hf_slospec.server.serve import serve as run
