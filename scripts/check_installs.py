@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "gpu-check", "simulate")
-START_S = 400.0  # that a server may take until it answers
+START_S = 900.0  # that a server may take until it answers
 HELP = f"""
 from hf_slospec.cli.app import app
 for arguments in [["--version"], ["--help"], *([name, "--help"] for name in {COMMANDS})]:
@@ -81,6 +81,7 @@ class Environment:
             (self.packages / "base.pth").write_text(f"{base.packages}\n")
         self.settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.settings |= {"HF_HUB_OFFLINE": "1", "HF_ASSETS_CACHE": str(folder.parent / "profiles"), "COLUMNS": "300"}
+        self.settings["OMP_NUM_THREADS"] = "1"  # two environments are checked at once
         pip = [self.python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
         subprocess.run([*pip, "-c", ROOT / "constraints.txt", requirement], check=True, env=self.settings)
 

@@ -69,11 +69,14 @@ def settings_of(config: str) -> SLOSpecConfig:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Raise InvalidInputError as BadParameter."""
+    """Raise InvalidInputError as BadParameter, and show a missing extra in one line."""
     try:
         yield
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
+    except MissingExtraError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
 
 
 def check_outputs(plot: Path | None, *others: Path | None) -> None:
@@ -81,10 +84,8 @@ def check_outputs(plot: Path | None, *others: Path | None) -> None:
     if plot is not None:
         if plot.suffix.lower() != ".png":
             raise typer.BadParameter(f"--plot writes a PNG, so {plot} must end in .png")
-        try:
+        with usage_errors():
             need("plot", "--plot")
-        except MissingExtraError as error:
-            raise typer.BadParameter(str(error)) from error
     for path in (plot, *others):
         if path is not None:
             try:

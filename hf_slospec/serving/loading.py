@@ -10,7 +10,7 @@ from typing import Any, cast
 from transformers import AutoProcessor, LlamaForCausalLM
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError, SLOSpecError
+from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError
 from hf_slospec.generate.load_drafter import NAMES, check_order, load_drafter, parts_of
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.heads.loading import open_checkpoint
@@ -84,7 +84,9 @@ class ModelOptions:
         try:
             sources = [own[part]() if part in own else part for part in self.parts]
             return load_drafter(sources, pair.target, tokenizer=pair.tokenizer, share_texts=self.share_texts)
-        except (SLOSpecError, ImportError) as error:  # ImportError: a package of an extra is missing
+        except MissingExtraError:
+            raise
+        except (SLOSpecError, ImportError) as error:  # ImportError: a model needs a package that is missing
             raise InvalidInputError(f"{self._drafting}: {error}") from error
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,28 @@ def test_output_files_are_checked_before_any_work(options: list[str], tmp_path: 
     assert result.exit_code == 2 and "cannot be written" in result.output
     too_long = tmp_path / ("a" * 300)
     assert RUN.invoke(app, [*options, str(too_long)]).exit_code == 2 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "extra"),
+    [
+        ("simulate --plot out.png", "matplotlib", "plot"),
+        ("bench --drafter suffix --size tiny", "arctic_inference", "suffix"),
+        ("generate x --drafter suffix", "arctic_inference", "suffix"),
+        ("serve", "uvicorn", "serve"),
+        ("serve --replicas 1", "ray", "ray"),
+        ("demo", "gradio", "demo"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(
+    options: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(app, options.split())
+    assert result.exit_code == 1
+    (line,) = result.output.strip().splitlines()
+    assert f"needs {module}; install with: pip install" in line and f"[{extra}]" in line
 
 
 def test_version_and_help() -> None:

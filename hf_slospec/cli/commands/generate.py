@@ -90,7 +90,7 @@ def generate(
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
     except SLOSpecError as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error

@@ -157,7 +157,7 @@ class SuffixDrafter:
             max_tokens: their tokens at most, all together.
 
         Raises:
-            ImportError: arctic-inference is not installed.
+            MissingExtraError: arctic-inference is not installed.
             InvalidInputError: a bound is below 1.
         """
         if min(max_texts, max_tokens) < 1:
