@@ -101,7 +101,11 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--target", "somewhere"], "--assistant"),
+        (["--target", "./nowhere"], "--target ./nowhere: there is no folder ./nowhere"),
+        (
+            ["--target", "org/name"],
+            "--target org/name: org/name is neither a folder nor a repository",
+        ),
         (["--size", "7T"], "--size"),
         (["--top-p", "0.9"], "--temperature"),
         (["--config", '{"max_depht": 1}'], "max_depht: Extra inputs are not permitted  "),  # and no more
