@@ -6,23 +6,23 @@ import hmac
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_slospec.demo import SIZE
 from hf_slospec.demo.generator import DemoGenerator, LocalGenerator
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
 from hf_slospec.demo.remote import RemoteGenerator
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.generate.speculator import clock
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.loading import ModelOptions, size_and_place
 from hf_slospec.serving.log_level import only_errors_logged
 
 if TYPE_CHECKING:
     import gradio as gr
 
-MODELS = ModelOptions(size="0.1B")  # about ten tokens per second and user on two CPU cores
 NUM_STREAMS, NUM_TOKENS, NUM_REPEATS = 4, 16, 3  # of the measurement of plain decoding
 MAX_SLO_FACTOR = 6.0  # slowest speed target on the sliders, as a multiple of plain decoding's TPOT
 NO_TELEMETRY = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
@@ -34,7 +34,7 @@ CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; 
 class Options:
     """Models or server, address and password of the demo."""
 
-    models: ModelOptions = MODELS
+    models: ModelOptions = field(default_factory=lambda: ModelOptions(size=SIZE))
     host: str | None = None  # None: GRADIO_SERVER_NAME, or else only this machine
     port: int | None = None
     password: str | None = None
@@ -72,7 +72,8 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
     if options.server is None:
         report("loading models")
         generator = local_generator(options.models)
-        report(f"drafts by {generator.generator.decoder.speculator.method.kind}")
+        method = generator.generator.decoder.speculator.method
+        report(f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {method.kind}")
     else:
         report(f"connecting to {options.server}")
         generator = RemoteGenerator(options.server, options.api_key)

@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
-from hf_slospec.demo.serve import MODELS, Options, serve
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.demo import SIZE
 
 MISSING = "the demo needs gradio; install it with: pip install 'hf_slospec[demo]'"
 LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options of models in this process
@@ -20,9 +19,9 @@ def demo(
     target: TargetModel = None,
     assistant: Assistant = None,
     drafter: Drafter = None,
-    size: Size = MODELS.size,
+    size: Size = SIZE,
     dtype: DType = "fast",
-    device: Device = "cpu",
+    device: Device = "auto",
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
     ] = None,
@@ -59,6 +58,9 @@ def demo(
         raise typer.BadParameter("--api-key: it is the server's; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console, ("gradio",), MISSING):
+        from hf_slospec.demo.serve import Options, serve
+        from hf_slospec.serving.loading import ModelOptions
+
         models = ModelOptions(target, assistant, drafter, size, dtype, device)
         serve(Options(models, host, port, password, server, api_key), console.print)
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,10 +22,12 @@ from hf_slospec.cli.options import (
     check_outputs,
     settings_of,
 )
-from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.serving.handle import RequestHandle, RequestResult
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.log_level import logged_afterwards
+
+if TYPE_CHECKING:
+    from hf_slospec.engine.request import RequestMetrics
+    from hf_slospec.serving.handle import RequestHandle, RequestResult
 
 FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a usage error
 
@@ -50,7 +52,7 @@ def generate(
     drafter: Drafter = None,
     size: Size = "tiny",
     dtype: DType = "fast",
-    device: Device = "cpu",
+    device: Device = "auto",
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
@@ -78,10 +80,14 @@ def generate(
         sampling = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
     arguments = dict(slo_tpot=slo_tpot, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stop or None, **sampling)
     console = Console(stderr=True)
+    from hf_slospec.serving.loading import ModelOptions, size_and_place
+
     try:
-        with console.status("measuring the speed of the models (stored for later runs)"):
+        with console.status("loading, and measuring the speed of the models (stored for later runs)"):
             generator = ModelOptions(target, assistant, drafter, size, dtype, device).generator(settings).start()
-        with generator:
+        facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
+        console.print(facts, style="dim", highlight=False, soft_wrap=True)
+        with generator, logged_afterwards():  # not within the text
             handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
             result = _streamed(handle, is_shown=json_path != "-")
     except InvalidInputError as error:
