@@ -72,8 +72,7 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
     if options.server is None:
         report("loading models")
         generator = local_generator(options.models)
-        method = generator.generator.decoder.speculator.method
-        report(f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {method.kind}")
+        report(f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {generator.drafter}")
     else:
         report(f"connecting to {options.server}")
         generator = RemoteGenerator(options.server, options.api_key)

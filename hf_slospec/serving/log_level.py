@@ -1,4 +1,4 @@
-"""What the package logs while a command shows its own output."""
+"""Logging of the package while a command shows its own output."""
 
 from __future__ import annotations
 
