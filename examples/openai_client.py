@@ -1,12 +1,13 @@
 """OpenAI's client and the server: a stream with a TPOT SLO, two users at once, and an answer in a JSON schema.
 
     python examples/openai_client.py                                  # starts a server and stops it
-    python examples/openai_client.py --url http://127.0.0.1:8000/v1   # uses one that runs, with a chat template
+    python examples/openai_client.py --url http://127.0.0.1:8000/v1   # uses one that runs
 
-The server's own fields are passed in ``extra_body``. What came of the SLO is in the field ``metrics`` that the server
-adds to ``usage``. Without ``--url``, the server runs the embedded pair, its target inflated to about 0.1 B parameters,
-and nothing is downloaded. This pair writes Python-like text, so only the form of its JSON makes sense. Needs
-``pip install -e ".[serve]"`` in the clone.
+A model without a chat template, such as the one that ``serve`` serves by default, continues prompts instead of
+answering questions, and the last part is left out. The server's own fields are passed in ``extra_body``. What came of
+the SLO is in the field ``metrics`` that the server adds to ``usage``. Without ``--url``, the server runs the embedded
+pair, its target inflated to about 0.1 B parameters, and nothing is downloaded. This pair writes Python-like text, so
+only the form of its JSON makes sense. Needs ``pip install -e ".[serve]"`` in the clone.
 """
 
 from __future__ import annotations
@@ -63,29 +64,42 @@ def stream_completion(client: openai.OpenAI, model: str, slo_tpot: float, new_to
     return usage
 
 
-async def stream_chat(
-    client: openai.AsyncOpenAI, model: str, user: str, slo_tpot: float, new_tokens: int
+def has_chat_template(client: openai.OpenAI, model: str) -> bool:
+    """Return whether the model takes chat messages; the server refuses them if it has no chat template."""
+    try:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=1)
+    except openai.BadRequestError as error:
+        if "chat template" not in error.message:
+            raise
+        return False
+    return True
+
+
+async def stream_to(
+    client: openai.AsyncOpenAI, model: str, user: str, slo_tpot: float, new_tokens: int, is_chat: bool
 ) -> CompletionUsage | None:
     """Stream the answer to one user, and print each piece of it on a line."""
-    usage = None
-    stream = await client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=new_tokens, temperature=0,
+    usage, create, prompt = None, client.completions.create, {"prompt": PROMPT}
+    if is_chat:
+        create, prompt = client.chat.completions.create, {"messages": [{"role": "user", "content": QUESTION}]}
+    stream = await create(
+        model=model, **prompt, max_tokens=new_tokens, temperature=0,
         stream=True, stream_options={"include_usage": True}, extra_body={"slo_tpot": slo_tpot},
     )  # fmt: skip
     async for chunk in stream:
-        if chunk.choices and (piece := chunk.choices[0].delta.content):
+        if chunk.choices and (piece := chunk.choices[0].delta.content if is_chat else chunk.choices[0].text):
             print(f"{user} | {piece!r}", flush=True)
         usage = chunk.usage or usage
     return usage
 
 
 async def stream_to_users(
-    url: str, api_key: str, model: str, slos: dict[str, float], new_tokens: int
+    url: str, api_key: str, model: str, slos: dict[str, float], new_tokens: int, is_chat: bool
 ) -> dict[str, CompletionUsage | None]:
     """Stream to all users at once."""
     async with openai.AsyncOpenAI(base_url=url, api_key=api_key) as client:
-        chats = (stream_chat(client, model, user, slo_tpot, new_tokens) for user, slo_tpot in slos.items())
-        return dict(zip(slos, await asyncio.gather(*chats), strict=True))
+        streams = (stream_to(client, model, user, slo, new_tokens, is_chat) for user, slo in slos.items())
+        return dict(zip(slos, await asyncio.gather(*streams), strict=True))
 
 
 def ask_for_json(client: openai.OpenAI, model: str) -> CompletionUsage | None:
@@ -186,9 +200,11 @@ def main(given: Sequence[str] | None = None) -> None:
         usages = {"completion": stream_completion(client, model, slo_tpot, options.new_tokens)}
         print("--- two users at once, a line for each piece")
         slos = {user: times * slo_tpot for user, times in USERS.items()}
-        usages |= asyncio.run(stream_to_users(url, key, model, slos, options.new_tokens))
-        print("--- an answer that follows a JSON schema")
-        usages["JSON"] = ask_for_json(client, model)
+        is_chat = has_chat_template(client, model)
+        usages |= asyncio.run(stream_to_users(url, key, model, slos, options.new_tokens, is_chat))
+        if is_chat:
+            print("--- an answer that follows a JSON schema")
+            usages["JSON"] = ask_for_json(client, model)
     Console(width=120).print(table(usages))  # complete in a narrow terminal, too
 
 

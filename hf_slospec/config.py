@@ -53,7 +53,8 @@ class SLOSpecConfig(PolicySettings):
         "slo",
         description="Batcher: which requests get their SLOs guaranteed. slo: those whose SLOs can be met together with "
         "the others', by SLOs-Serve's dynamic programme. edf, fcfs: all, served earliest deadline first or in order of "
-        "arrival. priority: all, and higher priorities preempt lower ones (vLLM's priority scheduling).",
+        "arrival. priority: all, and requests with a lower number preempt those with a higher one (vLLM's priority "
+        "scheduling).",
     )
     prefill: PrefillName = Field(
         "beside",

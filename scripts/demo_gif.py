@@ -17,7 +17,8 @@ import typer
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from hf_slospec.demo.serve import MODELS, Options, launch, prepare
+from hf_slospec.demo import SIZE as MODEL_SIZE
+from hf_slospec.demo.serve import Options, launch, prepare
 from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.log_level import only_errors_logged
 
@@ -77,7 +78,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Length of the recording.")] = 16.0,
     every: Annotated[float, typer.Option(help="Seconds between frames.")] = 0.4,
     width: Annotated[int, typer.Option(help="Width in pixels.")] = 900,
-    size: Annotated[str, typer.Option(help="Size of the embedded target.")] = MODELS.size,
+    size: Annotated[str, typer.Option(help="Size of the embedded target.")] = MODEL_SIZE,
 ) -> None:
     """Record the demo as an animated GIF."""
     options = Options(ModelOptions(size=size))

@@ -193,7 +193,7 @@ class Task:
             return {"latency_s": bounds.latency_s(), "throughput": bounds.throughput()}
         system, jobs = SYSTEMS[self.column], list(load.jobs)
         if self.column == SHORTEST:
-            jobs = [replace(job, priority=-job.output_tokens) for job in jobs]
+            jobs = [replace(job, priority=job.output_tokens) for job in jobs]
         simulation = Simulation(
             jobs, load.library, self.setup.hardware, config_of(system), seed=self.seed, oracle=is_oracle(system)
         )

@@ -52,7 +52,7 @@ class Candidate:
     prompt_tokens: int  # still to be processed
     kv_tokens: int  # K/V cache it needs
     tier: int  # index of its tightest TPOT SLO among the tiers
-    priority: int = 0  # higher priorities are admitted first
+    priority: int = 0  # lower ones are admitted first
     is_forced: bool = False  # admitted before and still in prefill: it stays admitted and holds its K/V cache
 
 
@@ -64,7 +64,7 @@ def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts
     prompt tokens grows with that rate and carries over. It may not be negative after any admitted prompt, nor may
     ``rate`` be negative at any time.
 
-    "Most" is lexicographic: as many of the highest priority as possible, then as many of the next, and so on. Of
+    "Most" is lexicographic: as many of the lowest priority as possible, then as many of the next, and so on. Of
     equally good sets, the one that leaves most capacity for later candidates is preferred, then the one with earlier
     deadlines, then the one with lower indices. Forced candidates are always admitted, even if they cannot meet their
     deadlines or make running requests miss their TPOT SLOs; in that case no other candidate is admitted.
@@ -110,7 +110,7 @@ def _largest_set(
     """
     if rate(running) < 0.0:
         return None
-    priorities = sorted({job.priority for job in jobs}, reverse=True)
+    priorities = sorted({job.priority for job in jobs})
     counts = np.array([[0] * len(priorities) + list(running)])  # [states, priorities + tiers]
     left = np.array([[float(kv_free), 0.0]])  # [states, 2] tokens of K/V cache, prompt-token budget
     rates = np.array([rate(running)])  # [states]

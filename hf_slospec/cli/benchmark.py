@@ -112,15 +112,25 @@ class Bench:
             found += [Method(name, batch, run) for name, run in ours.items()]
         return found
 
-    def run(self, methods: list[Method], repeats: int) -> dict[tuple[str, int], list[Sample]]:
-        """Time every method ``repeats`` times.  -> samples by name and batch size"""
+    def run(
+        self, methods: list[Method], repeats: int, allows: Callable[[float], bool] = lambda seconds: True
+    ) -> dict[tuple[str, int], list[Sample]]:
+        """Time every method ``repeats`` times, or as long as ``allows`` one more repeat of so many seconds.
+
+        Returns:
+            Samples by name and batch size.
+        """
         samples: dict[tuple[str, int], list[Sample]] = {(method.name, method.batch): [] for method in methods}
         for method in methods:  # warm-up, in which hf_slospec also measures its step costs
             if method.name in (PLAIN, OURS, PREPACK_OFF, UNCOUPLED, ASSISTED):
                 self.time(method, 0)
-        rounds = [(repeat, method) for repeat in range(repeats) for method in methods]
-        for repeat, method in tqdm(rounds, desc="bench", disable=not sys.stderr.isatty()):
-            samples[method.name, method.batch].append(self.time(method, repeat))
+        with tqdm(total=repeats * len(methods), desc="bench", disable=not sys.stderr.isatty()) as bar:
+            for repeat in range(repeats):
+                if repeat and not allows(sum(own[-1].seconds for own in samples.values())):
+                    break
+                for method in methods:
+                    samples[method.name, method.batch].append(self.time(method, repeat))
+                    bar.update()
         return samples
 
     def _encoded(self, batch: int, repeat: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_slospec.cli import benchmark
+from hf_slospec.cli.budget import Show, TimeBudget
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.generate.divergence import DivergenceReport, divergence_report, first_difference
@@ -19,6 +20,14 @@ from hf_slospec.tiny.load import Pair
 
 EXACT, NEAR_TIES, WRONG, REFUSED = "exact", "near ties only", "WRONG", "refused"
 BATCH = 4  # rows of the left-padded batch
+NEW_TOKENS = 64  # of every output, unless that many would take too long
+MIN_NEW_TOKENS = 8
+PILOT_TOKENS = 4  # of the outputs by which the length of the others is chosen
+# Share of the time that is over when the last output of a kind of call begins, at the latest; speed has the rest.
+SHARES = {"greedy": 0.25, "sampled": 0.35, "batcher": 0.5, "images": 0.55}
+# Outputs of stock generate that take as long as one of each kind, and as long as one repeat of the speeds with its
+# warm-up: ours may be slower, and is compared by further forwards.
+MIN_OUTPUTS, SPEED_OUTPUTS = 16, 12
 # Trees in every step: a policy that finds drafting too slow here would compare plain decoding with itself.
 ALWAYS_DRAFTS = {"policy": "fixed", "max_depth": 4, "max_width": 3}
 
@@ -44,6 +53,7 @@ class Comparison:
     name: str
     outputs: Sequence[Difference | None]  # None: equal
     refused: str | None = None  # reason
+    left_out: int = 0  # outputs for which there was no time
 
     @property
     def differences(self) -> list[Difference]:
@@ -70,8 +80,11 @@ class ModelCheck:
     """Comparisons of one target, with a fixed tree in every step.
 
     Args:
-        texts: prompts, truncated to what the target has positions for.
-        new_tokens: maximum new tokens of every output.
+        texts: prompts, truncated to what the target has positions for; one at least is compared, more while there is
+            time.
+        new_tokens: maximum new tokens of every output; None: 64, or fewer so that there is time for all kinds of calls.
+        budget: the time.
+        show: shows the progress.
         image_inputs: processed prompts with images; None: images are not compared.
 
     Raises:
@@ -84,23 +97,27 @@ class ModelCheck:
         pair: Pair,
         method: DraftMethod,
         texts: Sequence[str],
-        new_tokens: int,
+        new_tokens: int | None,
         config: SLOSpecConfig,
-        image_inputs: Iterable[dict[str, Any]] | None = None,
+        budget: TimeBudget,
+        show: Show,
+        image_inputs: Sequence[dict[str, Any]] | None = None,
     ):
         self.pair, self.method, self.texts, self.config = pair, method, list(texts), config
-        self.options: dict[str, Any] = {"max_new_tokens": new_tokens}
-        self.image_inputs = image_inputs
+        self.image_inputs, self.budget, self.show = image_inputs, budget, show
         self.generator = SLOSpecGenerator(
             pair.target, None, pair.tokenizer, config.model_copy(update=ALWAYS_DRAFTS), drafter=method
         )
         longest = trained_len(pair.target) or pair.tokenizer.model_max_length
-        self.max_prompt_len = longest - new_tokens
+        self.max_prompt_len = longest - (new_tokens or min(NEW_TOKENS, longest // 2))
         if self.max_prompt_len < 1:
             raise InvalidInputError(
                 f"--max-new-tokens {new_tokens} leaves no room for a prompt: the model has {longest} positions"
             )
         self.kv_bytes = 0  # most that the batcher held
+        self._token_s = self._measured_token_s()
+        self.new_tokens = new_tokens or self._affordable_tokens()
+        self.options: dict[str, Any] = {"max_new_tokens": self.new_tokens}
         self._stock: dict[int, list[int]] = {}  # greedy outputs, by prompt
 
     @property
@@ -108,21 +125,49 @@ class ModelCheck:
         """Bytes of K and V per token, of the target and of a draft that has some."""
         return [model.kv_bytes_per_token for model in self.generator.decoder.speculator.models]
 
+    def _measured_token_s(self) -> float:
+        """Return the seconds of one token of stock's, of the faster of two outputs."""
+        target: Any = self.pair.target
+        inputs, seconds = self._encoded(self.texts[:1]), []
+        for _ in range(2):
+            started_s = self.budget.elapsed_s
+            target.generate(**inputs, do_sample=False, max_new_tokens=PILOT_TOKENS, min_new_tokens=PILOT_TOKENS)
+            seconds.append((self.budget.elapsed_s - started_s) / PILOT_TOKENS)
+        return min(seconds)
+
+    def _affordable_tokens(self) -> int:
+        left_s = max(self.budget.seconds - self.budget.elapsed_s, 0.0)
+        affordable = left_s / max(self._token_s * (MIN_OUTPUTS + SPEED_OUTPUTS), 1e-9)
+        return int(min(max(affordable, MIN_NEW_TOKENS), NEW_TOKENS))
+
     def comparisons(self) -> Iterator[Comparison]:
         """Compare all kinds of calls, one after another."""
-        kinds: dict[str, Callable[[], Iterable[Difference | None]]] = {
-            "greedy, one by one": self._greedy,
-            "sampled, one by one": self._sampled,
-            f"greedy, left-padded batch of {BATCH}": self._padded,
-            "greedy, batcher": self._submitted,
+        number = len(self.texts)
+        kinds: dict[str, tuple[int, Callable[[], Iterable[Difference | None]]]] = {
+            "greedy, one by one": (number, self._greedy),
+            "sampled, one by one": (number, self._sampled),
+            f"greedy, left-padded batch of {BATCH}": (min(BATCH, number), self._padded),
+            "greedy, batcher": (number, self._submitted),
         }
         if self.image_inputs is not None:
-            kinds["greedy, with images"] = self._with_images
-        for name, outputs in kinds.items():
+            kinds["greedy, with images"] = len(self.image_inputs), self._with_images
+        for name, (number, outputs) in kinds.items():
+            self.show(f"comparing: {name}")
             try:
-                yield Comparison(name, list(outputs()))
+                found = list(outputs())
+                yield Comparison(name, found, left_out=number - len(found))
             except SLOSpecError as error:
                 yield Comparison(name, [], str(error))
+
+    def _while_time(self, kind: str, inputs: Iterable[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield inputs with their numbers, from 1 on, as long as one more is likely to end in the time of its kind."""
+        last_s = 0.0
+        for number, own in enumerate(inputs, 1):
+            started_s = self.budget.elapsed_s
+            if number > 1 and not self.budget.allows(last_s, SHARES[kind]):
+                return
+            yield number, own
+            last_s = self.budget.elapsed_s - started_s
 
     def _encoded(self, texts: Sequence[str]) -> dict[str, Any]:
         options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.max_prompt_len}
@@ -130,15 +175,14 @@ class ModelCheck:
         encoded.pop("token_type_ids", None)
         return dict(encoded)
 
-    def _prompts(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, text in enumerate(self.texts, 1):
-            yield number, self._encoded([text])
+    def _prompts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        return self._while_time(kind, (self._encoded([text]) for text in self.texts))
 
     def _report(self, inputs: dict[str, Any], **options: Any) -> DivergenceReport:
         return divergence_report(self.generator, inputs, do_sample=False, **self.options, **options)
 
     def _greedy(self) -> Iterator[Difference | None]:
-        for number, inputs in self._prompts():
+        for number, inputs in self._prompts("greedy"):
             report = self._report(inputs)
             (self._stock[number],) = report.stock_tokens
             yield from self._examined(report, number)
@@ -148,29 +192,33 @@ class ModelCheck:
 
     def _submitted(self) -> Iterator[Difference | None]:
         outputs = {}
+        left_s = SHARES["batcher"] * self.budget.seconds - self.budget.elapsed_s
+        affordable = int(left_s / max(self._token_s * self.new_tokens, 1e-9))  # as if they were decoded one by one
+        texts = self.texts[: max(affordable, 1)]
+        prompts = {number: self._encoded([text]) for number, text in enumerate(texts, 1)}
         with self.generator:
             handles = {
                 number: self.generator.submit(
                     inputs["input_ids"][0].tolist(), block=True, do_sample=False, **self.options
                 )
-                for number, inputs in self._prompts()
+                for number, inputs in prompts.items()
             }
             for number, handle in handles.items():
                 outputs[number] = handle.result().token_ids
                 memory = self.generator.stats().memory
                 self.kv_bytes = max(self.kv_bytes, 0 if memory is None else memory.target_kv + memory.draft_kv)
-        for number, inputs in self._prompts():
+        for number, inputs in prompts.items():
             if outputs[number] == self._stock.get(number):
                 yield None
             else:
                 yield from self._examined(self._report(inputs, our_tokens=[outputs[number]]), number)
 
     def _sampled(self) -> Iterator[Difference | None]:
-        for number, inputs in self._prompts():
+        for number, inputs in self._prompts("sampled"):
             yield self._compared(number, inputs, do_sample=True)
 
     def _with_images(self) -> Iterator[Difference | None]:
-        for number, inputs in enumerate(self.image_inputs or (), 1):
+        for number, inputs in self._while_time("images", self.image_inputs or ()):
             yield self._compared(number, inputs, do_sample=False)
 
     def _compared(self, number: int, inputs: dict[str, Any], **options: Any) -> Difference | None:
@@ -205,16 +253,19 @@ class ModelCheck:
     def speed(self, repeats: int) -> list[dict[str, Any]]:
         """Return figures of stock ``generate`` and ours with the user's config, see :func:`benchmark.summarize`.
 
-        Afterwards the model's own end-of-text token no longer ends its outputs.
+        There are fewer repeats where there is no time for all, and no figures if there is none for one. Afterwards the
+        model's own end-of-text token no longer ends its outputs.
         """
-        new_tokens = self.options["max_new_tokens"]
+        if not self.budget.allows(SPEED_OUTPUTS * self.new_tokens * self._token_s):
+            return []
+        self.show("measuring speed")
         bench = benchmark.Bench(
             self.pair.target, self.pair.draft, self.pair.tokenizer, self.texts, self.max_prompt_len,
-            new_tokens, self.config, times_forwards=False, method=self.method,
+            self.new_tokens, self.config, times_forwards=False, method=self.method,
         )  # fmt: skip
         runs = {benchmark.PLAIN: bench.stock(), benchmark.OURS: bench.ours(self.config)}
         methods = [benchmark.Method(name, batch, run) for batch in (1, BATCH) for name, run in runs.items()]
-        return benchmark.summarize(bench.run(methods, repeats), new_tokens)
+        return benchmark.summarize(bench.run(methods, repeats, self.budget.allows), self.new_tokens)
 
 
 def _tokens(stock: int, ours: int) -> str:

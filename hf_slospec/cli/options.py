@@ -13,20 +13,21 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError, describe_validation_error
+from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
 from hf_slospec.extras import need
+from hf_slospec.models.drafters.named import NAMES
 from hf_slospec.tiny.shapes import SHAPES
 
 TargetModel = Annotated[
     str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
 ]
-Assistant = Annotated[str | None, typer.Option(help="Its draft model; --target needs it, or --drafter.")]
+Assistant = Annotated[str | None, typer.Option(help="Its draft model. Default, with --target: prompt lookup drafts.")]
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="What drafts in place of --assistant: lookup, suffix, mtp, a trained head (EAGLE-3, MTP, DFlash) or a "
-        "draft model by name or folder (safetensors only), or a sum such as lookup+mtp. For the embedded target: also "
-        "eagle3, and assistant, its draft model, as in suffix+assistant."
+        help=f"What drafts in place of --assistant: {NAMES}, a trained head (EAGLE-3, MTP, DFlash) or a draft model by "
+        "name or folder (safetensors only), or a sum such as lookup+mtp. For the embedded target: also eagle3, and "
+        "assistant, its draft model, as in suffix+assistant."
     ),
 ]
 Size = Annotated[str, typer.Option(help=f"Size of the embedded target: tiny, {', '.join(SHAPES)}.")]
@@ -37,7 +38,10 @@ DType = Annotated[
         "bfloat16 if fast here, else float32."
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
+Device = Annotated[
+    str,
+    typer.Option(help="cpu, cuda, cuda:1, ..., or auto: CUDA, or MPS if a trial gives the right tokens, or cpu."),
+]
 ConfigJSON = Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")]
 ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the results with provenance to this file.")]
 
@@ -69,13 +73,13 @@ def settings_of(config: str) -> SLOSpecConfig:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Raise InvalidInputError as BadParameter, and show a missing extra in one line."""
+    """Raise InvalidInputError as BadParameter, and show other errors of the package in one line."""
     try:
         yield
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
-    except MissingExtraError as error:
-        typer.echo(str(error), err=True)
+    except SLOSpecError as error:
+        typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from error
 
 

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from tqdm import tqdm
-from transformers import PreTrainedModel
 
+from hf_slospec.cli.budget import Show
 from hf_slospec.models.compatibility.running import evaluating
-from hf_slospec.models.costs.measure import REPEATS, measure
+from hf_slospec.models.costs.measure import CURVE, HELD_OUT, REPEATS, measure
 from hf_slospec.models.costs.profiles import save_profile
 from hf_slospec.models.packed import PackedModel
 
 
-def profile(name: str, model: PreTrainedModel, seconds: float, keep: bool) -> dict[str, Any]:
+def profile(name: str, packed: PackedModel, seconds: float, keep: bool, show: Show) -> dict[str, Any]:
     """Measure the forwards of one model.
 
     Args:
-        name: shown by the progress bar.
-        seconds: approximate duration of the measurement.
+        name: shown as the progress.
+        packed: the model's packed forwards.
+        seconds: approximate duration of the measurement; large sizes, and repeats, are left out for it.
         keep: store the fit, which later runs on this machine use.
+        show: shows the progress.
 
     Returns:
         ``measured``: tokens, requests, keys per request and milliseconds of every size; ``fit``: curve and terms;
-        ``held_out``: relative errors of the fit at sizes that were left out of it.
+        ``held_out``: relative errors of the fit at sizes that were left out of it; ``not_measured``: tokens of the
+        sizes that there was no time for, or that take more time than steps are given.
     """
-    with evaluating(model):
-        packed = PackedModel(model)
-        with tqdm(desc=f"profile {name}", unit=" forwards", disable=not sys.stderr.isatty()) as bar:
-            measured = measure(packed, seconds, held_out=True, on_forward=lambda _: bar.update(), repeats=4 * REPEATS)
+    show(f"measuring the {name}")
+    with evaluating(packed.model):
+        measured = measure(
+            packed, seconds, held_out=True, repeats=4 * REPEATS,
+            on_forward=lambda size: show(f"measuring the {name}", f"({size.num_tokens} tokens)"),
+        )  # fmt: skip
+    sizes = (*CURVE, *HELD_OUT)
     cost = measured.fit()
     if keep:
         save_profile(packed, cost)
@@ -46,6 +50,7 @@ def profile(name: str, model: PreTrainedModel, seconds: float, keep: bool) -> di
             "ms_per_further_request": round(1e3 * cost.per_request_s, 4),
             "ms_per_1000_keys": round(1e6 * cost.per_key_s, 4),
         },
+        "not_measured": sorted({size.num_tokens for size in sizes if size not in measured.seconds}),
         "held_out": [
             {"tokens": s.num_tokens, "requests": s.num_requests, "keys_each": s.keys_each, "error": round(error, 4)}
             for s, error in sorted(measured.errors(cost).items())
@@ -65,6 +70,8 @@ def table(name: str, record: dict[str, Any]) -> Table:
         f"+{fit['ms_per_further_request']:.2f} ms per further request, +{fit['ms_per_1000_keys']:.2f} ms per 1,000 "
         f"keys; error at held-out sizes: {errors or 'none measured'}"
     )
+    if left_out := ", ".join(map(str, record["not_measured"])):
+        result.caption += f"; not measured, as too slow for --seconds or for a step: {left_out} tokens"
     return result
 
 

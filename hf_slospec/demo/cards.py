@@ -61,7 +61,9 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
     """
     look, words = verdict(view)
     parts = [
-        f'<header><h3>{escape(view.name)}</h3><span class="verdict {look}">{words}</span></header>',
+        f'<header><h3 title="{escape(view.name)}">{escape(view.name)}</h3>',
+        f'<p><span class="verdict {look}">{words}</span>',
+        f'<span class="state {view.state}">{STATES[view.state]}</span></p></header>',
         f'<p class="description">{escape(view.description)}</p>' if view.description else "",
         _speed(view),
         _bar(view, scale, look),
@@ -77,10 +79,7 @@ def _speed(view: View) -> str:
     speed = speed_of(view)
     number = "-" if speed is None else f"{speed:.1f}"
     per_token = "" if speed is None else f" = {1e3 / speed:.0f} ms/token"
-    return (
-        f'<p class="speed"><b>{number}</b> tokens/s<span class="dim">{per_token}</span>'
-        f'<span class="state {view.state}">{STATES[view.state]}</span></p>'
-    )
+    return f'<p class="speed"><b>{number}</b> tokens/s<span class="dim">{per_token}</span></p>'
 
 
 def _bar(view: View, scale: float, look: str) -> str:
@@ -135,12 +134,15 @@ def _figures(view: View, share: float) -> str:
     accepted = f"{100 * own.accepted / own.drafted:.0f} %" if own is not None and own.drafted else "-"
     guarantee = ""
     if view.user_request.tpot_slo_ms is not None and own is not None and view.is_active:
-        guarantee = "speed target guaranteed" if own.guaranteed else "speed target not guaranteed: it may be missed"
+        guarantee = "planned for by the scheduler" if own.guaranteed else "not planned for: others' targets come first"
+        if own.guaranteed and own.attained is False:
+            guarantee += ", and missed so far"
+        guarantee = f"speed target of this answer: {guarantee}"
     pairs = [
         ("budget share", f"{100 * share:.0f} %"),
         ("tokens per step", f"{length:.2f}" if length else "-"),
         ("drafts accepted", accepted),
-        ("speed target met", f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-"),
+        ("answers in time", f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-"),
     ]
     if view.replica is not None:
         after = f", after {own.resumed} tokens on another" if own is not None and own.resumed else ""

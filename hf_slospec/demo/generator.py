@@ -59,6 +59,7 @@ class DemoGenerator(Protocol):
     """A model that serves the users of the demo: in this process, or behind a server."""
 
     policy: str | None  # name of the present one; None: it cannot be switched
+    drafter: str | None  # what drafts; None: not known
     is_chat: bool  # prompts are put into a chat template; otherwise the model continues them
 
     def start(self) -> None:
@@ -119,6 +120,7 @@ class LocalGenerator:
         assert generator.tokenizer is not None
         self.generator = generator
         self.policy: str | None = "auto"
+        self.drafter: str | None = generator.decoder.speculator.method.kind
         self._tokenizer: Any = generator.tokenizer
         self.is_chat = getattr(self._tokenizer, "chat_template", None) is not None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import gradio as gr
@@ -18,15 +19,15 @@ from hf_slospec.errors import SLOSpecError
 REFRESH_S = 0.5
 INTRO = """<h1>One model, many users, each with a speed target</h1>
 <div class="intro"><p>All users below are served by <b>the same model at the same time</b>. Each may set a <b>speed
-target</b>: at most so many milliseconds per output token (TPOT). A small draft model proposes the next tokens, the
-large target model checks the proposals of all users in one step, and the <b>policy</b> decides whose proposals are
-checked: users below their speed target come first. The text is the one that the target model writes alone. You may
-<a href="#own-request">send a request of your own</a>.</p></div>"""
+target</b>: at most so many milliseconds per output token (TPOT). <span class="more">A drafter{drafter} proposes the
+next tokens, the large target model checks the proposals of all users in one step, and the <b>policy</b> decides whose
+proposals are checked: users below their speed target come first. The text is the one that the target model writes
+alone.</span> You may <a href="#own-request">send a request of your own</a>.</p></div>"""
 SWITCH = "Switch it and see which speed targets are met."
 NO_SWITCH = "A server keeps the policy that it was started with; it cannot be switched from here."
 EMBEDDED = """<p class="dim">These models are tiny and were trained on Python source, so all answers are Python-like
 nonsense. Speeds, drafts and speed targets are real.</p>"""
-LEGEND = """<p class="legend">In the texts, <span class="d">underlined</span> tokens were proposed by the draft model
+LEGEND = """<p class="legend">In the texts, <span class="d">underlined</span> tokens were proposed by the drafter
 and accepted; all others were chosen by the target model. The vertical line in a bar is the user's speed target.</p>"""
 POLICIES = [
     ("auto: drafts where it pays off, users below their speed target first", "auto"),
@@ -127,8 +128,9 @@ class Page:
         """Create the components and connect their events."""
         page: gr.Blocks
         with gr.Blocks(title="hf_slospec demo", analytics_enabled=False, fill_width=True) as page:
-            gr.HTML(INTRO + self.note, apply_default_css=False)
-            now = self.sessions.generator.policy
+            drafter, now = self.sessions.generator.drafter, self.sessions.generator.policy
+            intro = INTRO.format(drafter="" if drafter is None else f" ({escape(drafter)})")
+            gr.HTML(intro + self.note, apply_default_css=False, elem_id="intro")
             policy = gr.Radio(
                 [] if now is None else POLICIES,
                 value=now,
@@ -137,7 +139,7 @@ class Page:
                 elem_id="policy",
             )
             head = gr.HTML(apply_default_css=False, elem_id="headline")
-            gr.HTML(LEGEND, apply_default_css=False)
+            gr.HTML(LEGEND, apply_default_css=False, elem_id="legend")
             with gr.Row(elem_classes=["users", "simulated"]):
                 panels = [self._panel(place) for place in range(MAX_SIMULATED)]
             with gr.Row(elem_classes="adding"):

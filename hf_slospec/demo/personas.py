@@ -12,7 +12,6 @@ MAX_PROMPT_CHARS = 2000
 MAX_PROMPT_TOKENS = 768
 MAX_NEW_TOKENS = 256
 MAX_TPOT_SLO_MS = 10_000
-SIZE = "0.1B"  # of the embedded target: about ten tokens per second and user on two CPU cores
 
 
 class UserRequest(InputModel):

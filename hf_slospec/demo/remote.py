@@ -130,6 +130,7 @@ class RemoteGenerator:
     """
 
     policy: str | None = None
+    drafter: str | None = None
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")

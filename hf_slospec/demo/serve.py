@@ -11,12 +11,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_slospec.demo import SIZE
 from hf_slospec.demo.generator import DemoGenerator, LocalGenerator
-from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS, SIZE
+from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
 from hf_slospec.demo.remote import RemoteGenerator
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.generate.speculator import clock
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.loading import ModelOptions, size_and_place
 from hf_slospec.serving.log_level import only_errors_logged
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
     if options.server is None:
         report("loading models")
         generator = local_generator(options.models)
-        report(f"drafts by {generator.generator.decoder.speculator.method.kind}")
+        report(f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {generator.drafter}")
     else:
         report(f"connecting to {options.server}")
         generator = RemoteGenerator(options.server, options.api_key)

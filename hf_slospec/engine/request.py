@@ -61,7 +61,7 @@ class Request:
     is_sampled: bool = False
     noise: Noise | None = None  # of a sampled request, where it can be known ahead of time
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
-    priority: int = 0  # higher goes first
+    priority: int = 0  # lower goes first
     is_guaranteed: bool = False  # the batcher guarantees its SLOs
     is_best_effort: bool = False  # it uses leftover budget, and may be preempted
     cache_salt: str = ""  # it shares K/V with requests of the same one only

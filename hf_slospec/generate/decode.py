@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.generate.load_drafter import Drafting, drafting_method
 from hf_slospec.generate.prepare import Call, prepare, stock_generate
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot
@@ -23,14 +23,13 @@ from hf_slospec.generate.stock_loop import batch_level_names, run_stock_loop
 from hf_slospec.generate.validation import (
     check_causal_lm,
     check_config,
-    check_drafting,
     check_flag,
     check_make_policy,
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.cpu.packed_layers import restore_weights
-from hf_slospec.models.drafters.methods import DraftMethod, LookupMethod, assistant_method, method_of
+from hf_slospec.models.drafters.methods import LookupMethod, assistant_method
 from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM
 
 
@@ -50,15 +49,16 @@ class Decoder:
         model: PreTrainedModel,
         assistant_model: PreTrainedModel | None = None,
         *,
-        drafter: Drafter | DraftMethod | None = None,
+        drafter: Drafting | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         config: SLOSpecConfig | None = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
     ):
         self.model = check_causal_lm("model", model)
-        self.assistant_model = check_drafting(assistant_model, drafter)
         self.config, self.fallback = check_config(config), check_flag("fallback", fallback)
         self.make_policy = check_make_policy(make_policy)
+        self._method = drafting_method(self.model, assistant_model, drafter, tokenizer)
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
         self._override: tuple[PreTrainedModel, Speculator] | None = None  # of the last call's own assistant model
@@ -66,8 +66,7 @@ class Decoder:
         self._refusal = ""
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
-            method = method_of(self.assistant_model, drafter)
-            self._speculator = Speculator(self._target, method, self.config, make_policy)
+            self._speculator = Speculator(self._target, self._method, self.config, make_policy)
         except UnsupportedModelError as error:
             if not fallback:
                 raise
@@ -108,8 +107,8 @@ class Decoder:
         Raises:
             UnsupportedModelError: the target cannot be speculated.
         """
-        own = check_drafting(assistant_model, None)
-        if self._target is not None and own is not None and own is not self.assistant_model:
+        own = None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
+        if self._target is not None and own is not None and own is not self._method.model:
             if self._override is None or self._override[0] is not own:
                 self._override = own, Speculator(self._target, assistant_method(own), self.config, self.make_policy)
             return self._override[1]

@@ -15,21 +15,20 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
-from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder
+from hf_slospec.generate.load_drafter import Drafting
 from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_causal_lm, check_flag, configured
 from hf_slospec.models.cpu.packed_layers import restore_weights
-from hf_slospec.models.drafters.methods import DraftMethod
 
 
 def enable(
     model: PreTrainedModel,
     assistant_model: PreTrainedModel | None = None,
     *,
-    drafter: Drafter | DraftMethod | None = None,
+    drafter: Drafting | None = None,
     config: SLOSpecConfig | None = None,
     make_policy: NewPolicy | None = None,
     always: bool = False,
@@ -41,8 +40,9 @@ def enable(
         model: a loaded transformers causal LM, or a PEFT model around one.
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
-        drafter: what :func:`load_drafter` returns, or an object of your own that proposes token trees, see
-            :class:`Drafter`.
+        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"mtp"``, a folder or Hub
+            repository of a trained head or a smaller model, a loaded model, or several of these (``"lookup+mtp"``, or a
+            list); or an object of your own that proposes token trees, see :class:`Drafter`.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         make_policy: makes a policy of your own, see :class:`Policy`, in place of the config's: called with the config
             and the :class:`StepCosts` of the models for every call.
@@ -55,6 +55,7 @@ def enable(
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
+        InvalidInputError: there is no such drafter, or there are a drafter and an assistant model.
         UnsupportedModelError: either model cannot verify or draft a token tree; the message says why.
         IncompatibleDraftError: the two models do not share a vocabulary or a device.
     """

@@ -1,4 +1,4 @@
-"""Loading of drafters: of every kind, recognised by name or by their files."""
+"""Resolution of everything that ``drafter=`` takes: recognised by name, by type or by its files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError
-from hf_slospec.generate.validation import check_causal_lm, check_tokenizer
+from hf_slospec.generate.validation import check_causal_lm, check_one_way, check_tokenizer
 from hf_slospec.models.compatibility.running import input_device, vocab_size
 from hf_slospec.models.drafters.methods import (
     AssistantMethod,
@@ -18,20 +19,57 @@ from hf_slospec.models.drafters.methods import (
     HeadMethod,
     HybridMethod,
     LookupMethod,
-    SuffixMethod,
+    OwnMethod,
     assistant_method,
     model_before_last,
 )
+from hf_slospec.models.drafters.named import NAMED, NAMES
 from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.head import DraftHead
-from hf_slospec.models.heads.loading import LOADING_ERRORS, layout_of, load_mtp, open_checkpoint
+from hf_slospec.models.heads.loading import LOADING_ERRORS, Checkpoint, layout_of, open_checkpoint
+from hf_slospec.models.hub import hub_options, loading_hint
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_MODEL = ("lookup", "suffix")
-NAMES = (*WITHOUT_MODEL, "mtp")
-Source = str | PreTrainedModel | DraftMethod
+Source = str | os.PathLike[str] | PreTrainedModel | DraftMethod
+Drafting = Drafter | Source | Sequence[Source]  # what ``drafter=`` takes
+OWN = ("draft", "release")  # methods of a user's drafter
+
+
+def drafting_method(
+    target: PreTrainedModel,
+    assistant_model: PreTrainedModel | None,
+    drafter: Drafting | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> DraftMethod:
+    """Return the way to draft that was asked for by ``assistant_model`` or ``drafter``; without any, prompt lookup.
+
+    Raises:
+        InvalidInputError: there are a drafter and an assistant model, or there is no drafter of that name.
+        InvalidTypeError: either is nothing that drafts.
+        SLOSpecError: as :func:`load_drafter`.
+    """
+    check_one_way(assistant_model, drafter)
+    if assistant_model is not None:
+        return assistant_method(check_causal_lm("assistant_model", assistant_model))
+    if drafter is None:
+        return LookupMethod()
+    given: Any = drafter
+    return OwnMethod(given) if _is_own(given) else load_drafter(given, target, tokenizer=tokenizer)
+
+
+def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
+    """Check before the target is loaded what would be refused afterwards; raises as :func:`drafting_method`."""
+    check_one_way(assistant_model, drafter)
+    given: Any = drafter
+    if given is not None and not _is_own(given):
+        check_source(given)
+
+
+def _is_own(drafter: Any) -> bool:
+    """Return whether this is an object of a user's class."""
+    return all(callable(getattr(drafter, name, None)) for name in OWN)
 
 
 def load_drafter(
@@ -42,7 +80,10 @@ def load_drafter(
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     share_texts: bool = False,
 ) -> DraftMethod:
-    """Load a drafter for a target, to be given as ``drafter=``; what was found is logged, and is its ``repr``.
+    """Load a drafter for a target; what was found is logged, and is its ``repr``.
+
+    ``drafter=`` takes the same sources by themselves. Loaded first, a drafter can be looked at, given two tokenizers,
+    told to share texts, or serve several generators.
 
     Args:
         source: one of
@@ -71,7 +112,9 @@ def load_drafter(
     target = check_causal_lm("target", target)
     check_tokenizer(tokenizer)
     check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
-    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts) for part in parts_of(source)]
+    parts = parts_of(source)
+    _check_order(parts)
+    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts) for part in parts]
     method = methods[0] if len(methods) == 1 else HybridMethod(methods)
     method.check(target)
     logger.info("drafter: %s", method.kind)
@@ -80,20 +123,55 @@ def load_drafter(
 
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
     """Return the parts of a source, at least one; raise InvalidTypeError if it has none."""
-    parts: Any = source
-    if isinstance(source, str) and not os.path.isdir(source):
-        parts = [part.strip() for part in source.split("+")]
-    if isinstance(parts, (str, PreTrainedModel, DraftMethod)):
+    parts: Any = os.fspath(source) if isinstance(source, os.PathLike) else source
+    if isinstance(parts, str) and not os.path.isdir(parts):
+        parts = [part.strip() for part in parts.split("+")]
+    if isinstance(parts, (str, PreTrainedModel, DraftMethod, DraftHead, DFlashHead)):
         parts = [parts]
     if not isinstance(parts, Sequence) or not parts:
-        raise InvalidTypeError(f"source must be a name, a folder, a model or several of these, got {source!r}")
+        raise _no_source(source)
     return parts
 
 
-def check_order(names: Sequence[str]) -> None:
+def check_source(source: Source | Sequence[Source], further: Sequence[str] = ()) -> None:
+    """Check what can be told before the target is loaded; read no tensor.
+
+    Args:
+        source: as for :func:`load_drafter`.
+        further: names of drafters with models that the caller knows.
+
+    Raises:
+        SLOSpecError: the parts are in no order that can draft, or the files of one cannot be found.
+    """
+    parts = parts_of(source)
+    _check_order(parts)
+    for part in parts:
+        if isinstance(part, str) and part not in (*NAMED, *further):
+            _open(part)
+
+
+def _check_order(parts: Sequence[Source]) -> None:
     """Raise InvalidInputError if another part than the last one has a model, as can be told before it is loaded."""
-    if any(name not in WITHOUT_MODEL for name in names[:-1]):
-        raise InvalidInputError(model_before_last(" + ".join(names)))
+    if any(isinstance(part, str) and (part not in NAMED or NAMED[part].has_model) for part in parts[:-1]):
+        raise InvalidInputError(model_before_last(" + ".join(map(str, parts))))
+
+
+def _open(source: str) -> Checkpoint:
+    """Return the checkpoint of a drafter that is no name; the error says which names there are."""
+    if not source:
+        raise _no_source(source)
+    try:
+        return open_checkpoint(source)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error}; drafters known by name are {NAMES}, and sums such as lookup+mtp") from error
+
+
+def _no_source(source: Any) -> InvalidTypeError:
+    shown = repr(source) if isinstance(source, (str, int, float, list, tuple)) else type(source).__name__
+    return InvalidTypeError(
+        f"a drafter must be a name ({NAMES}), a folder or Hub repository, a loaded model, several of these, or an "
+        f"object with methods {' and '.join(map(repr, OWN))}, see hf_slospec.Drafter; got {shown}"
+    )
 
 
 def _method(
@@ -109,23 +187,25 @@ def _method(
         return HeadMethod(source)
     if isinstance(source, PreTrainedModel):
         return _assistant(source, target, tokenizer, assistant_tokenizer)
-    if not isinstance(source, str) or not source:
-        raise InvalidTypeError(f"source must be a name, a folder, a model or several of these, got {source!r}")
-    if source == "lookup":
-        return LookupMethod()
-    if source == "suffix":
-        return SuffixMethod(share_texts)
-    if source == "mtp":
-        return HeadMethod(load_mtp(target))
-    checkpoint = open_checkpoint(source)
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
+    if not isinstance(source, str):
+        raise _no_source(source)
+    if (named := NAMED.get(source)) is not None:
+        return named.make(target, share_texts)
+    checkpoint = _open(source)
     if (layout := layout_of(checkpoint)) is not None:
         return HeadMethod(layout.load(checkpoint, target))
     if (kind := checkpoint.config.get("speculators_model_type")) is not None:
         raise UnsupportedModelError(f"{source} is a head of type {kind!r}, which cannot be loaded")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, use_safetensors=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=target.dtype, use_safetensors=True, **hub_options(source)
+        )
     except LOADING_ERRORS as error:
-        raise UnsupportedModelError(f"{source} is neither a known head nor a causal LM: {error}") from error
+        raise UnsupportedModelError(
+            f"{source} is neither a known head nor a causal LM: {loading_hint(error)}"
+        ) from error
     return _assistant(model.to(input_device(target)).eval(), target, tokenizer, assistant_tokenizer or source)
 
 

@@ -27,7 +27,6 @@ from hf_slospec.errors import (
 )
 from hf_slospec.generate.rows import Rows
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed import PackedModel
 
@@ -97,25 +96,6 @@ def check_one_way(assistant_model: Any, drafter: Any) -> None:
     """Raise InvalidInputError if there are a drafter and an assistant model."""
     if assistant_model is not None and drafter is not None:
         raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
-
-
-def check_drafting(assistant_model: Any, drafter: Any) -> PreTrainedModel | None:
-    """Return the assistant model, if there is one.
-
-    Raises:
-        InvalidInputError: there are a drafter and an assistant model.
-        InvalidTypeError: either is no drafter or model.
-    """
-    check_one_way(assistant_model, drafter)
-    if drafter is not None:
-        if isinstance(drafter, DraftMethod):
-            return None
-        for name in ("draft", "release"):
-            if not callable(getattr(drafter, name, None)):
-                raise InvalidTypeError(
-                    f"drafter must have a method {name!r}, see hf_slospec.Drafter; got {type(drafter).__name__}"
-                )
-    return None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
 
 
 def check_config(config: Any) -> SLOSpecConfig:

@@ -16,6 +16,7 @@ from hf_slospec.models.compatibility.trial import check_by_trial, counts_padding
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.cpu.threads import release_openmp_threads, warn_if_oversubscribed
+from hf_slospec.models.machine import log_idle_gpu
 from hf_slospec.models.packed import PackedModel
 from hf_slospec.models.ranks import Ranks
 
@@ -53,6 +54,7 @@ class CheckedModel:
             if placement != self._placement:
                 if input_device(self.model).type == "cpu":
                     warn_if_oversubscribed()
+                    log_idle_gpu()
                 config = self.config
                 packed = PackedModel(
                     self.model,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import platform
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import cached_assets_path
+
+logger = logging.getLogger(__name__)
 
 FLAGS = {  # of x86 CPUs, one of which is enough
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "avx_ne_convert"},
@@ -46,6 +50,19 @@ def native_dtypes() -> dict[torch.dtype, bool]:
         accepts[torch.bfloat16] = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         accepts[torch.float16] = torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return {dtype: own and (not flags or bool(flags & FLAGS.get(dtype, flags))) for dtype, own in accepts.items()}
+
+
+@functools.cache
+def log_idle_gpu() -> None:
+    """Log one warning per process if there is a CUDA device; to be called where a model is on the CPU."""
+    with warnings.catch_warnings(action="ignore"):  # of a driver that torch cannot use
+        is_idle = torch.cuda.is_available()
+    if is_idle:
+        logger.warning(
+            "the model is on the CPU, and there is a GPU (%s); move it with model.to('cuda') before it is enabled, or "
+            "load it with device_map='auto'",
+            torch.cuda.get_device_name(),
+        )
 
 
 def digest(value: Any) -> str:

@@ -139,7 +139,7 @@ def order_of(
     """
     prompt, arguments = made.tokens, _sampling(body, engine.generation_config) | slos | made.beside
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
-    arguments |= {"priority": -body.priority, "best_effort": body.best_effort, "cache_salt": body.cache_salt}
+    arguments |= {"priority": body.priority, "best_effort": body.best_effort, "cache_salt": body.cache_salt}
     if body.seed is not None:
         arguments["seed"] = (body.seed + choice) % SEEDS
     arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None

@@ -20,14 +20,15 @@ from hf_slospec.server.connections import ImpatientProtocol
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.loading import ModelOptions, size_and_place
 from hf_slospec.serving.telemetry import PREFIX
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 DRAIN_S = 30  # that requests have to finish after the first signal
 KEYS = TypeAdapter(dict[str, SLOLimits])
 SWITCH_S = 5e-4  # after which Python's threads take turns; the default of 5 ms delays every chunk that is sent by that
-EMBEDDED = "tiny"  # model name of the embedded pair
+CHAT_PROMPT, BASE_PROMPT = "Write a short poem about the sea.", "Once upon a time,"
+EMBEDDED_PROMPT = "def main():"  # the embedded target continues Python
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ServeOptions:
     @property
     def name(self) -> str:
         """Name of the model."""
-        return self.model_name or self.models.target or EMBEDDED
+        return self.model_name or self.models.name
 
     @property
     def settings(self) -> ServerSettings:
@@ -132,26 +133,38 @@ def _read(option: str, path: Path) -> str:
 
 
 def welcome(options: ServeOptions, name: str, generator: SLOSpecGenerator, is_guarded: bool) -> str:
-    """Return what a user needs to know after the start: model, address, lines to try, and what a step takes."""
-    costs = generator.decoder.speculator.costs
-    step_s = float(costs.verify_s(1, 1, 0))
-    target, method = generator.model, generator.decoder.speculator.method
-    url = f"http://{options.host}:{options.port}/v1"
-    key = "$KEY" if is_guarded else "none"
-    slo_s = max(round(2 * step_s, 3), 0.001)
-    body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32, "slo_tpot": slo_s})
-    auth = f" -H {shlex.quote('Authorization: Bearer ' + key)}" if is_guarded else ""
-    size = f"{target.num_parameters() / 1e6:.0f} M parameters, {str(target.dtype).removeprefix('torch.')}"
+    """Return what a user needs to know after the start: model, device, address, speed, and requests to try."""
+    speculator = generator.decoder.speculator
+    step_s, method = float(speculator.costs.verify_s(1, 1, 0)), speculator.method
     drafts = method.kind
     if method.model is not None:
         drafts += f", {sum(tensor.numel() for tensor in method.model.parameters()) / 1e6:.1f} M parameters"
+    url = f"http://{options.host}:{options.port}/v1"
+    is_chat, is_embedded = getattr(generator.tokenizer, "chat_template", None) is not None, not options.models.target
+    slo_s = max(round(2 * step_s, 3), 0.001)
     lines = [
-        f"model    {name}: {size}",
-        f"draft    {drafts}",
+        f"model    {name}: {size_and_place(generator.model)}",
+        f"drafter  {drafts}",
         f"address  {url}" + (" (API key required)" if is_guarded else ""),
-        f"step     {1e3 * step_s:.3g} ms for one request without drafts: what a TPOT SLO below that needs is drafts",
-        f"curl     curl {url}/completions -H 'Content-Type: application/json'{auth} -d {shlex.quote(body)}",
-        f'Python   OpenAI(base_url="{url}", api_key="{key}").completions.create('
-        f'model="{name}", prompt="def main():", max_tokens=32, extra_body={{"slo_tpot": {slo_s}}})',
+        f"speed    about {1e3 * step_s:.3g} ms per token for one request without drafts, less where drafts fit",
+        *requests_to_try(url, name, is_chat, is_embedded, slo_s, is_guarded),
     ]
     return "\n".join(lines)
+
+
+def requests_to_try(
+    url: str, name: str, is_chat: bool, is_embedded: bool, slo_s: float, is_guarded: bool
+) -> tuple[str, str]:
+    """Return a request for curl and for OpenAI's client: of a chat, if the model has a chat template."""
+    prompt = CHAT_PROMPT if is_chat else EMBEDDED_PROMPT if is_embedded else BASE_PROMPT
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    body = {"model": name, **given, "max_tokens": 64}
+    path = "chat/completions" if is_chat else "completions"
+    auth = ' -H "Authorization: Bearer $KEY"' if is_guarded else ""
+    arguments = ", ".join(f"{field}={value!r}" for field, value in body.items())
+    return (
+        f"curl     curl {url}/{path} -H 'Content-Type: application/json'{auth} "
+        f"-d {shlex.quote(json.dumps(body | {'slo_tpot': slo_s}))}",
+        f"Python   OpenAI(base_url={url!r}, api_key={'$KEY' if is_guarded else 'none'!r})."
+        f"{path.replace('/', '.')}.create({arguments}, extra_body={{'slo_tpot': {slo_s}}})",
+    )

@@ -21,16 +21,15 @@ from transformers import (
 
 from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.config import NewPolicy, SLOSpecConfig
-from hf_slospec.engine.protocols import Drafter
 from hf_slospec.engine.request import Progress
 from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.decode import Decoder
-from hf_slospec.generate.load_drafter import load_drafter
+from hf_slospec.generate.load_drafter import Drafting, check_drafting
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.generate.validation import check_one_way, check_tokenizer
+from hf_slospec.generate.validation import check_tokenizer
 from hf_slospec.models.compatibility.running import input_device
-from hf_slospec.models.drafters.methods import DraftMethod
+from hf_slospec.models.hub import hub_options
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import BatchingService
@@ -49,8 +48,7 @@ class SLOSpecGenerator:
             drafter, the request's own tokens draft (prompt lookup).
         tokenizer: of both models.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
-        drafter: what :func:`load_drafter` returns, or an object of your own that proposes token trees, see
-            :class:`Drafter`.
+        drafter: as in :func:`enable`.
         processor: of texts with images, for :meth:`submit`; its tokenizer is used if none is given.
         make_policy, fallback: as in :func:`enable`.
 
@@ -65,7 +63,7 @@ class SLOSpecGenerator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: SLOSpecConfig | None = None,
         *,
-        drafter: Drafter | DraftMethod | None = None,
+        drafter: Drafting | None = None,
         processor: Any = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
@@ -77,8 +75,9 @@ class SLOSpecGenerator:
                 f"{type(processor).__name__}"
             )
         self.decoder = Decoder(
-            model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
-        )
+            model, assistant_model, drafter=drafter, tokenizer=tokenizer or getattr(processor, "tokenizer", None),
+            config=config, make_policy=make_policy, fallback=fallback,
+        )  # fmt: skip
         self.model, self.assistant_model, self.processor = model, assistant_model, processor
         self.tokenizer = tokenizer or getattr(processor, "tokenizer", None)
         self.config = self.decoder.config
@@ -91,7 +90,7 @@ class SLOSpecGenerator:
         assistant_model: str | None = None,
         *,
         config: SLOSpecConfig | None = None,
-        drafter: Drafter | DraftMethod | str | list[str] | None = None,
+        drafter: Drafting | None = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
         dtype: torch.dtype | str = "auto",
@@ -101,8 +100,7 @@ class SLOSpecGenerator:
     ) -> SLOSpecGenerator:
         """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
-        ``drafter`` may also be a source for :func:`load_drafter`, such as ``"suffix"``, ``"lookup+mtp"`` or the name of
-        a trained head. With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
+        With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
         ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model,
         further arguments to the target's ``from_pretrained``. With ``distributed_config``, the target is
         tensor-parallel and each process has the whole draft.
@@ -111,20 +109,21 @@ class SLOSpecGenerator:
             InvalidInputError: there are a drafter and an assistant model.
             SLOSpecError: as :func:`load_drafter` and the constructor.
         """
-        check_one_way(assistant_model, drafter)
+        check_drafting(assistant_model, drafter)
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
+        if not hub.get("local_files_only"):  # an unreachable Hub would be tried for most of a minute
+            for name in (model, assistant_model):
+                hub |= {} if name is None else hub_options(name, hub.get("cache_dir"))
         tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
         processor = AutoProcessor.from_pretrained(model, **hub, **revision) if images else None
         kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        target = kind.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
+        target = kind.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs | hub)
         if (target.tp_size or 1) > 1:
             device_map = input_device(target)  # of the whole draft, beside this process's part of the target
         draft = None
         if assistant_model is not None:
             draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
-        if isinstance(drafter, (str, list)):
-            drafter = load_drafter(drafter, target, tokenizer=tokenizer)
         return cls(
             target, draft, tokenizer, config,
             drafter=drafter, processor=processor, make_policy=make_policy, fallback=fallback,
@@ -190,7 +189,7 @@ class SLOSpecGenerator:
                 of their content, and with token ids go the processor's tensors (``pixel_values``, ...), as ``kwargs``.
             slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no SLO.
             slo_ttft: seconds from now to the first token.
-            priority: requests of higher priority are guaranteed, and served, first.
+            priority: requests with a lower number are guaranteed, and served, first, as with vLLM.
             best_effort: use leftover budget only, without a guarantee.
             seed: of sampling; drawn if omitted, see ``handle.seed``.
             block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from transformers import AutoProcessor, LlamaForCausalLM
+from transformers import AutoProcessor, LlamaForCausalLM, PreTrainedModel
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError
-from hf_slospec.generate.load_drafter import NAMES, check_order, load_drafter, parts_of
+from hf_slospec.generate.load_drafter import check_source, load_drafter, parts_of
+from hf_slospec.models.compatibility.running import input_device
 from hf_slospec.models.drafters.methods import DraftMethod
-from hf_slospec.models.heads.loading import open_checkpoint
+from hf_slospec.serving.devices import AUTO, chosen_device, device_name
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.tiny.embedded import HEADS, load_tiny_drafter
 from hf_slospec.tiny.load import Pair, load_pair
 
 ASSISTANT = "assistant"  # as a part of a drafter: the draft of the pair
+WITHOUT_DRAFT = "lookup"  # drafter of a target by name, where none is named
+EMBEDDED = "tiny"  # model name of the embedded pair
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,12 @@ class ModelOptions:
         InvalidInputError: they do not fit together; the message has the names of the command line.
     """
 
-    target: str | None = None  # needs an assistant or a drafter; None: the embedded pair
+    target: str | None = None  # None: the embedded pair
     assistant: str | None = None
-    drafter: str | None = None  # source for load_drafter; None: the draft of the pair
+    drafter: str | None = None  # source for load_drafter; None: the draft of the pair, or without one prompt lookup
     size: str = "tiny"  # of the embedded target
     dtype: str = "fast"
-    device: str = "cpu"
+    device: str = AUTO
     allow_pickle: bool = True  # weights that are not safetensors, which may run code; never of a drafter
     share_texts: bool = False  # suffix trees hold the outputs of other requests with the same cache_salt, too
     images: bool = False  # load the target with what encodes images, and its processor
@@ -47,8 +51,6 @@ class ModelOptions:
             )
         if self.target is None and self.assistant is not None:
             raise InvalidInputError("--assistant drafts for a target of its own; give --target, too")
-        if self.target is not None and self.assistant is None and self.drafter is None:
-            raise InvalidInputError("--target needs a draft; give --assistant, too, or --drafter where there is one")
         if self.target is not None and self.assistant is None and ASSISTANT in self.parts:
             raise InvalidInputError(
                 f"--drafter {self.drafter}: {ASSISTANT!r} is the embedded draft; with --target write the draft model's "
@@ -58,13 +60,18 @@ class ModelOptions:
             raise InvalidInputError("--images needs a model that takes images; give --target, too")
         if self.share_texts and "suffix" not in self.parts:
             raise InvalidInputError("--share-texts has no effect without suffix trees; give --drafter suffix, too")
-        if self.images and self.target is None:
-            raise InvalidInputError("--images needs a target that takes images; the embedded one does not")
 
     @property
     def parts(self) -> Sequence[Any]:
         """The parts of the drafter."""
-        return [ASSISTANT] if self.drafter is None else parts_of(self.drafter)
+        if self.drafter is not None:
+            return parts_of(self.drafter)
+        return [WITHOUT_DRAFT if self.target is not None and self.assistant is None else ASSISTANT]
+
+    @property
+    def name(self) -> str:
+        """Name of the target: of a folder, its last part."""
+        return EMBEDDED if self.target is None else named(self.target)
 
     def load(self) -> Pair:
         """Return the models and the tokenizer; raises InvalidInputError if there are none, or no such drafter."""
@@ -72,9 +79,8 @@ class ModelOptions:
             self.check_drafter()
         except SLOSpecError as error:
             raise InvalidInputError(f"{self._drafting}: {error}") from error
-        return load_pair(
-            self.target, self.assistant, self.size, self.dtype, self.device, self.allow_pickle, self.images
-        )
+        device = str(chosen_device(self.device))
+        return load_pair(self.target, self.assistant, self.size, self.dtype, device, self.allow_pickle, self.images)
 
     def method(self, pair: Pair) -> DraftMethod:
         """Return what drafts for the target of the pair; raises InvalidInputError if that cannot be loaded."""
@@ -95,10 +101,7 @@ class ModelOptions:
 
     def check_drafter(self) -> None:
         """Raise SLOSpecError unless the drafter's parts fit together and their files can be found; read no tensor."""
-        check_order(self.parts)
-        for part in self.parts:
-            if part not in (*NAMES, ASSISTANT, *(HEADS if self.target is None else ())):
-                open_checkpoint(part)
+        check_source(self.parts, (ASSISTANT, *(HEADS if self.target is None else ())))
 
     def generator(self, config: SLOSpecConfig, chat_template: str | None = None) -> SLOSpecGenerator:
         """Return a generator with the models; ``chat_template`` replaces the tokenizer's, if it is given."""
@@ -111,3 +114,14 @@ class ModelOptions:
         return SLOSpecGenerator(
             pair.target, None, pair.tokenizer, config, drafter=self.method(pair), processor=processor
         )
+
+
+def named(target: str) -> str:
+    """Return the name of a model: that of its folder, or of its repository."""
+    return os.path.basename(os.path.abspath(target)) if os.path.isdir(target) else target
+
+
+def size_and_place(model: PreTrainedModel) -> str:
+    """Return what a command says of the target that it has loaded: its size, dtype and device."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{model.num_parameters() / 1e6:.0f} M parameters, {dtype}, on {device_name(input_device(model))}"

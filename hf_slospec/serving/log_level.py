@@ -1,9 +1,10 @@
-"""Log level of the package, for commands that show in their own way what it would log."""
+"""Logging of the package while a command shows its own output."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import logging.handlers
 from collections.abc import Iterator
 
 
@@ -17,3 +18,17 @@ def only_errors_logged() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def logged_afterwards() -> Iterator[None]:
+    """Keep what the package logs inside the context, and write it to standard error at the end."""
+    logger, output = logging.getLogger("hf_slospec"), logging.StreamHandler()
+    output.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    kept = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, target=output)
+    logger.addHandler(kept)
+    try:
+        yield
+    finally:
+        logger.removeHandler(kept)
+        kept.close()  # writes them

@@ -162,9 +162,9 @@ SUMMARIZER = (1333, 444, 1946, 202, 234, 1508)
 TOOLLLM = (690, 356, 2131, 116, 66, 363)
 MIXES: dict[str, tuple[Kind, ...]] = {
     "adaserve": (
-        Kind("coding", 0.6, Length(150, 60, 1000), Length(206, 80, 256, 5), tpot_slo_s=0.036, priority=2),
+        Kind("coding", 0.6, Length(150, 60, 1000), Length(206, 80, 256, 5), tpot_slo_s=0.036),
         Kind("chat", 0.2, Length(250, 350, 2000), Length(206, 80, 256, 5), tpot_slo_s=0.050, priority=1),
-        Kind("summary", 0.2, Length(800, 300, 2000), Length(206, 80, 256, 5), tpot_slo_s=0.150),
+        Kind("summary", 0.2, Length(800, 300, 2000), Length(206, 80, 256, 5), tpot_slo_s=0.150, priority=2),
     ),
     "chatbot": (_slos_serve("chatbot", 1.0, 5.0, 0.1, *CHATBOT),),
     "coder": (_slos_serve("coder", 1.0, 5.0, 0.05, *CODER),),

@@ -17,6 +17,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.cpu.kernels import works
 from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.models.heads.loading import LOADING_ERRORS
+from hf_slospec.models.hub import hub_options, loading_hint
 from hf_slospec.models.machine import native_dtypes
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import inflate
@@ -64,25 +65,22 @@ def load_pair(
     torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
     if dtype not in DTYPES:
         raise InvalidInputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:  # torch without CUDA, or without that device's module
-        raise InvalidInputError(f"--device {device}: {error}") from error
-    if torch.device(device).type == "meta":
-        raise InvalidInputError("--device meta: its tensors have no data; choose another device")
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
     if target is not None:
         own = AutoModelForImageTextToText if images else AutoModelForCausalLM
         named: list[tuple[Any, str | None]] = [(own, target), (AutoModelForCausalLM, assistant)]
+        options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
         try:
-            tokenizer = AutoTokenizer.from_pretrained(target)
+            hub = {name: hub_options(name) for _, name in named if name is not None}
+            tokenizer = AutoTokenizer.from_pretrained(target, **hub[target])
             safe = {} if may_unpickle else {"use_safetensors": True}
             models = [
-                auto.from_pretrained(name, dtype=dtype, **safe).to(device) for auto, name in named if name is not None
+                auto.from_pretrained(name, dtype=dtype, **safe, **hub[name]).to(device)
+                for auto, name in named
+                if name is not None
             ]
         except LOADING_ERRORS as error:
-            options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
-            raise InvalidInputError(f"{options}: {error}") from error
+            raise InvalidInputError(f"{options}: {loading_hint(error, may_unpickle)}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return Pair(models[0], None if assistant is None else models[1], tokenizer)
     if size not in SIZES:

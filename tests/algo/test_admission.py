@@ -139,13 +139,13 @@ def test_a_slow_tier_lets_more_in() -> None:
 
 
 def test_priorities_are_lexicographic() -> None:
-    # The one of priority 1 fills the server; without it, all three others fit.
+    # The one of priority -1 fills the server; without it, all three others fit.
     small = [at(1.0, 8), at(1.5, 8), at(2.0, 8)]
-    assert admitted([*small, at(1.0, 32, priority=1)], toy_rate, (1,), AMPLE) == [0, 1, 2]  # 24 a second: too large
-    assert admitted([*small, at(1.0, 32, priority=1)], toy_rate, (0,), AMPLE) == [1, 2, 3]
-    # One of priority 1 fits, either of them: the one that leaves room for the third.
-    assert admitted([at(1.0, 20, priority=1), at(1.0, 16, priority=1), at(1.0, 14)], toy_rate, (0,), AMPLE) == [1, 2]
-    kv = [at(1.0, 0, 5, priority=1), at(1.0, 0, 4, priority=1), at(1.0, 0, 3, priority=0)]
+    assert admitted([*small, at(1.0, 32, priority=-1)], toy_rate, (1,), AMPLE) == [0, 1, 2]  # 24 a second: too large
+    assert admitted([*small, at(1.0, 32, priority=-1)], toy_rate, (0,), AMPLE) == [1, 2, 3]
+    # One of priority -1 fits, either of them: the one that leaves room for the third.
+    assert admitted([at(1.0, 20, priority=-1), at(1.0, 16, priority=-1), at(1.0, 14)], toy_rate, (0,), AMPLE) == [1, 2]
+    kv = [at(1.0, 0, 5, priority=-1), at(1.0, 0, 4, priority=-1), at(1.0, 0, 3, priority=0)]
     assert admitted(kv, toy_rate, (0,), 7) == [1, 2]
 
 
@@ -193,7 +193,7 @@ def test_many_candidates(num_priorities: int, num_sets: int) -> None:
         chosen = admitted(candidates, rate, (4, 4), kv_free)
         assert is_feasible(chosen, candidates, rate, (4, 4), kv_free)
         greedy: list[int] = []  # smallest first
-        for i in sorted(range(64), key=lambda i: (-candidates[i].priority, tokens[i])):
+        for i in sorted(range(64), key=lambda i: (candidates[i].priority, tokens[i])):
             greedy += [i] if is_feasible([*greedy, i], candidates, rate, (4, 4), kv_free) else []
         assert value(greedy, candidates) <= value(chosen, candidates) < value(range(64), candidates)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
@@ -23,9 +26,11 @@ from transformers import (
 from typer.testing import CliRunner, Result
 
 from hf_slospec import load_tiny_pair
+from hf_slospec.cli import benchmark, budget
 from hf_slospec.cli.app import app
+from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.check_prompts import BUILT_IN, image_inputs, read_prompts
-from hf_slospec.cli.model_check import EXACT, NEAR_TIES, REFUSED, WRONG, Comparison, Difference, verdict_of
+from hf_slospec.cli.model_check import EXACT, NEAR_TIES, REFUSED, WRONG, Comparison, Difference, ModelCheck, verdict_of
 from hf_slospec.models.sampling import StockSampler
 from tests.support.paths import ROOT
 
@@ -41,7 +46,9 @@ def prompts(tmp_path: Path) -> str:
 
 
 def check(*options: str) -> Result:
-    return RUN.invoke(app, ["check", *options, "--max-new-tokens", "8", "--config", '{"prepack": false}'])
+    return RUN.invoke(
+        app, ["check", *options, "--max-new-tokens", "8", "--config", '{"prepack": false}', "--seconds", "10000"]
+    )
 
 
 def rows(result: Result) -> dict[str, str]:
@@ -70,13 +77,73 @@ def test_the_script_checks_a_folder_by_prompt_lookup(
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "own")
     options = ["--prompts", prompts, "--max-new-tokens", "2", "--repeats", "0"]  # the dtype is that of the checkpoint
+    options += ["--seconds", "10000"]
     monkeypatch.setattr(sys, "argv", ["check_model.py", str(tmp_path / "own"), *options])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "scripts" / "check_model.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert end.value.code == 0
     assert out.startswith("### hf_slospec check: exact\n")
-    assert "| drafter | prompt lookup (lookup) |" in out and "| dtype | float32 |" in out and "speed" not in out
+    assert "| drafter | prompt lookup |" in out and "| dtype | float32 |" in out and "speed" not in out
+
+
+class Clock:
+    """A clock that goes on only while something is compared or timed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float):
+        self.now_s = 0.0
+        monkeypatch.setattr(budget, "clock", lambda: self.now_s)
+        monkeypatch.setattr(ModelCheck, "_measured_token_s", lambda own: seconds["token"])
+        for name in ("_report", "_compared"):
+            self._count(monkeypatch, ModelCheck, name, seconds["output"])
+        self._count(monkeypatch, benchmark.Bench, "time", seconds["timed"])
+        plain = benchmark.Bench.time
+        monkeypatch.setattr(  # repeats are planned by what the last one took
+            benchmark.Bench, "time", lambda *given: replace(plain(*given), seconds=seconds["timed"])
+        )
+
+    def _count(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float) -> None:
+        plain = getattr(owner, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            self.now_s += seconds
+            return plain(*given, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+
+def test_what_there_is_no_time_for_is_left_out_and_named(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 s: 2 outputs of 12 s within 25 s, then one of each kind, then 1 of 5 repeats of 4 calls of 6 s."""
+    clock = Clock(monkeypatch, token=0.05, output=12.0, timed=6.0)
+    result = RUN.invoke(app, ["check", "--dtype", "float32", "--prompts", prompts, "--config", '{"prepack": false}'])
+    assert result.exit_code == 0, result.output
+    found = rows(result)
+    assert found["new tokens"] == "at most 64 of every output"
+    assert found["greedy, one by one"] == "exact, 2 of 2 outputs equal; 1 left out for lack of time"
+    assert found["sampled, one by one"] == "exact, 1 of 1 outputs equal; 2 left out for lack of time"
+    assert found["greedy, left-padded batch of 4"] == "exact, 3 of 3 outputs equal"
+    assert found["greedy, batcher"] == "exact, 1 of 1 outputs equal; 2 left out for lack of time"
+    assert "median of 1, fewer for lack of time)" in found["speed, batch 1"]
+    assert clock.now_s <= 100 and found["time"] == f"{clock.now_s:.0f} s, with --seconds 100"
+
+
+def test_slow_models_get_fewer_tokens_and_no_speeds(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, token=0.2, output=25.0, timed=8.0)
+    result = RUN.invoke(app, ["check", "--dtype", "float32", "--prompts", prompts, "--config", '{"prepack": false}'])
+    found = rows(result)
+    assert found["new tokens"] == f"at most {int(100 / (0.2 * 28))} of every output"
+    assert found["greedy, one by one"].startswith("exact, 1 of 1") and found["speed"] == "left out for lack of time"
+    assert "for about 100 s at most (--seconds)" in result.stderr  # before it begins
+    assert "comparing: greedy, batcher (75 s)" in result.stderr  # lines, where there is no terminal
+
+
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "clock", lambda: 0.0)
+    output = io.StringIO()
+    screen = Console(file=output, force_terminal=True, width=100)
+    with progress_shown(screen, TimeBudget(30.0)) as show:
+        show("comparing", "(prompt 3)")
+    assert "comparing (prompt 3)" in output.getvalue() and "of at most about 30 s" in output.getvalue()
 
 
 def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from hf_slospec import __version__, load_tiny_pair
 from hf_slospec.cli import benchmark
 from hf_slospec.cli.app import app
+from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.tiny.embedded import FOLDER
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
@@ -102,7 +105,11 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--target", "somewhere"], "--assistant"),
+        (["--target", "./nowhere"], "--target ./nowhere: there is no folder ./nowhere"),
+        (
+            ["--target", "org/name"],
+            "--target org/name: org/name is neither a folder nor a repository",
+        ),
         (["--size", "7T"], "--size"),
         (["--top-p", "0.9"], "--temperature"),
         (["--config", '{"max_depht": 1}'], "max_depht: Extra inputs are not permitted  "),  # and no more
@@ -191,6 +198,52 @@ def test_generate_writes_the_text_to_the_output_and_figures_beside_it() -> None:
     assert "12 tokens" in result.stderr
     assert "SLO of 10000 ms met" in result.stderr
     assert "\x1b" not in result.output
+
+
+def test_what_is_logged_while_text_is_streamed_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = RequestHandle.__iter__
+
+    def noticed(self: RequestHandle) -> Iterator[str]:
+        for piece in plain(self):
+            logging.getLogger("hf_slospec.policies.auto").warning("a notice")
+            yield piece
+
+    monkeypatch.setattr(RequestHandle, "__iter__", noticed)
+    result = RUN.invoke(app, ["generate", TEXT, *FAST])
+    assert stock(TEXT) + "\nWARNING: a notice\n" in result.output
+    assert "6 M parameters, float32, on cpu" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "profile"])
+def test_a_target_alone_is_drafted_for_by_its_text(command: str, tmp_path: Path) -> None:
+    target, _, tokenizer = load_tiny_pair()
+    target.save_pretrained(tmp_path / "own")
+    tokenizer.save_pretrained(tmp_path / "own")
+    options = {
+        "generate": [TEXT, "--max-new-tokens", "12"],
+        "bench": ["--new-tokens", "4", "--repeats", "1", "--batch", "1"],
+        "profile": ["--seconds", "1", "--no-keep"],
+    }
+    result = RUN.invoke(app, [command, "--target", str(tmp_path / "own"), "--dtype", "float32", *options[command]])
+    assert result.exit_code == 0, result.output
+    assert "M parameters, float32, on cpu" in result.stderr and "drafts: prompt lookup" in result.stderr
+    assert command != "generate" or result.stdout == stock(TEXT) + "\n"
+
+
+def test_profile_measures_what_drafts(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "1", "--no-keep", "--json", str(path)]
+    result = RUN.invoke(app, ["profile", *options, "--drafter", "lookup+mtp"])
+    assert result.exit_code == 0, result.output
+    assert "measuring target and draft for at most about 2 s (--seconds)" in result.stderr  # before it begins
+    assert "measuring the draft (" in result.stderr
+    written = json.loads(path.read_text())
+    assert written["provenance"]["drafter"] == "prompt lookup + MTP layer" and set(written["results"]) == {
+        "target",
+        "draft",
+    }
+    for record in written["results"].values():
+        assert not {one["tokens"] for one in record["measured"]} & set(record["not_measured"])
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "mtp", "assistant", "lookup+mtp", "suffix+assistant"])

@@ -222,14 +222,30 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
     page.grows(place)
 
 
+def test_parts_of_cards_side_by_side_are_level(visit: Callable[..., Visit]) -> None:
+    """Whatever the name of a user, the state of the request and the words about it are."""
+    page = visit(viewport=dict(width=1000, height=900)).page
+    page.locator("#user-2 .card .text").wait_for()
+    tops = page.evaluate("""parts => {
+        document.querySelector('#user-0 h3').innerText = 'A name that is too long for one line of a card, and goes on';
+        document.querySelector('#user-1 .speed').innerHTML += ' and quite a few words more than a line has room for';
+        const top = (user, part) => document.querySelector(`#user-${user} ${part}`).getBoundingClientRect().y;
+        return parts.map(part => [0, 1, 2].map(user => top(user, part)));
+    }""", ["h3", ".verdict", ".speed", ".bar", ".text", ".figures"])  # fmt: skip
+    assert all(max(own) - min(own) < 2 for own in tops), tops
+
+
 @pytest.mark.parametrize("colors", ["light", "dark"])
 def test_it_fits_a_phone(visit: Callable[..., Visit], colors: str) -> None:
     page = visit(viewport=PHONE, color_scheme=colors, is_mobile=True, has_touch=True)
     page.writes("#user-0")
     width = page.page.evaluate("document.documentElement.scrollWidth")
     assert width <= PHONE["width"]
-    tops = [page.page.locator(place).bounding_box()["y"] for place in ("#own-request", "#own-card", "#user-0", "#add")]
-    assert tops == sorted(tops)  # one's own request before the others'
+    places = ("#user-0", "#user-1", "#own-request", "#own-card", "#policy", "#headline", "#add")
+    tops = [page.page.locator(place).bounding_box()["y"] for place in places]
+    assert max(tops[:2]) < min(tops[2:])  # the streams come first
+    text = page.page.locator("#user-0 .text").bounding_box()
+    assert text["y"] < PHONE["height"]  # the first stream is seen without scrolling
     page.shoot(f"phone-{colors}")
 
 

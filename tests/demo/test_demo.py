@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
-from hf_slospec.demo import cards
+from hf_slospec.demo import cards, layout
 from hf_slospec.demo.generator import POLICIES, LocalGenerator
 from hf_slospec.demo.highlight import HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
@@ -305,6 +306,27 @@ class TestCards:
 
     def test_an_empty_stage_has_a_headline(self, sessions: DemoSessions) -> None:
         assert "nothing is being decoded" in cards.headline(sessions.refresh("a"))
+
+
+def test_what_drafts_is_called_by_its_kind() -> None:
+    target, _, tokenizer = load_tiny_pair()
+    assert LocalGenerator(SLOSpecGenerator(target, tokenizer=tokenizer)).drafter == "prompt lookup"
+    assert "draft model" not in layout.INTRO + layout.LEGEND
+    assert "A drafter (prompt lookup) proposes" in layout.INTRO.format(drafter=" (prompt lookup)")
+
+
+def test_a_plan_that_fails_is_no_promise(sessions: DemoSessions) -> None:
+    sessions.add(PERSONAS[0], LONG)
+    view = at(until(sessions, lambda scene: at(scene, 0).metrics is not None and at(scene, 0).metrics.tokens > 2), 0)
+    assert view.metrics is not None
+    for guaranteed, tpot_slo_s, words in (
+        (True, 1e3, "planned for by the scheduler&nbsp;"),
+        (True, 1e-9, "planned for by the scheduler, and missed so far&nbsp;"),
+        (False, 1e-9, "not planned for: others' targets come first&nbsp;"),
+    ):
+        changes = {"guaranteed": guaranteed, "attained": tpot_slo_s > 1}
+        html = cards._figures(replace(view, metrics=replace(view.metrics, **changes)), 0.5)
+        assert f"speed target of this answer: {words}" in html
 
 
 def test_targets_are_chosen_by_what_plain_decoding_takes(generator: SLOSpecGenerator) -> None:

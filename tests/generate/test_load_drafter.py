@@ -18,8 +18,12 @@ from hf_slospec import (
     InvalidTypeError,
     SLOSpecGenerator,
     UnsupportedModelError,
+    disable,
+    enable,
     load_drafter,
+    load_tiny_pair,
 )
+from hf_slospec.generate.enable import decoder_of
 from hf_slospec.models.drafters.methods import DraftMethod, HeadMethod
 from tests.models.heads.checkpoints import GROUPED, HIDDEN, published_config, speculators_config, target_of, write
 from tests.support.feature_heads import DRAFTS_ALWAYS, FOLDERS, dflash_config, dflash_folder, eagle3_folder, mtp_folder
@@ -62,6 +66,49 @@ def test_every_kind(name: str, tmp_path: Path) -> None:
     method = load_drafter(source(tmp_path), target_of("llama"))
     assert repr(method) == f"<hf_slospec drafter: {kind}>"
     check(method, target_of("llama"))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_drafter_takes_every_kind_by_itself(name: str, tmp_path: Path) -> None:
+    """Without naming the target a second time."""
+    source, kind = SOURCES[name]
+    target, given = target_of("llama"), source(tmp_path)
+    given = Path(given) if name == "assistant" else given
+    ours = SLOSpecGenerator(target, drafter=given, config=DRAFTS_ALWAYS)
+    assert ours.decoder.speculator.method.kind == kind
+    assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
+    decoder = decoder_of(enable(target, drafter=given))
+    assert decoder is not None and decoder.speculator.method.kind == kind
+    disable(target)
+
+
+def test_from_pretrained_takes_names_folders_and_models(tmp_path: Path) -> None:
+    target, draft, tokenizer = load_tiny_pair()
+    for part in (target, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    for given, kind in {"lookup": "prompt lookup", str(tmp_path / "draft"): "assistant model"}.items():
+        ours = SLOSpecGenerator.from_pretrained(str(tmp_path / "target"), drafter=given)
+        assert ours.decoder.speculator.method.kind == kind
+    ours = SLOSpecGenerator.from_pretrained(str(tmp_path / "target"), drafter=["lookup", draft])
+    assert ours.decoder.speculator.method.kind == "prompt lookup + assistant model"
+
+
+@pytest.mark.parametrize("drafter", ["lokup", "mtp+lookup", 3, "./nowhere"])
+def test_bad_drafters_are_refused_before_the_target_is_loaded(drafter: Any, tmp_path: Path) -> None:
+    with pytest.raises((InvalidInputError, InvalidTypeError), match="drafter"):
+        SLOSpecGenerator.from_pretrained(str(tmp_path / "no such target"), drafter=drafter)
+
+
+@pytest.mark.parametrize("drafter", ["lokup", "lookup+", 3, object()])
+def test_bad_drafters_are_refused_before_the_target_is_tried(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_slospec.generate.decode.CheckedModel", None)
+    for refused in (
+        lambda: enable(target_of("llama"), drafter=drafter),
+        lambda: SLOSpecGenerator(target_of("llama"), drafter=drafter, fallback=True),
+    ):
+        with pytest.raises((InvalidInputError, InvalidTypeError), match="lookup, suffix, mtp"):
+            refused()
 
 
 def test_a_folder_with_a_plus_in_its_name(tmp_path: Path) -> None:
@@ -113,7 +160,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "nothing": (lambda folder: "", InvalidTypeError, "got ''"),
     "half": (lambda folder: "lookup+", InvalidTypeError, "got ''"),
     "none of them": (lambda folder: [], InvalidTypeError, r"got \[\]"),
-    "no folder": (lambda folder: str(folder / "missing"), InvalidInputError, "neither a folder nor a repository"),
+    "no folder": (lambda folder: str(folder / "missing"), InvalidInputError, "there is no folder .*by name are lookup"),
+    "no name": (lambda folder: "lokup", InvalidInputError, "lokup is neither a folder .*by name are lookup, suffix"),
+    "model named first": (lambda folder: "mtp+lookup", InvalidInputError, "before its last part"),
+    "object": (lambda folder: object(), InvalidTypeError, r"must be a name \(lookup.*methods 'draft'.*object"),
     "model first": (lambda folder: f"{eagle3_folder(folder)}+lookup", InvalidInputError, "before its last part"),
     "two models": (lambda folder: [tiny_model("llama"), tiny_model("llama")], InvalidInputError, "at most one part"),
     "long name": (lambda folder: "9" * 5000, InvalidInputError, "neither a folder nor a repository"),

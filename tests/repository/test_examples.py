@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,18 @@ def test_openai_client(capsys: pytest.CaptureFixture[str]) -> None:
     texts = {user: "".join(map(ast.literal_eval, own)) for user, own in pieces.items()}
     assert texts["copilot"][:8] == texts["summary"][:8] != ""  # one question, greedily; later tokens may be near ties
     assert re.search(r"^name='\w+' num_arguments=\d is_recursive=(True|False)$", said, re.MULTILINE)
+
+
+def test_openai_client_of_a_model_without_chat_template(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the default server is, which then gets prompts in place of messages."""
+    plain = subprocess.Popen
+    monkeypatch.setattr(
+        openai_client.subprocess, "Popen", lambda command, **options: plain(command[:-2], **options)
+    )  # without --chat-template
+    openai_client.main(["--size", "tiny", "--new-tokens", "8", "--slo-tpot", "100"])
+    assert list(rows_of(capsys.readouterr().out)) == ["completion", *openai_client.USERS]
 
 
 def test_a_table_of_ngrams_expects_what_it_has_read() -> None:

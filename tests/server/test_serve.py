@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,9 +15,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from hf_slospec import SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
+from hf_slospec.server.serve import ServeOptions, welcome
+from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.tiny.embedded import FOLDER
 
 START_S = 240.0
 
@@ -26,7 +33,8 @@ START_S = 240.0
         (["--host", "0.0.0.0"], "--no-api-key"),
         (["--chat-template", "/no/such/file"], "--chat-template"),
         (["--default-slo-tpot", "-1"], "default_tpot"),
-        (["--target", "./nowhere"], "--assistant"),
+        (["--target", "./nowhere"], "--target ./nowhere: there is no folder ./nowhere"),
+        (["--target", "pickled", "--drafter", "lookup"], "need --allow-pickle"),
         (["--share-texts"], "--drafter suffix"),
         (["--images"], "--target"),
         (["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"], "--replicas"),
@@ -44,9 +52,34 @@ def test_what_is_refused_before_it_listens(
     Path("keys.json").write_text('{"key": {"strictest_tpot": -1}}')
     Path("pickled").mkdir()
     Path("pickled/pytorch_model.bin").write_bytes(b"")
+    LlamaConfig().save_pretrained("pickled")
+    PreTrainedTokenizerFast.from_pretrained(FOLDER / "tokenizer").save_pretrained("pickled")
     Path("template.json").write_text('{"fields": 3}')
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", *options])
     assert result.exit_code == 2 and said in result.output
+
+
+@pytest.mark.parametrize(("is_chat", "is_guarded"), [(True, False), (False, True)])
+def test_the_welcome_names_device_dtype_and_a_request_of_the_right_kind(is_chat: bool, is_guarded: bool) -> None:
+    target, _, tokenizer = load_tiny_pair()
+    tokenizer.chat_template = "{{ messages }}" if is_chat else None
+    options = ServeOptions(ModelOptions(str(FOLDER / "target")))
+    assert options.name == "target"  # not the path
+    generator = SLOSpecGenerator(target, tokenizer=tokenizer)
+    said = dict(line.split(maxsplit=1) for line in welcome(options, options.name, generator, is_guarded).splitlines())
+    assert said["model"].startswith("target: 6 M parameters, float32, on cpu") and said["drafter"] == "prompt lookup"
+    curl = shlex.split(said["curl"])
+    body = json.loads(curl[-1])
+    assert body["model"] == "target" and body["slo_tpot"] > 0
+    assert curl[1] == "http://127.0.0.1:8000/v1/" + ("chat/completions" if is_chat else "completions")
+    assert is_guarded is ("Authorization: Bearer $KEY" in curl)
+    if is_chat:
+        assert body["messages"] == [{"role": "user", "content": "Write a short poem about the sea."}]
+    else:
+        assert body["prompt"] == "Once upon a time,"
+    kind = "chat.completions" if is_chat else "completions"
+    ast.parse(said["Python"])
+    assert f".{kind}.create(model='target', " in said["Python"]
 
 
 def free_port() -> int:
@@ -81,7 +114,7 @@ def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     said = log.read_text()
-    assert "draft    prompt lookup + MTP layer, " in said
+    assert "drafter  prompt lookup + MTP layer, " in said
     assert f"http://127.0.0.1:{port}/v1" in said and "API key required" in said and "secret-key" not in said
 
 

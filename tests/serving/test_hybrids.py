@@ -88,7 +88,7 @@ def test_requests_of_the_batcher_are_decoded_as_alone(family: str, draft: str) -
     expected = [alone(target, ids, max_new_tokens=30, eos_token_id=None) for ids in prompts]
     with SLOSpecGenerator(target, drafter, config=config) as generator:
         handles = [generator.submit(ids, max_new_tokens=30, eos_token_id=None) for ids in prompts]
-        urgent = generator.submit(prompts[1], max_new_tokens=30, eos_token_id=None, priority=5)
+        urgent = generator.submit(prompts[1], max_new_tokens=30, eos_token_id=None, priority=-5)
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
         assert urgent.result(WAIT_S).token_ids == expected[1]
         stats = generator.stats()

@@ -10,6 +10,7 @@ import pytest
 from hf_slospec import MissingExtraError, SLOSpecConfig
 from hf_slospec.models.drafters.methods import AssistantMethod, HybridMethod, SuffixMethod
 from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.tiny.embedded import FOLDER
 
 KINDS = {
     None: "assistant model",
@@ -28,6 +29,13 @@ def test_names_mean_those_of_the_embedded_target(drafter: str | None) -> None:
     method: Any = options.method(pair)
     assert method.kind == KINDS[drafter]
     assert not isinstance(method, AssistantMethod) or method.assistant is pair.draft
+
+
+def test_a_target_alone_is_drafted_for_by_its_own_text() -> None:
+    folder = str(FOLDER / "target")
+    assert ModelOptions(folder).parts == ["lookup"] and ModelOptions(folder, "org/draft").parts == ["assistant"]
+    assert ModelOptions(folder).name == "target" and ModelOptions("org/name").name == "org/name"
+    assert ModelOptions().parts == ["assistant"]
 
 
 def test_texts_are_shared_only_on_demand() -> None:

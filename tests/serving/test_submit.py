@@ -50,7 +50,7 @@ def test_mixed_requests_give_what_generate_gives_for_each_alone(
     for prompt, options in zip(PROMPTS, MIXED, strict=True):
         expected.append(alone(pair, prompt, **copy.deepcopy(options)))
     tight, hopeless = dict(slo_tpot=0.05, slo_ttft=5.0), dict(slo_tpot=1e-9)
-    promises: list[dict[str, Any]] = [tight, dict(), dict(best_effort=True), hopeless, dict(priority=3)]
+    promises: list[dict[str, Any]] = [tight, dict(), dict(best_effort=True), hopeless, dict(priority=-3)]
     handles = [
         served.submit(prompt, **options, **promises[index % len(promises)])
         for index, (prompt, options) in enumerate(zip(PROMPTS, MIXED, strict=True))

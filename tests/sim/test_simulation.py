@@ -159,8 +159,8 @@ def test_chunked_prefill_never_exceeds_its_budget_in_a_mixed_step() -> None:
     assert max(sum(p.nodes for p in event.decoding) + event.prefill_tokens for event in mixed) == 64
 
 
-def test_higher_priorities_take_the_room_of_lower_ones() -> None:
-    jobs = [Job(0.0, 10, 50, 1.0, priority=0), Job(0.5, 10, 5, 1.0, priority=1)]
+def test_lower_priorities_take_the_room_of_higher_ones() -> None:
+    jobs = [Job(0.0, 10, 50, 1.0, priority=0), Job(0.5, 10, 5, 1.0, priority=-1)]
     for system, is_first in (("vllm-priority", 1), ("vllm", 0)):
         run = Watched(jobs, f'{system} {{"max_batch": 1}}').run()
         assert min(run.outcomes, key=lambda outcome: outcome.finish_s).index == is_first

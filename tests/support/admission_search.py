@@ -52,9 +52,9 @@ def is_feasible(
 
 
 def value(chosen: Iterable[int], candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """Accepted candidates by priority, the highest first."""
+    """Accepted candidates by priority, the lowest first."""
     accepted = [candidates[i].priority for i in chosen]
-    return tuple(accepted.count(priority) for priority in sorted({c.priority for c in candidates}, reverse=True))
+    return tuple(accepted.count(priority) for priority in sorted({c.priority for c in candidates}))
 
 
 def feasible_sets(

@@ -55,7 +55,7 @@ class PlainScheduler(ContinuousScheduler):
             return False
         kv_free = min(self.room.slots, self.room.own) - self._held(unmovable)
         found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
-        found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
+        found.sort(key=lambda request: (request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
             request.is_guaranteed, request.is_best_effort = True, False
             self._undecided.remove(request)

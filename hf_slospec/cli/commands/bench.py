@@ -26,7 +26,6 @@ from hf_slospec.cli.options import (
 )
 from hf_slospec.engine.chrome_trace import write_chrome_trace
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.sim.texts import Recording
 
 
 def bench(
@@ -35,7 +34,7 @@ def bench(
     drafter: Drafter = None,
     size: Size = "0.6B",
     dtype: DType = "fast",
-    device: Device = "cpu",
+    device: Device = "auto",
     batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of every row.")] = 96,
@@ -61,7 +60,8 @@ def bench(
     Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
     from hf_slospec.cli import benchmark
-    from hf_slospec.serving.loading import ModelOptions
+    from hf_slospec.serving.loading import ModelOptions, size_and_place
+    from hf_slospec.sim.texts import Recording
     from hf_slospec.tiny.embedded import tiny_prompts
 
     check_outputs(None, trace, record, json_path)
@@ -75,9 +75,11 @@ def bench(
             raise InvalidInputError("--record has no draft model whose probabilities to write; give --assistant")
         models = options.load()
         method = options.method(models)
+        where = size_and_place(models.target)
+    typer.echo(f"{options.name}: {where}; drafts: {method.kind}", err=True)
     facts = benchmark.provenance(
         target=target or f"embedded, {size}", assistant="embedded" if target is None else assistant,
-        drafter=method.kind, dtype=str(models.target.dtype), device=device,
+        drafter=method.kind, dtype=str(models.target.dtype), device=str(models.target.device),
         parameters=[model.num_parameters() for model in models[:2] if model is not None], prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, repeats=repeats,
         sampling=sampling, config=settings.model_dump(),

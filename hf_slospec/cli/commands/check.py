@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from hf_slospec import __version__
+from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.options import Assistant, ConfigJSON, Device, Drafter, DType, Size, settings_of, usage_errors
 from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
 from hf_slospec.serving.log_level import only_errors_logged
@@ -28,20 +29,27 @@ def check(
     drafter: Drafter = None,
     size: Size = "tiny",
     dtype: DType = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts, one per line, or a list of texts in a .json file. Default: 20 texts.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum new tokens of every output.")] = 64,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Maximum new tokens of every output. Default: 64, or fewer where the model is slow."),
+    ] = None,
     images: Annotated[bool, typer.Option("--images", help="Also compare prompts with pictures.")] = False,
-    repeats: Annotated[int, typer.Option(min=0, help="Repeats of the measurement of speed. 0: none.")] = 5,
+    repeats: Annotated[int, typer.Option(min=0, help="Repeats of the measurement of speed, at most. 0: none.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Time for all of it; what it is too short for is left out.")
+    ] = 100.0,
     config: ConfigJSON = "{}",
 ) -> None:
     """Compare a model with stock generate: tokens, speed and K/V. The report is Markdown, to paste into an issue.
 
     The verdict is exact, near ties only (outputs differ where rounding decides between two tokens), WRONG, or refused
     with the reason. TARGET without a way to draft is checked with prompt lookup. The tokens are compared with a tree in
-    every step, speed is measured with the default policy.
+    every step, speed is measured with the default policy. At least one output of each kind of call is compared, more as
+    long as there is time; the report says what was left out.
 
     Example:  hf_slospec check org/name --assistant org/draft --dtype float32
 
@@ -49,47 +57,42 @@ def check(
     """
     from hf_slospec.cli.check_prompts import image_inputs, read_prompts
     from hf_slospec.cli.model_check import REFUSED, WRONG, ModelCheck, verdict_of
-    from hf_slospec.serving.loading import ModelOptions
+    from hf_slospec.serving.loading import ModelOptions, size_and_place
 
-    settings, err = settings_of(config), Console(stderr=True)
-    if target is not None and assistant is None and drafter is None:
-        drafter = "lookup"
-    with usage_errors(), only_errors_logged():
+    budget, settings, err = TimeBudget(seconds), settings_of(config), Console(stderr=True, soft_wrap=True)
+    with usage_errors(), only_errors_logged(), progress_shown(err, budget) as show:
         texts = read_prompts(prompts)
         options = ModelOptions(target, assistant, drafter, size, dtype, device, images=images)
-        with err.status("loading"):
-            pair = options.load()
-            pictures = list(image_inputs(str(target), pair.target.device)) if images else None
-        facts = _facts(target or f"embedded, {size}", pair.target, device)
+        show(f"checking {options.name}, for about {seconds:g} s at most (--seconds); loading")
+        pair = options.load()
+        pictures = list(image_inputs(str(target), pair.target.device)) if images else None
+        facts = _facts(target or f"embedded, {size}", pair.target)
+        show(f"{size_and_place(pair.target)}; {len(texts)} prompts")
         try:
-            with err.status("checking the model"):
-                method = options.method(pair)
-                facts["drafter"] = method.kind + (f" ({assistant or drafter})" if assistant or drafter else "")
-                model = ModelCheck(pair, method, texts, max_new_tokens, settings, pictures)
+            method = options.method(pair)
+            facts["drafter"] = method.kind + (f" ({named})" if (named := assistant or drafter) else "")
+            model = ModelCheck(pair, method, texts, max_new_tokens, settings, budget, show, pictures)
         except (UnsupportedModelError, IncompatibleDraftError) as error:
             _print(f"{REFUSED}: {_line(error)}", facts)
             return
-        comparisons = []
-        with err.status("comparing") as status:
-            for comparison in model.comparisons():
-                comparisons.append(comparison)
-                status.update(f"comparing ({comparison.name}: {comparison.verdict})")
+        comparisons = list(model.comparisons())
         verdict = verdict_of(comparisons)
+        facts["new tokens"] = f"at most {model.new_tokens} of every output"
         facts |= {comparison.name: _outcome(comparison) for comparison in comparisons}
         facts["K/V"] = _memory(model)
         if repeats and verdict not in (WRONG, REFUSED):
-            with err.status("measuring speed"):
-                facts |= _speed(model.speed(repeats), repeats)
+            facts |= _speed(model.speed(repeats), repeats)
+    facts["time"] = f"{budget.elapsed_s:.0f} s, with --seconds {seconds:g}"
     _print(_headline(verdict, comparisons), facts)
     if verdict == WRONG:
         raise typer.Exit(1)
 
 
-def _facts(name: str, target: Any, device: str) -> dict[str, str]:
-    from hf_slospec.cli.benchmark import provenance
+def _facts(name: str, target: Any) -> dict[str, str]:
+    from hf_slospec.cli import benchmark
 
-    own = provenance()
-    machine = f"{own['gpu'] if device != 'cpu' else own['cpu']}, {own['isa']}, {own['threads']} threads"
+    own, device = benchmark.provenance(), target.device.type
+    machine = f"{device}: {own['cpu' if device == 'cpu' else 'gpu']}, {own['isa']}, {own['threads']} threads"
     return {
         "model": f"{name}: {type(target).__name__}, {target.num_parameters() / 1e6:.1f} M parameters",
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -109,6 +112,8 @@ def _outcome(comparison: Comparison) -> str:
     parts += [str(difference) for difference in differences[:MAX_SHOWN]]
     if (more := len(differences) - MAX_SHOWN) > 0:
         parts.append(f"and {more} more")
+    if comparison.left_out:
+        parts.append(f"{comparison.left_out} left out for lack of time")
     return "; ".join(parts)
 
 
@@ -120,16 +125,18 @@ def _memory(model: ModelCheck) -> str:
 
 
 def _speed(rows: list[dict[str, Any]], repeats: int) -> dict[str, str]:
-    from hf_slospec.cli.benchmark import OURS, PLAIN
+    from hf_slospec.cli import benchmark
 
-    stock = {row["batch"]: row["tokens_per_s"] for row in rows if row["name"] == PLAIN}
+    if not rows:
+        return {"speed": "left out for lack of time"}
+    stock = {row["batch"]: row["tokens_per_s"] for row in rows if row["name"] == benchmark.PLAIN}
     found = {}
     for row in rows:
-        if row["name"] == OURS:
+        if row["name"] == benchmark.OURS:
             ratios, length = row["speedup_per_repeat"], row["acceptance_length"]
             found[f"speed, batch {row['batch']}"] = (
                 f"{row['speedup_vs_generate']:.2f}x stock ({min(ratios):.2f} to {max(ratios):.2f}, "
-                f"median of {repeats}); "
+                f"median of {len(ratios)}{', fewer for lack of time' if len(ratios) < repeats else ''}); "
                 f"{row['tokens_per_s']:.1f} and {stock[row['batch']]:.1f} tokens/s"
                 + (f"; {length:.2f} tokens per step" if length else "")
             )

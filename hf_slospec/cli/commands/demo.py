@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
-from hf_slospec.demo.personas import SIZE
+from hf_slospec.demo import SIZE
 from hf_slospec.extras import need
 
 LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options of models in this process
@@ -21,7 +21,7 @@ def demo(
     drafter: Drafter = None,
     size: Size = SIZE,
     dtype: DType = "fast",
-    device: Device = "cpu",
+    device: Device = "auto",
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
     ] = None,

@@ -22,10 +22,11 @@ from hf_slospec.cli.options import (
     check_outputs,
     settings_of,
 )
-from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import InvalidInputError, SLOSpecError
+from hf_slospec.serving.log_level import logged_afterwards
 
 if TYPE_CHECKING:
+    from hf_slospec.engine.request import RequestMetrics
     from hf_slospec.serving.handle import RequestHandle, RequestResult
 
 FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a usage error
@@ -51,7 +52,7 @@ def generate(
     drafter: Drafter = None,
     size: Size = "tiny",
     dtype: DType = "fast",
-    device: Device = "cpu",
+    device: Device = "auto",
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
@@ -72,7 +73,7 @@ def generate(
 
     Exit codes: 0 finished, 1 failed, 2 usage error, 3 SLO missed (with --strict), 130 interrupted.
     """
-    from hf_slospec.serving.loading import ModelOptions
+    from hf_slospec.serving.loading import ModelOptions, size_and_place
 
     check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
     text, settings = _prompt(prompt, file), settings_of(config)
@@ -82,9 +83,11 @@ def generate(
     arguments = dict(slo_tpot=slo_tpot, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stop or None, **sampling)
     console = Console(stderr=True)
     try:
-        with console.status("measuring the speed of the models (stored for later runs)"):
+        with console.status("loading, and measuring the speed of the models (stored for later runs)"):
             generator = ModelOptions(target, assistant, drafter, size, dtype, device).generator(settings).start()
-        with generator:
+        facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
+        console.print(facts, style="dim", highlight=False, soft_wrap=True)
+        with generator, logged_afterwards():  # not within the text
             handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
             result = _streamed(handle, is_shown=json_path != "-")
     except InvalidInputError as error:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.options import (
     Assistant,
     Device,
+    Drafter,
     DType,
     ResultPath,
     Size,
@@ -24,9 +27,10 @@ from hf_slospec.cli.options import (
 def profile(
     target: TargetModel = None,
     assistant: Assistant = None,
+    drafter: Drafter = None,
     size: Size = "0.6B",
     dtype: DType = "fast",
-    device: Device = "cpu",
+    device: Device = "auto",
     seconds: Annotated[float, typer.Option(min=1.0, help="Duration of the measurement of each model.")] = 30.0,
     plot: Annotated[Path | None, typer.Option(help="Plot the measured curves to this PNG.")] = None,
     json_path: ResultPath = None,
@@ -34,18 +38,28 @@ def profile(
         bool, typer.Option(help="Store the result, which later runs use in place of a shorter measurement.")
     ] = True,
 ) -> None:
-    """Measure the latencies of both models' forwards on this machine, and the error of the fit at other sizes.
+    """Measure the latencies of forwards on this machine, of the target and of a model that drafts, and the fit's error.
 
     Example:  hf_slospec profile --size 0.3B --seconds 20 --plot curves.png
     """
     from hf_slospec.cli import benchmark, profiling
-    from hf_slospec.serving.loading import ModelOptions
+    from hf_slospec.serving.generator import SLOSpecGenerator
+    from hf_slospec.serving.loading import ModelOptions, size_and_place
 
     check_outputs(plot, json_path)
+    err = Console(stderr=True, soft_wrap=True)
     with usage_errors():
-        pair = ModelOptions(target, assistant, size=size, dtype=dtype, device=device).load()
-    models = {"target": pair.target, "draft": pair.draft}
-    records = {name: profiling.profile(name, model, seconds, keep) for name, model in models.items()}
+        options = ModelOptions(target, assistant, drafter, size, dtype, device)
+        with err.status("loading"):
+            pair = options.load()
+            method = options.method(pair)
+            speculator = SLOSpecGenerator(pair.target, drafter=method).decoder.speculator
+    models = dict(zip(("target", "draft"), speculator.models, strict=False))
+    total_s = seconds * len(models)
+    err.print(f"{options.name}: {size_and_place(pair.target)}; drafts: {method.kind}", highlight=False)
+    err.print(f"measuring {' and '.join(models)} for at most about {total_s:.0f} s (--seconds)", highlight=False)
+    with progress_shown(err, TimeBudget(total_s)) as show:
+        records = {name: profiling.profile(name, packed, seconds, keep, show) for name, packed in models.items()}
     output = console()
     for name, record in records.items():
         output.print(profiling.table(name, record))
@@ -53,6 +67,8 @@ def profile(
         profiling.draw(records, plot)
         output.print(f"plotted to {plot}")
     if json_path is not None:
-        facts = benchmark.provenance(target=target or f"embedded, {size}", assistant=assistant or "embedded",
-                                     dtype=str(models["target"].dtype), device=device, seconds=seconds)  # fmt: skip
+        facts = benchmark.provenance(
+            target=target or f"embedded, {size}", drafter=method.kind, dtype=str(pair.target.dtype),
+            device=str(pair.target.device), seconds=seconds,
+        )  # fmt: skip
         write_results(json_path, facts, records)

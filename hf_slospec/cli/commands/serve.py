@@ -41,7 +41,7 @@ def serve(
     ] = False,
     size: Size = "tiny",
     dtype: DType = "fast",
-    device: Device = "cpu",
+    device: Device = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="Default: the name of the target.")] = None,
@@ -67,7 +67,13 @@ def serve(
     metrics_prefix: Annotated[
         str, typer.Option(help="Of the names at /metrics; tools for vLLM look for vllm:.")
     ] = "hf_slospec:",
-    root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the server.")] = "",
+    root_path: Annotated[
+        str,
+        typer.Option(
+            help="Path under which a proxy shows the server; the proxy strips it: with /llm, /llm/v1/models arrives as "
+            "/v1/models."
+        ),
+    ] = "",
     default_slo_tpot: Annotated[float | None, typer.Option(help="SLO of requests without one, in seconds.")] = None,
     strictest_slo_tpot: Annotated[
         float | None, typer.Option(help="Stricter SLOs are refused, in seconds per token.")

@@ -15,7 +15,7 @@ from hf_slospec.engine.request import Request
 
 MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
 MAX_CANDIDATES = 16  # requests of one decision, those with the earliest deadlines
-MAX_PRIORITIES = 3  # distinct priorities of one decision, the highest ones
+MAX_PRIORITIES = 3  # distinct priorities of one decision, the lowest ones
 MAX_CHAIN = 8
 MAX_STEP = 1024  # tokens
 MARGIN = 0.85  # share of each SLO that is planned with, because the tokens per step vary
@@ -71,8 +71,8 @@ def guaranteeable(
     possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
     candidates = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in (*candidates, *guaranteed)])
-    priorities = sorted({request.priority for request in (*candidates, *guaranteed)}, reverse=True)
-    rank = {priority: -min(place, MAX_PRIORITIES - 1) for place, priority in enumerate(priorities)}
+    priorities = sorted({request.priority for request in (*candidates, *guaranteed)})
+    rank = {priority: min(place, MAX_PRIORITIES - 1) for place, priority in enumerate(priorities)}
 
     def tier_of(request: Request) -> int:
         """Return the loosest tier that is not looser than the request's SLO, so that the SLO is met."""

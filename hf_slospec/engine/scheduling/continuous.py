@@ -213,7 +213,7 @@ class ContinuousScheduler:
             return False
         kv_free = min(self.room.slots, self.room.own) - self._held(unmovable)  # a loan may end before they enter
         found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
-        found.sort(key=lambda request: (-request.priority, prefill_deadline_s(request)))
+        found.sort(key=lambda request: (request.priority, prefill_deadline_s(request)))
         for request in found[:places]:
             request.is_guaranteed, request.is_best_effort = True, False
             self._undecided.remove(request)
@@ -252,11 +252,11 @@ class ContinuousScheduler:
         due_s, waiting_since_s = prefill_deadline_s(request), self._waiting_since.get(request)
         came_s = request.arrived_s if waiting_since_s is None else waiting_since_s
         if waiting_since_s is not None and now_s >= came_s + self.limits.starvation_s:
-            return STARVING, -request.priority, came_s, request.index
+            return STARVING, request.priority, came_s, request.index
         if request.is_guaranteed:
-            return 1, -request.priority, due_s if self.admission in ("slo", "edf") else came_s, came_s, request.index
+            return 1, request.priority, due_s if self.admission in ("slo", "edf") else came_s, came_s, request.index
         is_too_late = not request.num_emitted and now_s > due_s
-        return LAST_RANK, -request.priority, is_too_late, came_s, request.index
+        return LAST_RANK, request.priority, is_too_late, came_s, request.index
 
     def _next_rank_s(self, request: Request, now_s: float) -> float:
         """Return when the rank of a waiting request changes; inf if it does not any more."""
@@ -280,11 +280,11 @@ class ContinuousScheduler:
                 places, slots = places + 1, slots + self._kv_needed(spare[count])
         return None
 
-    def _spare(self, priority: float = -math.inf) -> list[Request]:
+    def _spare(self, priority: float = math.inf) -> list[Request]:
         """Return the running requests that one of this priority may preempt, in the order of preemption."""
-        lower = priority if self.admission == "priority" else -math.inf
-        spare = [r for r in self.running if (r.is_best_effort or r.priority < lower) and r not in self._protected]
-        return sorted(spare, key=lambda request: (request.priority, -request.arrived_s, -request.index))
+        limit = priority if self.admission == "priority" else math.inf
+        spare = [r for r in self.running if (r.is_best_effort or r.priority > limit) and r not in self._protected]
+        return sorted(spare, key=lambda request: (-request.priority, -request.arrived_s, -request.index))
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""

@@ -320,12 +320,3 @@ class OwnMethod(DraftMethod):
 def assistant_method(model: Any) -> DraftMethod:
     """Return the way to draft with an assistant model."""
     return Gemma4Method(model) if model.config.model_type in GEMMA4_ASSISTANTS else AssistantMethod(model)
-
-
-def method_of(assistant_model: Any | None, drafter: Drafter | DraftMethod | None) -> DraftMethod:
-    """Return the way to draft that was asked for; without any, prompt lookup."""
-    if assistant_model is not None:
-        return assistant_method(assistant_model)
-    if drafter is None:
-        return LookupMethod()
-    return drafter if isinstance(drafter, DraftMethod) else OwnMethod(drafter)

@@ -25,6 +25,7 @@ from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
 from hf_slospec.models.heads.head import DraftHead, own_modules
 from hf_slospec.models.heads.mtp import MtpHead, ShippedMtpHead
+from hf_slospec.models.hub import hub_options
 
 # There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
 LOADING_ERRORS = (
@@ -120,8 +121,9 @@ def open_checkpoint(source: str) -> Checkpoint:
     """Return the checkpoint in a folder, or else in the Hub repository of this name; read no tensor."""
     folder = Path(source)
     if not os.path.isdir(source):
+        options = hub_options(source)
         try:
-            folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+            folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], **options))
         except (OSError, ValueError) as error:
             raise InvalidInputError(
                 f"{source!r} is neither a folder nor a repository that can be read: {error}"

@@ -13,7 +13,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.server.app import PREFIX_PATTERN, ServerSettings
 from hf_slospec.server.orders import SLOLimits
-from hf_slospec.server.serve import EMBEDDED
+from hf_slospec.serving.devices import AUTO
 from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.telemetry import PREFIX
 from hf_slospec.tiny.load import DTYPES
@@ -28,12 +28,12 @@ class ReplicaOptions(InputModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     target: str | None = Field(None, description="A model from the Hub or a folder. None: the embedded target.")
-    assistant: str | None = Field(None, description="Its draft model; target needs it, or drafter.")
+    assistant: str | None = Field(None, description="Its draft model; without one, and without drafter: prompt lookup.")
     drafter: str | None = Field(None, description="What drafts, in place of a draft model; see load_drafter.")
     share_texts: bool = Field(False, description="Suffix trees hold other requests' outputs of the same cache_salt.")
     size: str = Field("tiny", description="Of the embedded target: tiny, 0.1B, ...")
     dtype: str = "fast"
-    device: str = "cpu"
+    device: str = Field(AUTO, description="auto: CUDA where the replica has a GPU, see gpus, else the CPU.")
     allow_pickle: bool = Field(False, description="Load weights that are not safetensors; such files may run code.")
     chat_template: str | None = Field(None, description="A chat template (Jinja) in place of the tokenizer's.")
     response_template: dict[str, Any] | None = None
@@ -82,7 +82,8 @@ class ReplicaOptions(InputModel):
     @classmethod
     def _is_device(cls, device: str) -> str:
         try:
-            torch.device(device)  # which this process need not have
+            if device != AUTO:
+                torch.device(device)  # which this process need not have
         except RuntimeError as error:
             raise ValueError(str(error).partition("\n")[0]) from error
         return device
@@ -121,7 +122,7 @@ class ReplicaOptions(InputModel):
     @property
     def name(self) -> str:
         """Name of the model."""
-        return self.model_name or self.target or EMBEDDED
+        return self.model_name or self.models.name
 
     @property
     def settings(self) -> ServerSettings:

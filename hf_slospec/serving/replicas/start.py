@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -15,11 +14,13 @@ from contextlib import contextmanager
 
 import ray
 from ray import serve
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_slospec.errors import InvalidInputError, NotRunningError
 from hf_slospec.models.cpu.threads import available_cores
-from hf_slospec.server.serve import ServeOptions
+from hf_slospec.models.heads.loading import LOADING_ERRORS
+from hf_slospec.models.hub import hub_options
+from hf_slospec.server.serve import ServeOptions, requests_to_try
 from hf_slospec.serving.replicas.application import app
 from hf_slospec.serving.replicas.options import MODEL_OPTIONS, ReplicaOptions
 
@@ -91,7 +92,7 @@ def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
     for name in (options.target, options.assistant):
         if name is not None:
             try:
-                AutoConfig.from_pretrained(name)
+                AutoConfig.from_pretrained(name, **hub_options(name))
             except (OSError, ValueError) as error:
                 raise InvalidInputError(f"{name}: {error}") from error
     options.models.check_drafter()
@@ -102,6 +103,16 @@ def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
             listener.bind((host, port))
         except OSError as error:
             raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+
+
+def _is_chat(options: ReplicaOptions) -> bool:
+    """Return whether the model has a chat template, as far as can be told here."""
+    if options.chat_template is not None or options.target is None:
+        return options.chat_template is not None
+    try:
+        return AutoTokenizer.from_pretrained(options.target, local_files_only=True).chat_template is not None
+    except LOADING_ERRORS:  # the cluster has it elsewhere
+        return False
 
 
 def _join_or_start(options: ReplicaOptions) -> str | None:
@@ -135,8 +146,8 @@ def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], No
     where = os.environ.get("RAY_ADDRESS", "a local Ray")
     say(f"starting {replicas} replicas of {own.name} on {where}; this takes a minute")
     with served(own, options.host, options.port, options.root_path) as url:
-        body = json.dumps({"model": own.name, "prompt": "def main():", "max_tokens": 32, "slo_tpot": 0.1})
-        say(f"address  {url}/v1\ncurl     curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+        lines = requests_to_try(f"{url}/v1", own.name, _is_chat(own), own.target is None, 0.1, bool(own.api_keys))
+        say("\n".join((f"address  {url}/v1", *lines)))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
         ended.wait()

@@ -164,9 +164,9 @@ def test_earliest_deadlines_first_or_in_order_of_arrival() -> None:
         assert [event.requests[0].index for event in served.events if event.is_prefill] == expected
 
 
-def test_higher_priority_goes_first() -> None:
+def test_lower_priority_goes_first() -> None:
     served = Served(Limits(1, 10**6, 4, 8, 1e9))
-    for index, priority in enumerate((0, 5, 1)):
+    for index, priority in enumerate((0, -5, -1)):
         served.add(index, priority=priority)
     served.run()
     assert [event.requests[0].index for event in served.events if event.is_prefill] == [1, 2, 0]
@@ -367,13 +367,13 @@ def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted:
 
 def test_a_starving_guaranteed_request_is_not_preempted_as_soon_as_it_has_room() -> None:
     served = Served(Limits(1, 10**6, 4, 8, starvation_s=2.0), "priority")
-    first = served.add(0, new=3, ttft_slo_s=1e3, priority=2)
+    first = served.add(0, new=3, ttft_slo_s=1e3, priority=-2)
     served.step()
     starving, urgent = served.add(1, ttft_slo_s=1e3), None
     while not first.is_finished:
         served.step()
         if served.clock.now_s >= 2.0 and urgent is None:
-            urgent = served.add(2, ttft_slo_s=1e3, priority=1)
+            urgent = served.add(2, ttft_slo_s=1e3, priority=-1)
     served.run()
     assert starving.num_preempted == 0
     assert urgent is not None and urgent.is_finished

@@ -18,7 +18,13 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import kernel_choice
-from hf_slospec.models.drafters.methods import AssistantMethod, Gemma4Method, HybridMethod, LookupMethod, method_of
+from hf_slospec.models.drafters.methods import (
+    AssistantMethod,
+    Gemma4Method,
+    HybridMethod,
+    LookupMethod,
+    assistant_method,
+)
 from hf_slospec.models.drafters.shared_kv import SharedKVDrafter, cached_layers
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.packed import PackedModel
@@ -244,9 +250,9 @@ def test_levels_have_a_cost_which_steps_correct() -> None:
 
 
 def test_assistants_are_recognised_by_their_type() -> None:
-    assert isinstance(method_of(tiny_assistant(), None), Gemma4Method)
-    assert isinstance(method_of(tiny_assistant(unified=True), None), Gemma4Method)
-    assert isinstance(method_of(tiny_model("llama"), None), AssistantMethod)
+    assert isinstance(assistant_method(tiny_assistant()), Gemma4Method)
+    assert isinstance(assistant_method(tiny_assistant(unified=True)), Gemma4Method)
+    assert isinstance(assistant_method(tiny_model("llama")), AssistantMethod)
 
 
 def test_a_call_may_bring_its_assistant() -> None:

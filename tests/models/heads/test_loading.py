@@ -167,13 +167,17 @@ def test_repositories_are_downloaded_without_pickled_files(tmp_path: Path, monke
         return path
 
     monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(loading, "hub_options", lambda name: {})
     load_head("some/head", target_of("llama"))
     assert asked == [("some/head", ["*.json", "*.safetensors"])]
 
 
 def test_what_is_neither_folder_nor_repository_is_refused() -> None:
-    for name in ("no/such-repository", "/no/such/folder"):
-        with pytest.raises(InvalidInputError, match="neither a folder nor a repository"):
+    for name, message in (
+        ("no/such-repository", "neither a folder nor a repository"),
+        ("/no/such", "there is no folder"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
             load_head(name, target_of("llama"))
 
 
