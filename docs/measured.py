@@ -501,3 +501,109 @@ def divergences() -> str:
             name, f"{row['divergences']} of {row['rows']}", row["near_ties"], f"{max(row['margins']):.4f}",
         ])  # fmt: skip
     return markdown("compared | rows that differ | at near-ties | largest margin", lines)
+
+
+# --- The first table of benchmarks.md --------------------------------------------------------------------------------
+
+
+def _of_stock(batch: int, name: str) -> str:
+    """Return the speed of a method against stock on both CPUs."""
+    values = (find(result(file)["results"], batch=batch, name=name) for file in (AMX[batch], EPYC))
+    xeon, epyc = (row["speedup_vs_generate"] for row in values)
+    return f"{xeon:.2f}x (Xeon, AMX), {epyc:.2f}x (EPYC)"
+
+
+def _of_assisted(name: str) -> str:
+    """Return the paired ratios to assisted generation, with its defaults and its best constant, on both CPUs."""
+    texts = []
+    for file, cpu in ((AMX[1], "Xeon, AMX"), (EPYC, "EPYC")):
+        rows = [row for row in result(file)["results"] if row["batch"] == 1]
+        ours, defaults = (find(rows, name=n)["speedup_per_repeat"] for n in (name, "assisted, defaults"))
+        constants = [row for row in rows if row["name"].endswith(" constant")]
+        best = max(constants, key=lambda row: row["speedup_vs_generate"])["speedup_per_repeat"]
+        texts.append(f"{paired(ours, defaults):.2f}x and {paired(ours, best):.2f}x ({cpu})")
+    return ", ".join(texts)
+
+
+def _peer(batch: int, engine: str, isa: str = "", *, run: int | None = None) -> str:
+    """Return our speed against an engine as it is fastest, with its best draft length if it drafts.
+
+    Args:
+        run: the batch size of the file, where it has further ones.
+    """
+    rows = [row for row in result(PEERS.format(run or batch, isa))["summary"] if row["batch"] == batch]
+    row = max((row for row in rows if row["name"].startswith(engine)), key=lambda row: row["vs_stock"])
+    return ratio(row["ours_fp32_vs_it" if "fp32" in engine else "ours_bf16_vs_it"])
+
+
+@table
+def summary() -> str:
+    off = f"{OURS}, prepack off"
+    one, eight = (run["contestants"] for run in result("gpu-check-h100-8b.json")["results"]["speed"])
+    gpu = {
+        (batch, row["name"]): row.get("speedup_per_repeat")
+        for batch, rows in ((1, one), (8, eight)) for row in rows
+    }  # fmt: skip
+    compiled = "generate, static cache, compiled"
+    h100_1 = (
+        f"{find(one, name=OURS)['speedup_vs_generate']:.2f}x of stock, {paired(gpu[1, OURS], gpu[1, compiled]):.2f}x of "
+        f"compiled stock, {paired(gpu[1, OURS], gpu[1, f'{OURS}, no drafts']):.2f}x of itself without drafts"
+    )
+    h100_8 = (
+        f"{find(eight, name=OURS)['speedup_vs_generate']:.2f}x of stock, "
+        f"{gpu[8, OURS][0] / gpu[8, compiled][0]:.2f}x of compiled stock (one repeat); without drafts {NOT_MEASURED}"
+    )
+    slo = {name: percent(row["attained"]) for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items()}
+    load = [row for arrivals in result("serving-load-cpu-2core-0.1B-bf16.json")["results"].values() for row in arrivals.values()]
+    misses = [
+        max((row["fixed-2"], row["fixed-4"]), key=lambda chain: chain["attained"])["misses_vs_ours"] for row in load
+    ]  # fmt: skip
+    turns = [row["ratio"] for row in result("chat-cpu-2core-0.3B-bf16.json")["rows"][1:]]
+    batched = {k: ratio(row["vs_generate_batch"]) for k, row in result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"].items()}
+    lines = [
+        ("tokens against stock, fp32", "equal, greedy and sampled, wherever they were compared", "[model classes](support.md)"),
+        ("one text against stock, CPU", _of_stock(1, OURS), "[CPU](#speed-on-a-cpu)"),
+        ("the same without packed weights", _of_stock(1, off), "[CPU](#speed-on-a-cpu)"),
+        ("one text against assisted generation: defaults and best constant, CPU", _of_assisted(OURS), "[CPU](#speed-on-a-cpu)"),
+        ("the same without packed weights", _of_assisted(off), "[CPU](#speed-on-a-cpu)"),
+        ("batch of 8 against stock, CPU", _of_stock(8, OURS), "[CPU](#speed-on-a-cpu)"),
+        ("the same without packed weights", _of_stock(8, off), "[CPU](#speed-on-a-cpu)"),
+        (
+            "16 requests against `generate_batch`, CPU",
+            f"{batched['auto']}; {batched['plain']} without drafts",
+            "[batcher](#the-batcher)",
+        ),
+        ("one text, 8B-shaped, H100", h100_1, "[GPU](#on-a-gpu)"),
+        ("batch of 8, 8B-shaped, H100", h100_8, "[GPU](#on-a-gpu)"),
+        (
+            "against llama.cpp f16 as it is fastest, batch 1",
+            f"{_peer(1, 'llama.cpp f16')} (AMX), {_peer(1, 'llama.cpp f16', '-avx2')} (AVX2)",
+            "[engines](#other-engines-on-a-cpu)",
+        ),
+        (
+            "against OpenVINO fp32 as it is fastest",
+            f"{_peer(1, 'OpenVINO fp32')} at batch 1, {_peer(8, 'OpenVINO fp32')} at batch 8",
+            "[engines](#other-engines-on-a-cpu)",
+        ),
+        (
+            "against vLLM bf16 on a CPU as it is fastest",
+            f"{_peer(1, 'vLLM bf16', run=8)} at batch 1, {_peer(8, 'vLLM bf16')} at batch 8",
+            "[engines](#other-engines-on-a-cpu)",
+        ),
+        (
+            "TPOT SLOs attained, batch of 8",
+            f"`auto` {slo['auto']}, best chain {slo['chain of 2']}, plain decoding {slo['no speculation']}",
+            "[SLOs](#slos-and-the-default-policy)",
+        ),
+        (
+            "missed SLOs of a mixed load",
+            f"the better chain has {min(misses):.1f} to {max(misses):.1f} times as many as `auto`",
+            "[batcher](#the-batcher)",
+        ),
+        (
+            "time to the first token of later chat turns",
+            f"{min(turns):.0f} to {max(turns):.0f} times shorter by prefix caching",
+            "[batcher](#the-batcher)",
+        ),
+    ]  # fmt: skip
+    return markdown("what | hf_slospec | more", lines)

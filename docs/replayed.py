@@ -6,6 +6,7 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,55 @@ def fidelity() -> str:
                 f"{real['steps']:.1f} / {simulated['steps']:.1f}",
             ])  # fmt: skip
     return markdown("load | system | time per token, ms | attained | steps per request", lines)
+
+
+# --- The first table of papers.md ------------------------------------------------------------------------------------
+
+
+def _date(provenance: dict[str, Any]) -> str:
+    return f"{datetime.fromisoformat(provenance['date']):%B %-d, %Y}"
+
+
+@table
+def papers_summary() -> str:
+    adaserve, turbo, cells, slos, thesis = (
+        result(f"papers-{name}.json")
+        for name in ("adaserve", "turbospec", "turbospec-auto-cells", "slos-serve", "thesis")
+    )
+    errors = [value["all"] for value in adaserve["mean_absolute_error_of_attainment_points"].values()]
+    ours, theirs = (100 * adaserve["results"][n]["4.8"]["attainment"]["mean"] for n in ("auto", "adaserve"))
+    slower = {cell: auto_to_best(latencies)[1] for cell, latencies in cells_by_seed().items()}
+    better = [sum(value < 0 for (_, _, seed), value in slower.items() if seed == s) for s in (0, 1)]
+    summary = turbo["summary"]
+    gains = [slos[part]["capacity"]["ours"] / slos[part]["capacity"]["SLOs-Serve"] for part in PARTS]
+    tokens = {name: thesis["throughput"][name]["32"]["throughput"] for name in ("ours", "dynamic", "static", "plain")}
+    lines = [
+        (
+            "[AdaServe](#adaserve-figures-8-and-9-llama-3-1-70b-with-a-1b-draft-four-a100), figures 8 and 9",
+            f"attained at 4.8 requests per second: `auto` {ours:.1f} %, AdaServe {theirs:.1f} %",
+            f"{min(errors):.1f} to {max(errors):.1f} points of attainment, by system",
+            _date(adaserve["provenance"]),
+        ),
+        (
+            "[TurboSpec](#turbospec-table-5-arxiv-2406-14066), table 5",
+            f"`auto` with chains against the best fixed length of each load: {min(slower.values()):+.1f} to "
+            f"{max(slower.values()):+.1f} % of latency, faster in {better[0]} and {better[1]} of 24 cells",
+            f"{100 * summary['draft rows']['median_error']:.0f} % (draft rows), "
+            f"{100 * summary['prompt lookup rows']['median_error']:.0f} % (prompt lookup), medians",
+            f"{_date(cells['provenance'])} (`auto`), {_date(turbo['provenance'])} (the rest)",
+        ),
+        (
+            "[SLOs-Serve](#slos-serve-capacity), capacity",
+            f"`auto` has {min(gains):.2f} to {max(gains):.2f} times the capacity of SLOs-Serve's policy",
+            "only ratios are published",
+            _date(slos["chatbot"]["provenance"]),
+        ),
+        (
+            "[Delacourt's thesis](#delacourts-thesis-dynamic-against-static-trees)",
+            f"tokens per second at batch 32: `auto` {tokens['ours']:.0f}, dynamic trees {tokens['dynamic']:.0f}, static "
+            f"{tokens['static']:.0f}, plain decoding {tokens['plain']:.0f}",
+            "its losses at batch 2 to 8 are not reproduced",
+            _date(thesis["provenance"]),
+        ),
+    ]
+    return markdown("paper | result here | error against published values | simulated on", lines)

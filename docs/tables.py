@@ -83,6 +83,8 @@ def _walk(value: Any, path: str) -> Any:
         if "=" in part:
             key, wanted = part.split("=", 1)
             value = [row for row in value if str(row.get(key)) == wanted]
+        elif part == "values":
+            value = list(value.values())
         elif isinstance(value, list) and part in REDUCED:
             value = REDUCED[part](value)
         elif isinstance(value, list) and not part.lstrip("-").isdigit():
