@@ -26,6 +26,10 @@ def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
+def two_digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 def percent(share: float | None, digits: int = 0) -> str:
     return "" if share is None else f"{100 * share:.{digits}f} %"
 
@@ -50,8 +54,7 @@ def speed_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
         lines.append([
             str(row["batch"]), bold(row["name"]), ratio(row["speedup_vs_generate"]), spread(row["speedup_per_repeat"]),
             "" if row["name"] == OURS else ratio(paired(ours, row["speedup_per_repeat"])), f"{row['tokens_per_s']:.1f}",
-            percent(row["host_share"], 1), "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
-            row["rows_equal_to_generate"],
+            percent(row["host_share"], 1), two_digits(row["acceptance_length"]), row["rows_equal_to_generate"],
         ])  # fmt: skip
     return lines
 
@@ -86,10 +89,14 @@ def attribution() -> str:
             constants = [row for row in rows if row["name"].endswith(" constant")]
             best = max(constants, key=lambda row: row["speedup_vs_generate"], default=None)
             cells = [NOT_MEASURED if plain is None else ratio(plain["speedup_vs_generate"])]
-            cells += [f"{ratio(row['speedup_vs_generate'])} ({spread(row['speedup_per_repeat'])})" for row in (off, ours)]
+            cells += [
+                f"{ratio(row['speedup_vs_generate'])} ({spread(row['speedup_per_repeat'])})" for row in (off, ours)
+            ]
             for row in (ours, off):
                 cells += [
-                    ratio(paired(row["speedup_per_repeat"], other["speedup_per_repeat"])) if other else "refuses batches"
+                    ratio(paired(row["speedup_per_repeat"], other["speedup_per_repeat"]))
+                    if other
+                    else "refuses batches"
                     for other in (assisted, best)
                 ]
             lines.append([str(batch), cpu, *cells])
@@ -167,7 +174,12 @@ def images() -> str:
     return markdown(
         "images | tokens of the prompt | time to the first token, of stock's | speed of the call, of stock's",
         [
-            [row["images"], f"{row['prompt_tokens']:,}", f"{row['first_token_of_stock']:.2f}", ratio(row["speed_of_stock"])]
+            [
+                row["images"],
+                f"{row['prompt_tokens']:,}",
+                f"{row['first_token_of_stock']:.2f}",
+                ratio(row["speed_of_stock"]),
+            ]
             for row in result("cpu-2core-images-bf16.json")["images"]
         ],
     )
@@ -191,8 +203,8 @@ def hybrids() -> str:
                 "-".join(f"{bound:.2f}" for bound in run["spread"]), f"{run['tokens_per_request_and_step']:.1f}",
             ])  # fmt: skip
     return markdown(
-        "target (0.56 B) | verify 4 / 8 / 16 / 32 tokens, of stock's forward of one | state per text | batch | acceptance "
-        "| speed of stock | spread | tokens per step",
+        "target (0.56 B) | verify 4 / 8 / 16 / 32 tokens, of stock's forward of one | state per text | batch "
+        "| acceptance | speed of stock | spread | tokens per step",
         lines,
     )
 
@@ -304,9 +316,7 @@ def slo_attainment() -> str:
             f"**{name}**" if name == "auto" else name, percent(row["attained"]), *times, ratio(row["speedup_vs_plain"]),
             f"{row['tokens_per_step']:.2f}",
         ])  # fmt: skip
-    return markdown(
-        "policy | attained | 0.6x: ms | 1.0x: ms | 2.0x: ms | against plain | tokens per step", lines
-    )
+    return markdown("policy | attained | 0.6x: ms | 1.0x: ms | 2.0x: ms | against plain | tokens per step", lines)
 
 
 @table
@@ -377,7 +387,8 @@ def mixed_load() -> str:
                 f"{chain['misses_vs_ours']:.1f}x", ratio(chain["goodput_of_ours_vs_it"]),
             ])  # fmt: skip
     return markdown(
-        "arrivals | load | **auto** | plain | chains of 2 | chains of 4 | misses of the better chain | goodput of `auto`",
+        "arrivals | load | **auto** | plain | chains of 2 | chains of 4 | misses of the better chain "
+        "| goodput of `auto`",
         lines,
     )
 
@@ -415,9 +426,7 @@ def lent_memory() -> str:
         [rate.removesuffix("/s"), *(f"{statistics.fmean(row['latency_s'][name]):.2f}" for name in systems)]
         for rate, row in result("lending.json")["results"].items()
     ]
-    return markdown(
-        "requests per second | plain | plain with all the memory | `auto` without lending | `auto`", lines
-    )
+    return markdown("requests per second | plain | plain with all the memory | `auto` without lending | `auto`", lines)
 
 
 @table
@@ -546,25 +555,32 @@ def summary() -> str:
     }  # fmt: skip
     compiled = "generate, static cache, compiled"
     h100_1 = (
-        f"{find(one, name=OURS)['speedup_vs_generate']:.2f}x of stock, {paired(gpu[1, OURS], gpu[1, compiled]):.2f}x of "
-        f"compiled stock, {paired(gpu[1, OURS], gpu[1, f'{OURS}, no drafts']):.2f}x of itself without drafts"
+        f"{find(one, name=OURS)['speedup_vs_generate']:.2f}x of stock, {paired(gpu[1, OURS], gpu[1, compiled]):.2f}x "
+        f"of compiled stock, {paired(gpu[1, OURS], gpu[1, f'{OURS}, no drafts']):.2f}x of itself without drafts"
     )
     h100_8 = (
         f"{find(eight, name=OURS)['speedup_vs_generate']:.2f}x of stock, "
         f"{gpu[8, OURS][0] / gpu[8, compiled][0]:.2f}x of compiled stock (one repeat); without drafts {NOT_MEASURED}"
     )
     slo = {name: percent(row["attained"]) for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items()}
-    load = [row for arrivals in result("serving-load-cpu-2core-0.1B-bf16.json")["results"].values() for row in arrivals.values()]
+    load = [
+        row
+        for arrivals in result("serving-load-cpu-2core-0.1B-bf16.json")["results"].values()
+        for row in arrivals.values()
+    ]
     misses = [
         max((row["fixed-2"], row["fixed-4"]), key=lambda chain: chain["attained"])["misses_vs_ours"] for row in load
     ]  # fmt: skip
     turns = [row["ratio"] for row in result("chat-cpu-2core-0.3B-bf16.json")["rows"][1:]]
-    batched = {k: ratio(row["vs_generate_batch"]) for k, row in result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"].items()}
+    batched = {
+        k: ratio(row["vs_generate_batch"])
+        for k, row in result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"].items()
+    }
     lines = [
-        ("tokens against stock, fp32", "equal, greedy and sampled, wherever they were compared", "[model classes](support.md)"),
+        ("tokens against stock, fp32", "equal, greedy and sampled, where compared", "[model classes](support.md)"),
         ("one text against stock, CPU", _of_stock(1, OURS), "[CPU](#speed-on-a-cpu)"),
         ("the same without packed weights", _of_stock(1, off), "[CPU](#speed-on-a-cpu)"),
-        ("one text against assisted generation: defaults and best constant, CPU", _of_assisted(OURS), "[CPU](#speed-on-a-cpu)"),
+        ("one text against assisted generation: defaults, best constant", _of_assisted(OURS), "[CPU](#speed-on-a-cpu)"),
         ("the same without packed weights", _of_assisted(off), "[CPU](#speed-on-a-cpu)"),
         ("batch of 8 against stock, CPU", _of_stock(8, OURS), "[CPU](#speed-on-a-cpu)"),
         ("the same without packed weights", _of_stock(8, off), "[CPU](#speed-on-a-cpu)"),

@@ -1,4 +1,4 @@
-"""Tables of what was simulated: the papers' experiments, beside their published values, routing, and the simulator itself."""
+"""Tables of what was simulated: the papers' experiments beside published values, routing, the simulator itself."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def adaserve_oracle() -> str:
     best = [max(values) for values in zip(*(attained(name) for name in OTHERS), strict=True)]
     lines: list[Sequence[str]] = [
         [name, *(f"{value:.1f}" for value in values)]
-        for name, values in (("best other system, attained %", best), ("`auto`", attained("auto")), ("oracle", attained("oracle")))
+        for name, values in (
+            ("best other system, attained %", best), ("`auto`", attained("auto")), ("oracle", attained("oracle"))
+        )
     ]  # fmt: skip
     lines += [
         ["share of the distance to the oracle, %", *share("attainment", "oracle")],
@@ -113,7 +115,9 @@ def turbospec() -> str:
     for setup, rates in published()["turbospec"].items():
         for rate, printed in rates.items():
             row = [f"{cells[setup, int(rate), column]:.2f} ({printed[column]:.2f})" for column in (*LENGTHS, "TS")]
-            lines.append([setup, rate, *row, *(f"{cells[setup, int(rate), name]:.2f}" for name in ("auto-1", "auto-3"))])
+            lines.append(
+                [setup, rate, *row, *(f"{cells[setup, int(rate), name]:.2f}" for name in ("auto-1", "auto-3"))]
+            )
     return markdown(
         f"target, data | QPS | {' | '.join(LENGTHS)} | TS (November 21) | auto-1 (November 21) | auto-3 (November 21)",
         lines,
@@ -335,8 +339,8 @@ def papers_summary() -> str:
         ),
         (
             "[Delacourt's thesis](#delacourts-thesis-dynamic-against-static-trees)",
-            f"tokens per second at batch 32: `auto` {tokens['ours']:.0f}, dynamic trees {tokens['dynamic']:.0f}, static "
-            f"{tokens['static']:.0f}, plain decoding {tokens['plain']:.0f}",
+            f"tokens per second at batch 32: `auto` {tokens['ours']:.0f}, dynamic trees {tokens['dynamic']:.0f}, "
+            f"static {tokens['static']:.0f}, plain decoding {tokens['plain']:.0f}",
             "its losses at batch 2 to 8 are not reproduced",
             _date(thesis["provenance"]),
         ),

@@ -1,8 +1,8 @@
 """Fill the tables of README.md and docs/ from the measurements: ``python -m docs.tables``.
 
-A table is generated between ``<!-- table: name -->`` and ``<!-- end -->``. A figure in running text is written by hand and
-has its source behind it, ``1.58x<!-- figure: FILE PATH .2f -->``: a file below ``benchmarks/results``, and the place in it.
-``tests/repository/test_figures.py`` fails where a page differs from the files.
+A table is generated between ``<!-- table: name -->`` and ``<!-- end -->``. A figure in running text is written by hand
+and has its source behind it, ``1.58x<!-- figure: FILE PATH .2f -->``: a file below ``benchmarks/results``, and the
+place in it. ``tests/repository/test_figures.py`` fails where a page differs from the files.
 """
 
 from __future__ import annotations

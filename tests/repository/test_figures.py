@@ -1,8 +1,9 @@
 """Tables and figures of the documentation are those of the files in benchmarks/results.
 
-``python -m docs.tables`` writes the tables. A number with the unit x, ms or % in running text has its source behind it, or
-the reason why it has none: ``<!-- given: ... -->`` behind a number, or before a block, for what was chosen, published or
-defined, and ``<!-- not backed: ... -->`` before a block with the date of a measurement of which there is no file.
+``python -m docs.tables`` writes the tables. A number with the unit x, ms or % in running text has its source behind it,
+or the reason why it has none: ``<!-- given: ... -->`` behind a number, or before a block, for what was chosen,
+published or defined, and ``<!-- not backed: ... -->`` before a block with the date of a measurement of which there is
+no file.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from docs import measured, replayed
 from docs.tables import FIGURE, PAGES, TABLE, Figure, figures, filled
 from tests.support.paths import ROOT
 
-# Pages whose numbers with units all have a source. The support matrix and design.md have counts and times of their own.
-BEARING = [page for page in PAGES if page.name not in ("support.md",) and page.parent.name not in ("notebooks", "reference")]
+# Notebooks print figures of the run in which they are built, and the support matrix has a script of its own.
+BEARING = [page for page in PAGES if page.parent.name != "notebooks" and page.name != "support.md"]
 GIVEN = re.compile(r"<!-- given: [^>]+ -->")
 # A block without figures: from its comment to the next empty line.
 EXEMPT = re.compile(r"^ *<!-- (?:given|not backed): [^>]+ -->\n.*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
