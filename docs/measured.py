@@ -623,3 +623,25 @@ def summary() -> str:
         ),
     ]  # fmt: skip
     return markdown("what | hf_slospec | more", lines)
+
+
+# --- Options of a command --------------------------------------------------------------------------------------------
+
+
+@table
+def serve_options() -> str:
+    """Return the options of `serve` as the command declares them."""
+    import typer.main
+
+    from hf_slospec.cli.app import app
+
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    lines = []
+    for option in command.params:
+        if option.name == "help":
+            continue
+        default = option.default() if callable(option.default) else option.default
+        shown = "" if default in (None, False, "", [], ()) else f"`{default}`"
+        names = ", ".join(f"`{name}`" for name in option.opts)
+        lines.append([names, shown, (getattr(option, "help", None) or "").replace("|", r"\|")])
+    return markdown("option | default | meaning", lines)
