@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +36,8 @@ def chat(generator: SLOSpecGenerator, system: list[int], questions: list[list[in
         lengths.append(len(ids))
         reused.append(handle.metrics.reused)
         ids = ids + out
+    while generator.stats().running:  # a text is kept once its request has left, which is after its result
+        time.sleep(0.001)
     stats, packed = generator.stats(), generator.decoder.speculator.models
     kept_bytes = stats.kept_tokens * sum(model.kv_bytes_per_token for model in packed)
     return dict(ttft_s=ttft_s, lengths=lengths, reused=reused, kept_tokens=stats.kept_tokens, kept_bytes=kept_bytes)

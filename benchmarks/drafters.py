@@ -153,6 +153,7 @@ def speed(
                 times_forwards=False, sampling=SAMPLING[sampled],
             )  # fmt: skip
             runs = {name: bench.ours(None, method) for name, method in methods.items()}
+            runs["no drafts"] = bench.ours(SLOSpecConfig(policy="none"))
             runs["other tokenizer"] = bench.ours(None, translated(pair))
             entries = list[Method]()
             for number in batch:

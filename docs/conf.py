@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import sphinx.pycode.parser
@@ -11,6 +13,10 @@ from sphinx.util.inspect import TypeAliasForwardRef
 from sphinx.util.typing import stringify_annotation
 
 import hf_slospec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # wherever the build was started
+
+from docs import modules
 
 project = "hf_slospec"
 author = "The hf_slospec developers"
@@ -74,6 +80,13 @@ def keep_colons(app: Any, what: str, name: str, thing: Any, options: Any, lines:
     lines[:] = _as_written.pop(name, lines)
 
 
+def list_modules(app: Any, page: str, source: list[str]) -> None:
+    """Put the list of modules in its place; the note below it is for readers of the repository."""
+    if page == "reference/modules":
+        source[0] = source[0].split(modules.PLACE)[0] + modules.tables()
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", list_modules)
     app.connect("autodoc-process-docstring", describe_fields, priority=400)  # napoleon has 500
     app.connect("autodoc-process-docstring", keep_colons, priority=600)

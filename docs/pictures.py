@@ -1,7 +1,8 @@
-"""Draw the pictures of docs/concepts.md: ``python docs/pictures.py``.
+"""Draw the pictures of docs/concepts.md, docs/replicas.md and docs/design.md: ``python docs/pictures.py``.
 
-Everything in them comes from the library: trees that the embedded draft proposes for real prompts, the mask of a real
-packed forward, the nodes that the default policy selects at measured step times, the steps of a real run.
+What is in those of concepts.md comes from the library: trees that the embedded draft proposes for real prompts, the
+mask of a real packed forward, the nodes that the default policy selects at measured step times, the steps of a real
+run.
 """
 
 from __future__ import annotations
@@ -315,6 +316,64 @@ def draw_replicas(drawer: Drawer) -> None:
     save(figure, "replicas.png")
 
 
+LAYERS = (  # from the top, with what is in them
+    ("cli, demo", "commands, the demo in the browser"),
+    ("server, serving/replicas", "OpenAI's interface over HTTP; replicas on Ray"),
+    ("serving", "SLOSpecGenerator, the batcher"),
+    ("generate", "the drop-in for transformers' generate"),
+    ("models", "packed forwards, attention, K/V, drafters, sampling"),
+    ("policies", "depth, width and nodes of a step"),
+    ("engine", "requests, the step, cost model, schedulers"),
+    ("algo", "trees, acceptance, selection, admission (numpy)"),
+)
+STEPS = ("schedule", "plan", "draft", "select", "verify", "accept", "commit", "learn")
+
+
+def draw_architecture(drawer: Drawer) -> None:
+    """Draw the layers, and the way of a request through them."""
+    figure, axes = pyplot.subplots(figsize=(11, 5.6), layout="constrained")
+    axes.set(xlim=(0, 11), ylim=(-0.2, 8.6))
+    axes.axis("off")
+    axes.text(2.3, 8.35, "layers: imports point downward only", ha="center", fontsize=10)
+    for row, (name, words) in enumerate(LAYERS):
+        y = 7.5 - row
+        axes.add_patch(Rectangle((0.1, y - 0.38), 4.5, 0.76, facecolor=PALE if row % 2 else "white", edgecolor=GREY))
+        axes.text(0.25, y + 0.13, name, fontsize=9.5, weight="bold", va="center")
+        axes.text(0.25, y - 0.17, words, fontsize=8.5, va="center")
+    axes.text(8.0, 8.35, "the way of a request", ha="center", fontsize=10)
+    small = {"fontsize": 9}
+    entrances = ((6.2, "model.generate(slo_tpot=...)"), (9.4, "submit(...), HTTP"))
+    for x, text in entrances:
+        boxed(axes, x, 7.5, text, face="white", edge=BLUE, **small)
+    boxed(
+        axes,
+        7.8,
+        6.2,
+        "prepare the call: stock generate reads\noptions and prompt; one Request per row",
+        face="white",
+        **small,
+    )
+    for x, _ in entrances:
+        axes.annotate("", (7.8 + (x - 7.8) * 0.35, 6.65), (x, 7.15), arrowprops={"arrowstyle": "->", "color": GREY})
+    ends = (
+        (6.2, "static scheduler:\nall rows to their ends"),
+        (9.4, "continuous scheduler:\njoin, leave, SLO admission"),
+    )
+    for x, text in ends:
+        boxed(axes, x, 4.8, text, face="white", **small)
+        axes.annotate("", (x, 5.25), (7.8 + (x - 7.8) * 0.35, 5.75), arrowprops={"arrowstyle": "->", "color": GREY})
+        axes.annotate("", (7.8 + (x - 7.8) * 0.35, 3.75), (x, 4.35), arrowprops={"arrowstyle": "->", "color": GREY})
+    axes.add_patch(Rectangle((5.0, 1.55), 5.8, 2.2, facecolor="white", edgecolor=ORANGE, linewidth=2))
+    axes.text(7.9, 3.42, "Engine.step(), until no request is left", ha="center", fontsize=9.5, weight="bold")
+    for index, step in enumerate(STEPS):
+        boxed(axes, 5.75 + 1.42 * (index % 4), 2.85 - 0.75 * (index // 4), step, face="#F7DFA8", edge=ORANGE, **small)
+    models = ((6.2, "draft: candidate trees"), (9.4, "target: one packed forward,\nK/V of accepted nodes"))
+    for x, text in models:
+        boxed(axes, x, 0.45, text, face="#CCE3F2", edge=BLUE, **small)
+        axes.annotate("", (x, 0.95), (x, 1.5), arrowprops={"arrowstyle": "<->", "color": GREY})
+    save(figure, "architecture.png")
+
+
 def save(figure: Any, name: str) -> None:
     figure.savefig(HERE / "images" / name, dpi=130, facecolor="white", metadata={"Software": None})
     pyplot.close(figure)
@@ -323,7 +382,15 @@ def save(figure: Any, name: str) -> None:
 
 def main() -> None:
     drawer = Drawer()
-    for draw in (draw_tree, draw_packed_batch, draw_budget, draw_selection, draw_steps, draw_replicas):
+    for draw in (
+        draw_tree,
+        draw_packed_batch,
+        draw_budget,
+        draw_selection,
+        draw_steps,
+        draw_replicas,
+        draw_architecture,
+    ):
         draw(drawer)
 
 

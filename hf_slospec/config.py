@@ -84,7 +84,7 @@ class SLOSpecConfig(PolicySettings):
     starvation_s: float = Field(
         30.0,
         gt=0,
-        description="Batcher: seconds after which a waiting request without a guarantee precedes all others.",
+        description="Batcher: seconds after which a waiting request precedes all others, guaranteed or not.",
     )
     check_invariants: bool = Field(
         False, description="Verify trees and K/V cache book-keeping at every step (slow; for tests)."

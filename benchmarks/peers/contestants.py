@@ -8,6 +8,7 @@ from typing import Any
 STOCK = "stock generate fp32"
 OURS_FP32 = "hf_slospec fp32"
 OURS_BF16 = "hf_slospec bf16"
+NO_DRAFTS = "hf_slospec bf16, no drafts"  # packed weights alone
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ ANCHORS = [  # in every group, the reference of its ratios; stock generate comes
     _transformers(STOCK, "fp32", method="stock"),
     _transformers(OURS_FP32, "fp32", method="hf_slospec"),
     _transformers(OURS_BF16, "bf16", method="hf_slospec"),
+    _transformers(NO_DRAFTS, "bf16", method="hf_slospec, no drafts"),
 ]
 GROUPS = {
     "transformers": [

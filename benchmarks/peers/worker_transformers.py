@@ -11,7 +11,7 @@ import torch
 from protocol import NewTokens, Request, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_slospec import SLOSpecGenerator
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.benchmark import provenance
 
 
@@ -31,15 +31,19 @@ def main() -> None:
     target, draft = (load(models / f"{name}-{short}", dtype=dtype) for name in ("target", "draft"))
     for model in (target, draft):
         model.generation_config.eos_token_id = None  # every row gets its full length
-    generator = SLOSpecGenerator(target, draft, AutoTokenizer.from_pretrained(models / f"target-{short}"))
+    tokenizer = AutoTokenizer.from_pretrained(models / f"target-{short}")
+    ours = {
+        "hf_slospec": SLOSpecGenerator(target, draft, tokenizer),
+        "hf_slospec, no drafts": SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(policy="none")),
+    }
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     stock = {name: getattr(draft.generation_config, name) for name in (*constant, "num_assistant_tokens")}
 
     def generate(request: Request) -> NewTokens:
         ids = torch.tensor(request["ids"])  # [batch, prompt_len] int64
         options = {"do_sample": False, "max_new_tokens": request["new_tokens"], "attention_mask": torch.ones_like(ids)}
-        if request["method"] == "hf_slospec":
-            sequences = generator.generate(input_ids=ids, **options)
+        if request["method"] in ours:
+            sequences = ours[request["method"]].generate(input_ids=ids, **options)
         elif request["method"] == "assisted":
             tokens = request.get("assistant_tokens")  # None: transformers' defaults
             draft.generation_config.update(**(constant | {"num_assistant_tokens": tokens} if tokens else stock))

@@ -31,6 +31,7 @@ from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
 PREPACK_OFF = "hf_slospec, prepack off"  # CPU only
+NO_DRAFTS = "hf_slospec, no drafts"  # packed weights and CUDA graphs alone
 UNCOUPLED = "hf_slospec, uncoupled"  # sampled text only
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
@@ -98,6 +99,7 @@ class Bench:
     def methods(self, batches: list[int], constants: list[int]) -> list[Method]:
         """Return all methods; at batch 1 they include assisted generation with ``constants`` of assistant tokens."""
         found, ours = [], {OURS: self.ours(self.config)}
+        ours[NO_DRAFTS] = self.ours(SLOSpecConfig(policy="none", prepack=self.config.prepack))
         if self.target.device.type == "cpu":
             ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False}))
         if self.sampling["do_sample"]:
@@ -122,7 +124,7 @@ class Bench:
         """
         samples: dict[tuple[str, int], list[Sample]] = {(method.name, method.batch): [] for method in methods}
         for method in methods:  # warm-up, in which hf_slospec also measures its step costs
-            if method.name in (PLAIN, OURS, PREPACK_OFF, UNCOUPLED, ASSISTED):
+            if method.name in (PLAIN, OURS, NO_DRAFTS, PREPACK_OFF, UNCOUPLED, ASSISTED):
                 self.time(method, 0)
         with tqdm(total=repeats * len(methods), desc="bench", disable=not sys.stderr.isatty()) as bar:
             for repeat in range(repeats):

@@ -34,12 +34,13 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
     names = [(row["batch"], row["name"]) for row in written["results"]]
     assert names == [
         (1, "generate"), (1, "assisted, defaults"), (1, "prompt lookup, 10"),
-        (1, "hf_slospec"), (1, "hf_slospec, prepack off"),
-        (2, "generate"), (2, "hf_slospec"), (2, "hf_slospec, prepack off"),
+        (1, "hf_slospec"), (1, "hf_slospec, no drafts"), (1, "hf_slospec, prepack off"),
+        (2, "generate"), (2, "hf_slospec"), (2, "hf_slospec, no drafts"), (2, "hf_slospec, prepack off"),
     ]  # fmt: skip
     for row in written["results"]:
         assert row["rows_equal_to_generate"] == f"{2 * row['batch']}/{2 * row['batch']}"
         assert 0 <= row["host_share"] <= 1
+        assert row["name"] != "hf_slospec, no drafts" or row["acceptance_length"] == 1.0
 
 
 def test_bench_of_sampled_text(tmp_path: Path) -> None:

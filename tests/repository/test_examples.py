@@ -51,16 +51,6 @@ def test_it_says_how_to_run_it_and_is_listed(script: Path) -> None:
     assert f"[`{script.name}`]({script.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_lines_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
-    first = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert first is not None
-    exec(first[1], {})
-    texts, figures = capsys.readouterr().out.splitlines()
-    assert "def main():" in texts
-    assert re.fullmatch(r"[\d.e-]+ (True|False)", figures)
-
-
 def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart, "SHAPES", {"0.1B": Shape(256, 1024, 8)})
     quickstart.main(new_tokens=16)

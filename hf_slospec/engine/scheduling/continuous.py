@@ -44,7 +44,7 @@ class Limits:
     kv_tokens: int  # slots of them together
     max_nodes: int  # staged by a request in a step
     prefill_chunk: int  # tokens of a step
-    starvation_s: float  # a best-effort request that waited so long goes first
+    starvation_s: float  # a request that waited so long, guaranteed or not, goes first
     draft_slots: int = 0  # of the target that fit into the memory of the drafter's K/V, see KVRoom
 
     def kv_needed(self, request: Request) -> int:

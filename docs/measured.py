@@ -1,0 +1,647 @@
+"""Tables of what was measured on machines: each function returns one from files below benchmarks/results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from docs.tables import find, markdown, paired, result
+
+OURS = "hf_slospec"
+EPYC = "cpu-2core-0.6B-bf16.json"
+AMX = {1: "cpu-2core-0.6B-bf16-amx-batch1.json", 8: "cpu-2core-0.6B-bf16-amx-batch8.json"}
+PEERS = "peers-batch{}-cpu-2core-0.6B{}.json"
+NOT_MEASURED = "not measured"
+TABLES: dict[str, Callable[[], str]] = {}
+
+
+def table(make: Callable[[], str]) -> Callable[[], str]:
+    """Register a table under the name of its function, with hyphens."""
+    TABLES[make.__name__.replace("_", "-")] = make
+    return make
+
+
+def ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def two_digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the lowest and the highest of repeats."""
+    return f"{min(values):.2f}-{max(values):.2f}" if len(set(values)) > 1 else ""
+
+
+def bold(name: str) -> str:
+    return f"**{name}**" if name == OURS else name
+
+
+# --- Speed against stock generate ------------------------------------------------------------------------------------
+
+
+def speed_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of a run of `bench`, with our paired ratio to each method of the same batch."""
+    lines = []
+    for row in rows:
+        ours = find(rows, batch=row["batch"], name=OURS)["speedup_per_repeat"]
+        lines.append([
+            str(row["batch"]), bold(row["name"]), ratio(row["speedup_vs_generate"]), spread(row["speedup_per_repeat"]),
+            "" if row["name"] == OURS else ratio(paired(ours, row["speedup_per_repeat"])), f"{row['tokens_per_s']:.1f}",
+            percent(row["host_share"], 1), two_digits(row["acceptance_length"]), row["rows_equal_to_generate"],
+        ])  # fmt: skip
+    return lines
+
+
+SPEED = (
+    "batch | method | of stock | lowest-highest repeat | hf_slospec is | tokens/s | host share | acceptance length "
+    "| rows equal"
+)
+
+
+@table
+def speed_epyc() -> str:
+    return markdown(SPEED, speed_rows(result(EPYC)["results"]))
+
+
+@table
+def speed_amx() -> str:
+    return markdown(SPEED, [line for file in AMX.values() for line in speed_rows(result(file)["results"])])
+
+
+@table
+def attribution() -> str:
+    """Return where the speed comes from: packed weights, drafts, and what is left against assisted generation."""
+    lines = []
+    for batch in (1, 8):
+        for cpu, file in (("Xeon, AMX", AMX[batch]), ("EPYC, AVX-512 bf16", EPYC)):
+            rows = [row for row in result(file)["results"] if row["batch"] == batch]
+            ours, plain, off, assisted = (
+                find(rows, name=name)
+                for name in (OURS, f"{OURS}, no drafts", f"{OURS}, prepack off", "assisted, defaults")
+            )
+            constants = [row for row in rows if row["name"].endswith(" constant")]
+            best = max(constants, key=lambda row: row["speedup_vs_generate"], default=None)
+            cells = [NOT_MEASURED if plain is None else ratio(plain["speedup_vs_generate"])]
+            cells += [
+                f"{ratio(row['speedup_vs_generate'])} ({spread(row['speedup_per_repeat'])})" for row in (off, ours)
+            ]
+            for row in (ours, off):
+                cells += [
+                    ratio(paired(row["speedup_per_repeat"], other["speedup_per_repeat"]))
+                    if other
+                    else "refuses batches"
+                    for other in (assisted, best)
+                ]
+            lines.append([str(batch), cpu, *cells])
+    header = "batch | CPU | packed weights, no drafts | drafts, prepack off | both (hf_slospec)"
+    for name in ("both", "prepack off"):
+        header += f" | {name} / assisted, defaults | {name} / assisted, best constant"
+    return markdown(header, lines)
+
+
+@table
+def h100() -> str:
+    lines = []
+    for run in result("gpu-check-h100-8b.json")["results"]["speed"]:
+        measured = [row for row in run["contestants"] if row["status"] == "measured"]
+        ours, plain = (find(measured, name=name) for name in (OURS, f"{OURS}, no drafts"))
+        for row in measured:
+            repeats = row["speedup_per_repeat"]
+            both = [
+                "" if other is None or other is row or len(repeats) < 3
+                else ratio(paired(other["speedup_per_repeat"], repeats)) for other in (ours, plain)
+            ]  # fmt: skip
+            length, warm = row["acceptance_length"], row["warm_up"]
+            lines.append([
+                str(run["batch"]), bold(row["name"]), ratio(row["speedup_vs_generate"]), spread(repeats), *both,
+                f"{row['tokens_per_s']:.1f}", "" if length is None else f"{length:.2f}", row["rows_equal_to_generate"],
+                f"{warm['calls']} calls, {warm['seconds']:.0f} s",
+            ])  # fmt: skip
+        lines += [
+            [str(run["batch"]), row["name"], NOT_MEASURED, *[""] * 7]
+            for row in run["contestants"] if row["name"] == f"{OURS}, no drafts" and row["status"] != "measured"
+        ]  # fmt: skip
+    return markdown(
+        "batch | method | of stock | lowest-highest repeat | hf_slospec is | without drafts it is | tokens/s "
+        "| acceptance length | rows equal | warm-up",
+        lines,
+    )
+
+
+def peer_rows(file: str, number: int | None = None) -> list[list[str]]:
+    """Return the rows of a comparison with other engines, ours against each in the same precision."""
+    lines = []
+    for row in result(file)["summary"]:
+        if row["name"].startswith("stock") or (number is not None and row["batch"] != number):
+            continue
+        key = "ours_fp32_vs_it" if "fp32" in row["name"] else "ours_bf16_vs_it"
+        ours = row["name"].startswith(OURS)
+        lines.append([
+            str(row["batch"]), f"**{row['name']}** (beside {row['group'].split('-')[0]})" if ours else row["name"],
+            ratio(row["vs_stock"]), "" if ours else ratio(row[key]), "" if ours else spread(row[f"{key}_per_repeat"]),
+            row["rows_equal"],
+        ])  # fmt: skip
+    return lines
+
+
+PEER = "batch | engine | of stock, fp32 | hf_slospec is | lowest-highest repeat | rows equal to stock, fp32"
+
+
+@table
+def peers_batch1() -> str:
+    return markdown(PEER, peer_rows(PEERS.format(1, "")))
+
+
+@table
+def peers_avx2() -> str:
+    return markdown(PEER, peer_rows(PEERS.format(1, "-avx2")))
+
+
+@table
+def peers_batch8() -> str:
+    return markdown(PEER, peer_rows(PEERS.format(8, "")))
+
+
+@table
+def images() -> str:
+    return markdown(
+        "images | tokens of the prompt | time to the first token, of stock's | speed of the call, of stock's",
+        [
+            [
+                row["images"],
+                f"{row['prompt_tokens']:,}",
+                f"{row['first_token_of_stock']:.2f}",
+                ratio(row["speed_of_stock"]),
+            ]
+            for row in result("cpu-2core-images-bf16.json")["images"]
+        ],
+    )
+
+
+@table
+def hybrids() -> str:
+    measured = result("cpu-2core-hybrids-bf16.json")
+    names = {
+        "Qwen3_5": "Qwen3.5-like: 18 gated delta nets, 6 attention layers",
+        "Lfm2": "LFM2-like: 10 short convolutions, 6 attention layers",
+    }
+    lines = []
+    for key, name in names.items():
+        model = measured[key]
+        verify = " / ".join(f"{model['verify'][tokens]:.2f}" for tokens in ("4", "8", "16", "32"))
+        for index, run in enumerate(model["speed"]):
+            first = [name, verify, f"{model['state_mb_per_request']:.2f} MB"] if index == 0 else ["", "", ""]
+            lines.append([
+                *first, run["batch"], run["acceptance"], ratio(run["speed_of_stock"]),
+                "-".join(f"{bound:.2f}" for bound in run["spread"]), f"{run['tokens_per_request_and_step']:.1f}",
+            ])  # fmt: skip
+    return markdown(
+        "target (0.56 B) | verify 4 / 8 / 16 / 32 tokens, of stock's forward of one | state per text | batch "
+        "| acceptance | speed of stock | spread | tokens per step",
+        lines,
+    )
+
+
+# --- Drafters and sampling -------------------------------------------------------------------------------------------
+
+
+@table
+def drafters_acceptance() -> str:
+    rows = result("drafters-acceptance.json")["results"]
+    kinds = [key for key in rows[0] if key not in ("texts", "sampling", "depth", "width")]
+    return markdown(
+        f"texts | shape | {' | '.join(kinds)}",
+        [
+            [f"{row['texts']}, {row['sampling']}", f"{row['depth']}x{row['width']}", *(f"{row[k]:.2f}" for k in kinds)]
+            for row in rows
+        ],
+    )
+
+
+@table
+def drafters_speed() -> str:
+    one, eight = (result(f"drafters-speed-0.3B-batch{batch}-xeon-amx.json")["results"] for batch in (1, 8))
+    columns = {
+        "prompts, greedy, batch 1": one["prompts, greedy"],
+        "repetitive, greedy, batch 1": one["repetitive, greedy"],
+        "prompts, greedy, batch 8": eight["prompts, greedy"],
+    }
+    stock = {
+        "generate": "stock `generate`",
+        "assisted, defaults": "stock, assistant",
+        "prompt lookup, 10": "stock, prompt lookup",
+        "use_mtp": "stock, `use_mtp` (the same layer)",
+    }
+
+    def cell(rows: list[dict[str, Any]], name: str) -> str:
+        row = find(rows, name=name)
+        if row is None:
+            return ""
+        repeats = spread(row["speedup_per_repeat"])
+        return ratio(row["speedup_vs_generate"]) + (f" ({repeats})" if repeats else "")
+
+    names = [row["name"] for row in one["prompts, greedy"]]
+    return markdown(
+        f" | {' | '.join(columns)}",
+        [[stock.get(name, name), *(cell(rows, name) for rows in columns.values())] for name in names],
+    )
+
+
+@table
+def coupling_acceptance() -> str:
+    rows = result("sampling-acceptance.json")["results"]
+
+    def run(temperature: float, width: int, *, coupled: bool) -> dict[str, Any]:
+        return next(
+            row
+            for row in rows
+            if (row["depth"], row["width"], row["temperature"]) == (5, width, temperature)
+            and row["sharpness"] == (0.9 if coupled else None)
+        )
+
+    lines = []
+    for temperature in (0.3, 0.7, 1.0, 1.3):
+        pairs = [[run(temperature, width, coupled=coupled) for coupled in (False, True)] for width in (1, 4)]
+        coupled = pairs[1][1]
+        lines.append([
+            temperature, *(f"{a['tokens_per_step']:.2f} → {b['tokens_per_step']:.2f}" for a, b in pairs),
+            f"{coupled['expected_over_committed']:.3f}", " → ".join(f"{error:.3f}" for error in coupled["ece"]),
+        ])  # fmt: skip
+    return markdown(
+        "temperature | tokens per step, one child per node | tokens per step, beams of 4 | expected / committed tokens "
+        "| ECE before → after calibration",
+        lines,
+    )
+
+
+@table
+def sampling_speed() -> str:
+    runs = result("sampling-speed-cpu-2core-0.6B-bf16.json")["runs"]
+    cells = [(1, 0, "temperature 1"), (0, 0, "temperature 0.7, top-p 0.95"), (2, 0, "temperature 0.3")]
+    cells += [(2, 0, "temperature 1.3"), (0, 8, "temperature 1"), (0, 8, "temperature 0.7, top-p 0.95")]
+    lines = []
+    for run, batch, name in cells:
+        rows = [row for row in runs[run]["results"][name] if row["batch"] == (batch or 1)]
+        ours, without, assisted = (find(rows, name=n) for n in (OURS, f"{OURS}, uncoupled", "assisted, defaults"))
+        lines.append([
+            name, batch or 1, f"{ratio(ours['speedup_vs_generate'])} ({spread(ours['speedup_per_repeat'])})",
+            ratio(assisted["speedup_vs_generate"]) if assisted else "refuses batches",
+            ratio(paired(ours["speedup_per_repeat"], assisted["speedup_per_repeat"])) if assisted else "",
+            ratio(ours["speedup_vs_uncoupled"]),
+            f"{without['acceptance_length']:.2f} → {ours['acceptance_length']:.2f}", len(ours["speedup_per_repeat"]),
+        ])  # fmt: skip
+    return markdown(
+        " | batch | of stock (lowest-highest repeat) | assisted, of stock | hf_slospec / assisted "
+        "| with / without the noise | tokens per step, without → with | repeats",
+        lines,
+    )
+
+
+# --- SLOs and the policy ---------------------------------------------------------------------------------------------
+
+
+@table
+def slo_attainment() -> str:
+    lines = []
+    for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items():
+        times = [f"{row['tpot_ms'][k]:.0f} ({percent(row['attained_by_target'][k])})" for k in ("0.6", "1.0", "2.0")]
+        lines.append([
+            f"**{name}**" if name == "auto" else name, percent(row["attained"]), *times, ratio(row["speedup_vs_plain"]),
+            f"{row['tokens_per_step']:.2f}",
+        ])  # fmt: skip
+    return markdown("policy | attained | 0.6x: ms | 1.0x: ms | 2.0x: ms | against plain | tokens per step", lines)
+
+
+@table
+def constant_shapes() -> str:
+    runs = sorted(result("shapes-cpu-2core-0.3B-bf16.json")["runs"], key=lambda run: run["provenance"]["date"])
+    cells: dict[str, list[tuple[dict[str, Any], int]]] = {}
+    for run in runs:
+        for name, row in run["results"].items():
+            cells.setdefault(name, []).append((row, run["provenance"]["repeats"]))
+    lines = []
+    for name in sorted(cells, key=lambda name: (name[0] != "g", int(name.rsplit(" ", 1)[1]))):
+        (before, earlier), (row, repeats) = cells[name]
+        low, middle, high = row["auto to best"]
+        text, batch = name.split(", batch ")
+        lines.append([
+            text.replace("T=", "temperature "), batch, row["best constant"], f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            f"{row['auto to plain'][1]:.2f}", repeats, f"{before['auto to best'][1]:.2f} ({earlier})",
+        ])  # fmt: skip
+    return markdown(
+        "text | batch | fastest constant shape | `auto` to it (quartiles) | `auto` to plain decoding | repeats "
+        "| earlier run (repeats)",
+        lines,
+    )
+
+
+@table
+def little_known() -> str:
+    rows = result("uncertainty.json")["results"]
+    ratios = {name: row["auto_to_best_fixed"] for name, row in rows.items()}
+    return markdown(
+        "scenario | mean | lowest, highest seed",
+        [[name, f"{statistics.fmean(r):.3f}", f"{min(r):.3f}, {max(r):.3f}"] for name, r in ratios.items()],
+    )
+
+
+@table
+def planning() -> str:
+    rows = result("selection-cpu.json")["median_ms"]
+    lines = []
+    for number in (1, 8, 64, 256, 1024):
+        cells = []
+        for policy in ("auto", "adaserve"):
+            row = rows[f"{policy}, {number} requests"]
+            cells += [f"{row['plan'] + row['select']:.1f}", f"{row['observe']:.1f}"]
+        lines.append([number, *cells])
+    return markdown(
+        "requests | `auto`: plan and select, ms | learn, ms | `adaserve`: plan and select, ms | learn, ms", lines
+    )
+
+
+# --- The batcher, the server and replicas ----------------------------------------------------------------------------
+
+
+def wilson(row: dict[str, Any]) -> str:
+    attained = row["attainment"]
+    return f"{100 * attained['mean']:.0f} ({100 * attained['low']:.0f} to {100 * attained['high']:.0f})"
+
+
+@table
+def mixed_load() -> str:
+    lines = []
+    for arrivals, loads in result("serving-load-cpu-2core-0.1B-bf16.json")["results"].items():
+        for index, (load, systems) in enumerate(loads.items()):
+            chain = max((systems["fixed-2"], systems["fixed-4"]), key=lambda row: row["attained"])
+            lines.append([
+                {"poisson": "Poisson", "bursty": "bursts"}[arrivals] if index == 0 else "", load,
+                *(wilson(systems[name]) for name in ("auto", "plain", "fixed-2", "fixed-4")),
+                f"{chain['misses_vs_ours']:.1f}x", ratio(chain["goodput_of_ours_vs_it"]),
+            ])  # fmt: skip
+    return markdown(
+        "arrivals | load | **auto** | plain | chains of 2 | chains of 4 | misses of the better chain "
+        "| goodput of `auto`",
+        lines,
+    )
+
+
+@table
+def throughput() -> str:
+    rows = result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"]
+    names = {
+        "generate_batch": "transformers' `generate_batch`",
+        "plain": "hf_slospec without drafts (packed weights alone)",
+        "fixed-4": "chains of 4",
+        "auto": "`auto`",
+    }
+    lines = [[n, f"{rows[k]['tokens_per_s']:.0f}", ratio(rows[k]["vs_generate_batch"])] for k, n in names.items()]
+    return markdown("system | tokens/s | of `generate_batch`", lines)
+
+
+@table
+def chat_turns() -> str:
+    lines = [
+        [
+            row["turn"], row["prompt_tokens"], row["reused"], f"{row['without_ms']:.0f}", f"{row['with_ms']:.0f}",
+            f"{row['ratio']:.1f}x",
+        ]
+        for row in result("chat-cpu-2core-0.3B-bf16.json")["rows"]
+        if row["turn"] in (1, 2, 4, 6, 8)
+    ]  # fmt: skip
+    return markdown("turn | prompt tokens | found | TTFT without, ms | with, ms | shorter by", lines)
+
+
+@table
+def lent_memory() -> str:
+    systems = ("plain", "plain with all the memory", "auto", "auto, lends")
+    lines = [
+        [rate.removesuffix("/s"), *(f"{statistics.fmean(row['latency_s'][name]):.2f}" for name in systems)]
+        for rate, row in result("lending.json")["results"].items()
+    ]
+    return markdown("requests per second | plain | plain with all the memory | `auto` without lending | `auto`", lines)
+
+
+@table
+def http_cost() -> str:
+    lines = []
+    for row in result("http-overhead-cpu-2core.json")["rows"]:
+        token = f"{row['added_ms_per_token']:.2f}" if row["tokens"] > 1 else ""
+        lines.append([
+            row["streams"], row["tokens"], f"{row['submit_ms']:.0f}", f"{row['added_ms_per_request']:.1f}", token,
+        ])  # fmt: skip
+    return markdown(
+        "streams at a time | new tokens | `submit`, ms per round | HTTP adds, ms per request | per token", lines
+    )
+
+
+@table
+def replica_cost() -> str:
+    return markdown(
+        "streams at a time | new tokens | local, ms per request | one replica, ms per request | added",
+        [
+            [row["streams"], row["tokens"], *(f"{row[key]:.0f}" for key in ("local_ms", "replica_ms", "added_ms"))]
+            for row in result("replica-overhead-cpu-2core.json")["results"]["rows"]
+        ],
+    )
+
+
+# --- Inside a step ---------------------------------------------------------------------------------------------------
+
+PHASES: dict[str, Iterable[tuple[str, str | None]]] = {
+    "**verify**": [("verify", None)],
+    "… linear layers": [("verify", "linear layers")],
+    "… attention": [("verify", "attention")],
+    "… norms": [("verify", "norms")],
+    "… activations": [("verify", "activations")],
+    "… rotary embedding": [("verify", "rotary embedding")],
+    "… the rest of the layers": [("verify", "the rest of the layers")],
+    "… inputs, masks, sampling": [("verify", "inputs and masks"), ("verify", "choosing tokens"), ("verify", "rest")],
+    "**draft**": [("draft", None)],
+    "**plan and select**": [("plan and select", None)],
+    "**accept, commit, the rest of the step**": [("accept", None), ("commit", None), ("rest of the step", None)],
+    "**outside the steps**": [("around the steps", None)],
+}
+
+
+@table
+def step_shares() -> str:
+    files = ("step-table-cpu-2core-0.6B-bf16.json", "step-table-cpu-2core-0.6B-bf16-amx.json")
+    columns = [row["shares"] for file in files for row in result(file)["rows"]]
+
+    def share(shares: list[dict[str, Any]], parts: Iterable[tuple[str, str | None]]) -> float:
+        wanted = set(parts)
+        return sum(s["share"] for s in shares if (s["phase"], s["what"]) in wanted or (s["phase"], None) in wanted)
+
+    return markdown(
+        " | EPYC, batch 1 | EPYC, batch 8 | Xeon, batch 1 | Xeon, batch 8",
+        [[name, *(percent(share(shares, parts), 1) for shares in columns)] for name, parts in PHASES.items()],
+    )
+
+
+@table
+def compiled_forwards() -> str:
+    rows = result("cpu-forwards-2core-0.3B-bf16.json")["ms"]
+    return markdown(
+        "tokens | as loaded, ms | packed weights, ms | `torch.compile`, frozen, ms",
+        [[row["tokens"], *(f"{row[key]:.0f}" for key in ("as loaded", "prepacked", "compiled"))] for row in rows],
+    )
+
+
+@table
+def divergences() -> str:
+    rows = result("bf16-divergence.json")["results"]
+    names = {
+        "ours against generate, batches of 1": "hf_slospec and stock, batch 1",
+        "ours against generate, batches of 8": "hf_slospec and stock, batch 8",
+        "generate against itself, batches of 8 and of 1": "stock at batch 8 and stock at batch 1",
+    }
+    lines = []
+    for key, name in names.items():
+        row = rows[key]
+        lines.append([
+            name, f"{row['divergences']} of {row['rows']}", row["near_ties"], f"{max(row['margins']):.4f}",
+        ])  # fmt: skip
+    return markdown("compared | rows that differ | at near-ties | largest margin", lines)
+
+
+# --- The first table of benchmarks.md --------------------------------------------------------------------------------
+
+
+def _of_stock(batch: int, name: str) -> str:
+    """Return the speed of a method against stock on both CPUs."""
+    values = (find(result(file)["results"], batch=batch, name=name) for file in (AMX[batch], EPYC))
+    xeon, epyc = (row["speedup_vs_generate"] for row in values)
+    return f"{xeon:.2f}x (Xeon, AMX), {epyc:.2f}x (EPYC)"
+
+
+def _of_assisted(name: str) -> str:
+    """Return the paired ratios to assisted generation, with its defaults and its best constant, on both CPUs."""
+    texts = []
+    for file, cpu in ((AMX[1], "Xeon, AMX"), (EPYC, "EPYC")):
+        rows = [row for row in result(file)["results"] if row["batch"] == 1]
+        ours, defaults = (find(rows, name=n)["speedup_per_repeat"] for n in (name, "assisted, defaults"))
+        constants = [row for row in rows if row["name"].endswith(" constant")]
+        best = max(constants, key=lambda row: row["speedup_vs_generate"])["speedup_per_repeat"]
+        texts.append(f"{paired(ours, defaults):.2f}x and {paired(ours, best):.2f}x ({cpu})")
+    return ", ".join(texts)
+
+
+def _peer(batch: int, engine: str, isa: str = "", *, run: int | None = None) -> str:
+    """Return our speed against an engine as it is fastest, with its best draft length if it drafts.
+
+    Args:
+        run: the batch size of the file, where it has further ones.
+    """
+    rows = [row for row in result(PEERS.format(run or batch, isa))["summary"] if row["batch"] == batch]
+    row = max((row for row in rows if row["name"].startswith(engine)), key=lambda row: row["vs_stock"])
+    return ratio(row["ours_fp32_vs_it" if "fp32" in engine else "ours_bf16_vs_it"])
+
+
+@table
+def summary() -> str:
+    off = f"{OURS}, prepack off"
+    one, eight = (run["contestants"] for run in result("gpu-check-h100-8b.json")["results"]["speed"])
+    gpu = {
+        (batch, row["name"]): row.get("speedup_per_repeat")
+        for batch, rows in ((1, one), (8, eight)) for row in rows
+    }  # fmt: skip
+    compiled = "generate, static cache, compiled"
+    h100_1 = (
+        f"{find(one, name=OURS)['speedup_vs_generate']:.2f}x of stock, {paired(gpu[1, OURS], gpu[1, compiled]):.2f}x "
+        f"of compiled stock, {paired(gpu[1, OURS], gpu[1, f'{OURS}, no drafts']):.2f}x of itself without drafts"
+    )
+    h100_8 = (
+        f"{find(eight, name=OURS)['speedup_vs_generate']:.2f}x of stock, "
+        f"{gpu[8, OURS][0] / gpu[8, compiled][0]:.2f}x of compiled stock (one repeat); without drafts {NOT_MEASURED}"
+    )
+    slo = {name: percent(row["attained"]) for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items()}
+    load = [
+        row
+        for arrivals in result("serving-load-cpu-2core-0.1B-bf16.json")["results"].values()
+        for row in arrivals.values()
+    ]
+    misses = [
+        max((row["fixed-2"], row["fixed-4"]), key=lambda chain: chain["attained"])["misses_vs_ours"] for row in load
+    ]  # fmt: skip
+    turns = [row["ratio"] for row in result("chat-cpu-2core-0.3B-bf16.json")["rows"][1:]]
+    batched = {
+        k: ratio(row["vs_generate_batch"])
+        for k, row in result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"].items()
+    }
+    lines = [
+        ("tokens against stock, fp32", "equal, greedy and sampled, where compared", "[model classes](support.md)"),
+        ("one text against stock, CPU", _of_stock(1, OURS), "[CPU](#speed-on-a-cpu)"),
+        ("the same without packed weights", _of_stock(1, off), "[CPU](#speed-on-a-cpu)"),
+        ("one text against assisted generation: defaults, best constant", _of_assisted(OURS), "[CPU](#speed-on-a-cpu)"),
+        ("the same without packed weights", _of_assisted(off), "[CPU](#speed-on-a-cpu)"),
+        ("batch of 8 against stock, CPU", _of_stock(8, OURS), "[CPU](#speed-on-a-cpu)"),
+        ("the same without packed weights", _of_stock(8, off), "[CPU](#speed-on-a-cpu)"),
+        (
+            "16 requests against `generate_batch`, CPU",
+            f"{batched['auto']}; {batched['plain']} without drafts",
+            "[batcher](#the-batcher)",
+        ),
+        ("one text, 8B-shaped, H100", h100_1, "[GPU](#on-a-gpu)"),
+        ("batch of 8, 8B-shaped, H100", h100_8, "[GPU](#on-a-gpu)"),
+        (
+            "against llama.cpp f16 as it is fastest, batch 1",
+            f"{_peer(1, 'llama.cpp f16')} (AMX), {_peer(1, 'llama.cpp f16', '-avx2')} (AVX2)",
+            "[engines](#other-engines-on-a-cpu)",
+        ),
+        (
+            "against OpenVINO fp32 as it is fastest",
+            f"{_peer(1, 'OpenVINO fp32')} at batch 1, {_peer(8, 'OpenVINO fp32')} at batch 8",
+            "[engines](#other-engines-on-a-cpu)",
+        ),
+        (
+            "against vLLM bf16 on a CPU as it is fastest",
+            f"{_peer(1, 'vLLM bf16', run=8)} at batch 1, {_peer(8, 'vLLM bf16')} at batch 8",
+            "[engines](#other-engines-on-a-cpu)",
+        ),
+        (
+            "TPOT SLOs attained, batch of 8",
+            f"`auto` {slo['auto']}, best chain {slo['chain of 2']}, plain decoding {slo['no speculation']}",
+            "[SLOs](#slos-and-the-default-policy)",
+        ),
+        (
+            "missed SLOs of a mixed load",
+            f"the better chain has {min(misses):.1f} to {max(misses):.1f} times as many as `auto`",
+            "[batcher](#the-batcher)",
+        ),
+        (
+            "time to the first token of later chat turns",
+            f"{min(turns):.0f} to {max(turns):.0f} times shorter by prefix caching",
+            "[batcher](#the-batcher)",
+        ),
+    ]  # fmt: skip
+    return markdown("what | hf_slospec | more", lines)
+
+
+# --- Options of a command --------------------------------------------------------------------------------------------
+
+
+@table
+def serve_options() -> str:
+    """Return the options of `serve` as the command declares them."""
+    import typer.main
+
+    from hf_slospec.cli.app import app
+
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    lines = []
+    for option in command.params:
+        if option.name == "help":
+            continue
+        default = option.default() if callable(option.default) else option.default
+        shown = "" if default in (None, False, "", [], ()) else f"`{default}`"
+        names = ", ".join(f"`{name}`" for name in option.opts)
+        lines.append([names, shown, (getattr(option, "help", None) or "").replace("|", r"\|")])
+    return markdown("option | default | meaning", lines)
