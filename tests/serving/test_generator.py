@@ -39,7 +39,7 @@ def test_from_pretrained_loads_a_drafter(drafter: Any, kind: str, tmp_path: Any)
     assert_same_as_stock(generator.model, generator.generate, dict(inputs), **OPTIONS)
     with pytest.raises(InvalidInputError, match="nowhere"):
         SLOSpecGenerator.from_pretrained(str(tmp_path), drafter="./nowhere")
-    with pytest.raises(InvalidTypeError, match="source"):
+    with pytest.raises(InvalidTypeError, match="a drafter must be a name"):
         SLOSpecGenerator.from_pretrained(str(tmp_path), drafter=[])
 
 
