@@ -29,6 +29,7 @@ from hf_slospec.generate.slo import SLOStage
 from hf_slospec.models.cpu.memory import limit_kernels
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.memory import MemoryUse
+from hf_slospec.models.weights_version import weights_changed
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle, RequestResult
 from hf_slospec.serving.telemetry import Percentiles, Stats
@@ -78,6 +79,7 @@ __all__ = [
     "load_tiny_drafter",
     "load_tiny_pair",
     "tiny_prompts",
+    "weights_changed",
     "write_chrome_trace",
 ]
 __version__ = "0.1.0"

@@ -92,10 +92,10 @@ class Decoder:
         draftless = {"assistant_model": None, "prompt_lookup_num_tokens": None}  # stock drafts for single rows only
         return stock_generate(self.model)(**arguments | draftless)
 
-    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any]) -> Call:
+    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
         """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
         speculator = self.speculator_for(arguments.get("assistant_model"))
-        return prepare(self._by_lookup(arguments) or speculator, slo_tpot, arguments)
+        return prepare(self._by_lookup(arguments) or speculator, slo_tpot, arguments, is_idle)
 
     @property
     def speculator(self) -> Speculator:

@@ -79,11 +79,12 @@ class Call:
 
 
 @torch.no_grad()
-def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]) -> Call:
+def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
     """Check a call and return it as stock ``generate`` would begin to decode it.
 
     Args:
         arguments: those of stock ``generate``, by name.
+        is_idle: see :meth:`Speculator.renew`.
 
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError, IncompatibleDraftError: the
@@ -93,7 +94,7 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
     check_arguments(model, arguments)
     check_evaluating(model)
-    speculator.renew()
+    speculator.renew(is_idle)
     # Stock encodes images here.
     has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT})
     with speculator.lock if has_images else contextlib.nullcontext():

@@ -143,14 +143,13 @@ class PackedModel:
         self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
         self._idle_pool: KVPool | None = None  # kept for its graphs
 
-    def renew(self) -> None:
-        """Take in changes of weights and modules that steps do not notice."""
-        if self.fingerprint.renew():
+    def renew(self, is_idle: bool = True) -> bool:
+        """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
+        if has_changed := self.fingerprint.renew(is_idle):
             self.prepacked.renew()
-        elif self.prepacked.renew_copies():
-            self.fingerprint.count()
         if self._preconditions is not None:
             self._preconditions.renew()
+        return has_changed
 
     @property
     def device(self) -> torch.device:
@@ -308,6 +307,8 @@ class PackedModel:
         feature_layers: tuple[int, ...],
         level: DraftLevel | None,
     ) -> Any:
+        if self.fingerprint.is_behind:
+            self.renew()
         rope_lengths = self.rope.lengths(parts)
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
             larger = self._padded(pool, parts, logit_rows) if rope_lengths is None else None

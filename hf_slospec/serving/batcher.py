@@ -98,6 +98,11 @@ class Batcher:
         """Requests that wait for room."""
         return len(self._arrivals) + self._num_waiting
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether it has no unfinished request."""
+        return not self._handles
+
     def start(self) -> None:
         """Begin to take requests, unless it does; waits for a stop that is in progress.
 

@@ -195,7 +195,7 @@ class BatchingService:
         own = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
                for name, value in own.items()}  # fmt: skip
         with keeping_rope_deltas(self.decoder.model):
-            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own)
+            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own, batcher.is_idle)
         request = self._request(call, options)
         if request.prefill is not None:  # this thread has encoded images
             call.speculator.lock.rest()

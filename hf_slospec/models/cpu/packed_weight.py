@@ -13,9 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.cpu.kernel_choice import PLAIN, choose, packed_by
 from hf_slospec.models.cpu.kernels import DTYPES, PACKING, Matrix
+from hf_slospec.models.weights_version import Digest, digest
 
-SAMPLES = 256  # elements of a weight compared to find changes that torch does not count
-MANY_OUTPUTS = 16384  # output layers have more; one output may be changed alone, for a new token, so each is sampled
 BITS = {2: torch.int16, 4: torch.int32}  # integers of the size of a float, which tell -0.0 from 0.0
 # What may be asked of a released weight: not its values.
 OF_RELEASED = {"__get__", "__set__", "dim", "ndimension", "size", "numel", "stride", "element_size", "requires_grad_"}
@@ -75,10 +74,11 @@ class PackedWeight:
         self.weight, self.choice = weight, PLAIN
         self.num_made += 1
         self.matrices = list[Matrix]()  # one, or one per expert; none where torch's own kernels are used
+        self.digest: Digest | None = None
         if weight is None or not is_usual(weight):
             return
         with torch.inference_mode(False), torch.no_grad():  # the copy may outlive the caller's inference mode
-            self.samples, self.version, self.address = _samples(weight), weight._version, weight.data_ptr()
+            self.digest, self.version, self.address = digest([weight]), weight._version, weight.data_ptr()
             plain = matrices_of(self.layer, weight)
             self.choice = choose(plain)
             if self.choice.kernel is not None:
@@ -104,11 +104,11 @@ class PackedWeight:
             self.make()
 
     def renew(self) -> None:
-        """Make the copy anew if samples differ: torch counts no writes to ``weight.data`` (merged adapters)."""
+        """Make the copy anew if the weight has changed, whether torch has counted it or not."""
         weight: Any = self.layer._parameters.get(self.name)
         if isinstance(weight, ReleasedWeight):
             return
-        if not (self._is_of(weight) and weight.is_contiguous() and torch.equal(self.samples, _samples(weight))):
+        if not self._is_of(weight) or self.digest != digest([weight]):
             self.make()
 
     def product(self, input: torch.Tensor, bias: torch.Tensor | None, index: int = 0) -> torch.Tensor:
@@ -145,7 +145,7 @@ class PackedWeight:
                     values[places] = exact
                     weight = nn.Parameter(values, self.weight.requires_grad)
                 self._set_weight(weight)
-                self.samples = _samples(weight)
+                self.digest = digest([weight])
 
     def _unpacked(self) -> torch.Tensor:
         matrices = [matrix.unpacked().to(self.weight.dtype) for matrix in self.matrices]
@@ -182,10 +182,3 @@ def is_usual(weight: nn.Parameter) -> bool:
     is_dense = weight.device.type == "cpu" and weight.layout is torch.strided and weight.is_contiguous()
     is_own = type(weight) is nn.Parameter and not weight.is_inference()
     return bool(is_own and is_dense and weight.numel() > 0 and any(weight.dtype in own for own in DTYPES.values()))
-
-
-def _samples(weight: nn.Parameter) -> torch.Tensor:
-    every = max(weight.numel() // SAMPLES, 1) | 1
-    if len(weight) > MANY_OUTPUTS:
-        every = min(every, max(weight.shape[1] - 1, 1))
-    return weight.detach().view(-1)[::every].clone()

@@ -98,14 +98,6 @@ class PrepackedLayers:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def renew_copies(self) -> bool:
-        """Update the copies to their weights, however these were written; return whether a copy was made anew."""
-        copies = list(self._copies.values())
-        num_made = sum(copy.num_made for copy in copies)
-        for copy in copies:
-            copy.renew()
-        return num_made != sum(copy.num_made for copy in copies)
-
     def renew(self) -> None:
         """Update the copies to the model's present layers and weights, however they were changed."""
         found: dict[Copy, PackedWeight] = {}
@@ -113,8 +105,6 @@ class PrepackedLayers:
         weights = self._model.named_parameters(remove_duplicate=False) if is_released else ()
         num_owners = Counter(id(weight) for _, weight in weights)
         for layer, copies in self._all_copies():
-            for copy in copies.values():
-                copy.renew()
             found |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
             is_whole = len(copies) == len(weight_names(layer)) and all(copy.matrices for copy in copies.values())
             # Not where another layer needs the weight, as a tied embedding does.
@@ -196,8 +186,12 @@ def _packs_slowly(layer: nn.Module, kernels: Mapping[str, str]) -> bool:
 
 
 def _copies_of(layer: nn.Module, kernels: Mapping[str, str]) -> Mapping[str, PackedWeight]:
-    """Return the packed weights of a layer by name, made if they are missing."""
+    """Return the packed weights of a layer by name, up to date, and made if they are missing."""
     if isinstance(layer, Released):
         return layer.packed_weights
-    keys = {name: (id(layer), name) for name in kernels}
-    return {name: _shared.get(key) or _shared.setdefault(key, PackedWeight(layer, name)) for name, key in keys.items()}
+    copies = dict[str, PackedWeight]()
+    for name in kernels:
+        if (copy := _shared.get((id(layer), name))) is not None:
+            copy.renew()
+        copies[name] = copy or _shared.setdefault((id(layer), name), PackedWeight(layer, name))
+    return copies

@@ -19,7 +19,7 @@ from torch.nn.utils.prune import l1_unstructured
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.models.cpu import packed_weight, prepacked
+from hf_slospec.models.cpu import prepacked
 from hf_slospec.models.cpu.packed_weight import PackedWeight
 from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.packed import PackedModel
@@ -212,15 +212,6 @@ def test_layers_that_come_and_go() -> None:
     assert computed(model, rows(3, 24), linears).shape == (3, 16)
     linears.renew()
     assert gone() is None and len(linears) == 2
-
-
-def test_one_row_of_an_output_layer_written_through_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weight, "MANY_OUTPUTS", 2000)
-    module, input = linear(24, 3000), rows(3, 24)
-    linears = PrepackedLayers(module, True)
-    module.weight.data[1234] = 7.0
-    linears.renew()
-    torch.testing.assert_close(computed(module, input, linears), module(input).detach())
 
 
 def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None:
