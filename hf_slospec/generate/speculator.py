@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 from weakref import WeakSet
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
@@ -65,6 +65,11 @@ class Speculator:
     def lock(self) -> FairLock:
         """The lock that is held during every step on the target."""
         return self.target.lock
+
+    @property
+    def places(self) -> list[tuple[Any, ...]]:
+        """Where both models are; see :attr:`CheckedModel.place`."""
+        return [checked.place for checked in (self.target, self.draft) if checked is not None]
 
     def renew(self, is_idle: bool = True) -> None:
         """Take up changes of the models since the last call.

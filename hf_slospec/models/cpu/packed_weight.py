@@ -61,10 +61,13 @@ def released_error(act: str) -> UnsupportedModelError:
 
 
 class PackedWeight:
-    """A copy of a layer's weight as its kernel reads it, and the state of the weight it was made from."""
+    """A copy of a layer's weight as its kernel reads it, and the state of the weight it was made from.
 
-    def __init__(self, layer: nn.Module, name: str):
-        self.layer, self.name, self.num_made = layer, name, 0
+    ``autocast``: dtype of the copy, for forwards that compute with autocast; None: the weight's own.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, autocast: torch.dtype | None = None):
+        self.layer, self.name, self.autocast, self.num_made = layer, name, autocast, 0
         self.make()
 
     def make(self) -> None:
@@ -79,7 +82,7 @@ class PackedWeight:
             return
         with torch.inference_mode(False), torch.no_grad():  # the copy may outlive the caller's inference mode
             self.digest, self.version, self.address = digest([weight]), weight._version, weight.data_ptr()
-            plain = matrices_of(self.layer, weight)
+            plain = matrices_of(self.layer, weight, self.autocast)
             self.choice = choose(plain)
             if self.choice.kernel is not None:
                 packed = [packed_by(PACKING[self.choice.kernel], each) for each in plain]
@@ -113,6 +116,8 @@ class PackedWeight:
 
     def product(self, input: torch.Tensor, bias: torch.Tensor | None, index: int = 0) -> torch.Tensor:
         """Return the product with the weight, or with one expert's.  [num_tokens, inputs] -> [num_tokens, outputs]"""
+        if self.autocast is not None:
+            input, bias = input.to(self.autocast), None if bias is None else bias.to(self.autocast)
         if self.matrices and len(input) and (self.choice.packs(len(input)) or self.is_released):
             return self.matrices[index](input, bias)
         if self.is_released:  # and no tokens
@@ -166,9 +171,10 @@ class PackedWeight:
         return bool(self.version == weight._version and self.address == weight.data_ptr())
 
 
-def matrices_of(layer: nn.Module, weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the matrices of a layer's weight, one or one per expert.  -> [outputs, inputs] each"""
-    matrices = list(weight.detach().unbind(0)) if weight.dim() == 3 else [weight.detach()]
+def matrices_of(layer: nn.Module, weight: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return the matrices of a layer's weight, one or one per expert, in a dtype.  -> [outputs, inputs] each"""
+    weight = weight.detach().to(dtype or weight.dtype)
+    matrices = list(weight.unbind(0)) if weight.dim() == 3 else [weight]
     return [matrix.T for matrix in matrices] if is_transposed(layer) else matrices
 
 
