@@ -199,7 +199,12 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
 
 
 def check_evaluating(model: PreTrainedModel) -> None:
-    """Refuse a model in training mode with dropout, which draws from the global generator in every forward."""
+    """Refuse a model in training mode with dropout, which draws from the global generator, or without a K/V cache."""
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, which drops K and V; turn "
+            "it off or call model.eval() first, as TRL does for its rollouts"
+        )
     dropping = [name or "model" for name, module in model.named_modules() if module.training and _drops(module)]
     if model.training and dropping:
         raise UnsupportedModelError(

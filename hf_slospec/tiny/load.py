@@ -53,7 +53,7 @@ def load_pair(
     The target of size 8B has the shape of Llama-3.1-8B, and its draft that of Llama-3.2-1B; other sizes have the draft
     as it is embedded.
 
-    The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
+    No weight requires a gradient. The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
     this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
     read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
     named; with ``images`` it is loaded with its image encoder.
@@ -78,7 +78,9 @@ def load_pair(
             tokenizer = AutoTokenizer.from_pretrained(target)
             safe = {} if may_unpickle else {"use_safetensors": True}
             models = [
-                auto.from_pretrained(name, dtype=dtype, **safe).to(device) for auto, name in named if name is not None
+                auto.from_pretrained(name, dtype=dtype, **safe).to(device).requires_grad_(False)
+                for auto, name in named
+                if name is not None
             ]
         except LOADING_ERRORS as error:
             options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
@@ -91,4 +93,5 @@ def load_pair(
     model, draft = pair[0].to(device), pair[1].to(device)
     if size in DRAFT_SHAPES:
         draft = inflate(draft, DRAFT_SHAPES[size])
-    return Pair(model if size == "tiny" else inflate(model, SHAPES[size]), draft, pair[2])
+    model = model if size == "tiny" else inflate(model, SHAPES[size])
+    return Pair(model.requires_grad_(False), draft.requires_grad_(False), pair[2])

@@ -84,6 +84,17 @@ def test_dropout_of_adapters_is_refused_with_a_remedy_or_falls_back() -> None:
         model.generate(**ragged_prompts(1), max_new_tokens=4)
 
 
+def test_gradient_checkpointing_is_refused_by_name() -> None:
+    model = model_in_training()
+    model.activation_checkpointing_enable()
+    hf_slospec.enable(model.eval(), always=True)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match="gradient checkpointing"):
+        model.generate(**ragged_prompts(1), max_new_tokens=4)
+    model.eval()
+    assert model.generate(**ragged_prompts(1), max_new_tokens=4) is not None
+
+
 def test_what_stock_ignores_is_ignored_and_nothing_warns() -> None:
     model = copy.deepcopy(tiny_model("llama"))
     inputs, config = ragged_prompts(2), GenerationConfig(max_new_tokens=6, do_sample=False)
