@@ -3,8 +3,8 @@
     pip install hf_slospec trl==1.16.0 peft datasets
     python benchmarks/clients/run_trl.py WORK --json trl.json              # the embedded target, or --model FOLDER
 
-Every way trains twice from the same weights with the same seeds. A rollout's completions are equal where the seeds and the
-weights are; in bf16, near-ties may be decided differently. No packed copy may differ from its weight (``stale``).
+Every way trains twice from the same weights with the same seeds. A rollout's completions are equal where the seeds and
+the weights are; in bf16, near-ties may be decided differently. No packed copy may differ from a new one (``stale``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_slospec
+from hf_slospec.models.cpu.packed_weight import PackedWeight
 
 WAYS = {  # dtype of the weights, and settings of the trainer
     "fp32, adamw_torch_fused": (torch.float32, {"optim": "adamw_torch_fused", "bf16": False}),
@@ -31,10 +32,10 @@ PROMPTS = ["def main():\n", "import os\n", "class Stack:\n", "for line in lines:
 
 
 def num_stale(decoder: Any) -> int:
-    """Return how many packed copies differ from their weights."""
+    """Return how many packed copies differ from new ones."""
     copies = decoder.speculator.target.packed.prepacked._copies
-    pairs = [(one, layer._parameters[name]) for (layer, name), one in copies.items()]
-    return sum(not torch.equal(one._unpacked(), own.to(one.autocast or own.dtype).to(own.dtype)) for one, own in pairs)
+    new = [PackedWeight(layer, name, one.autocast) for (layer, name), one in copies.items()]
+    return sum(not torch.equal(a._unpacked(), b._unpacked()) for a, b in zip(copies.values(), new, strict=True))
 
 
 def train(folder: str, dtype: torch.dtype, settings: dict[str, Any], is_ours: bool, options: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class CheckedModel:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What may not change while requests run: device, dtype, and a forward that was replaced."""
+        """Device, dtype, and the forward in place of the class's own; they may not change while requests run."""
         model = self.model
         return input_device(model), model.get_input_embeddings().weight.dtype, vars(model).get("forward")
 

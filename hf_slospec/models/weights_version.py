@@ -1,4 +1,4 @@
-"""Changes of a model's weights, whoever wrote them and however.
+"""Changes of a model's weights, however they were written.
 
 torch counts writes to a tensor (``_version``), but neither those of fused optimizers nor those through ``weight.data``,
 by which adapters are merged and averages swapped in. So all bits of the weights are summed up before a call, wherever

@@ -53,10 +53,10 @@ def load_pair(
     The target of size 8B has the shape of Llama-3.1-8B, and its draft that of Llama-3.2-1B; other sizes have the draft
     as it is embedded.
 
-    No weight requires a gradient. The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
+    The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
     this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
     read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
-    named; with ``images`` it is loaded with its image encoder.
+    named; with ``images`` it is loaded with its image encoder. No weight requires a gradient.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.

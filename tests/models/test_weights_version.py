@@ -1,4 +1,4 @@
-"""Weights that changed are noticed, whoever wrote them: by packed copies, and by the state that kept K/V belongs to."""
+"""Weights that changed are noticed, however they were written: by packed copies, and by the state of kept K/V."""
 
 from __future__ import annotations
 
@@ -98,12 +98,9 @@ def packed_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
     return packed
 
 
-def unpacked(one: PackedWeight) -> torch.Tensor:
-    return one._unpacked().to(one.weight.dtype)
-
-
 def num_stale(packed: PackedModel) -> int:
-    return sum(not torch.equal(unpacked(one), layer._parameters[name]) for (layer, name), one in copies(packed))
+    new = [(one, PackedWeight(layer, name)) for (layer, name), one in copies(packed)]
+    return sum(not torch.equal(one._unpacked(), other._unpacked()) for one, other in new)
 
 
 def copies(packed: PackedModel) -> Any:
