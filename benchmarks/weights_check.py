@@ -2,8 +2,8 @@
 
     python benchmarks/weights_check.py --size 0.6B --dtype bfloat16 --json weights_check.json
 
-For weights that may be trained, all their bits are summed up before a call (``models/weights_version.py``); for those
-that require no gradient, torch's counts are compared. Both are related to a speculated call of 64 tokens of one request.
+For weights that may be trained, all bits are summed up before a call (``models/weights_version.py``); for those
+that require no gradient, torch's counts are compared. Both are related to a speculated call of 64 tokens.
 """
 
 from __future__ import annotations
