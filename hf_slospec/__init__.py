@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.generate.slo import SLOStage as SLOStage
     from hf_slospec.models.drafters.methods import DraftMethod as DraftMethod
     from hf_slospec.models.memory import MemoryUse as MemoryUse
+    from hf_slospec.models.weights_version import weights_changed as weights_changed
     from hf_slospec.serving.generator import SLOSpecGenerator as SLOSpecGenerator
     from hf_slospec.serving.handle import RequestHandle as RequestHandle
     from hf_slospec.serving.handle import RequestResult as RequestResult
@@ -73,6 +74,7 @@ _NAMES = {
     "generate.slo": "SLOStage",
     "models.drafters.methods": "DraftMethod",
     "models.memory": "MemoryUse",
+    "models.weights_version": "weights_changed",
     "serving.generator": "SLOSpecGenerator",
     "serving.handle": "RequestHandle RequestResult",
     "serving.telemetry": "Percentiles Stats",

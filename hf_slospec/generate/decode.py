@@ -15,7 +15,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.generate.load_drafter import Drafting, drafting_method
-from hf_slospec.generate.prepare import Call, prepare, stock_generate
+from hf_slospec.generate.prepare import Call, prepare, stock_generate, without_drafts
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import MEASURE_S, Speculator
@@ -88,13 +88,12 @@ class Decoder:
             if not may_fall_back:
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
-        draftless = {"assistant_model": None, "prompt_lookup_num_tokens": None}  # stock drafts for single rows only
-        return stock_generate(self.model)(**arguments | draftless)
+        return stock_generate(self.model)(**without_drafts(self.model, arguments))
 
-    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any]) -> Call:
+    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
         """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
         speculator = self.speculator_for(arguments.get("assistant_model"))
-        return prepare(self._by_lookup(arguments) or speculator, slo_tpot, arguments)
+        return prepare(self._by_lookup(arguments) or speculator, slo_tpot, arguments, is_idle)
 
     @property
     def speculator(self) -> Speculator:

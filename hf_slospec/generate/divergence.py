@@ -200,10 +200,11 @@ def divergence_report(
     length = max(len(stock[0]), len(ours[0]))  # the longest row, which may be one that differs, ends the text
     for row in (*stock, *ours):
         row += [pad] * (length - len(row))
-    divergences = find_divergences(decoder.model, prompts, stock, ours)
+    dtype = call.speculator.target.packed.autocast or decoder.model.dtype
+    divergences = find_divergences(decoder.model, prompts, stock, ours, dtype)
     ends = {divergence.row: divergence.position + 1 for divergence in divergences}
     num_tokens = sum(ends.get(row, length) for row, length in enumerate(lengths))
-    return DivergenceReport(decoder.model.dtype, num_tokens, divergences, stock, ours)
+    return DivergenceReport(dtype, num_tokens, divergences, stock, ours)
 
 
 def _check_comparable(stock: StockCall) -> None:
@@ -231,13 +232,18 @@ def _prompts(call: Call) -> list[Prompt]:
 
 
 def find_divergences(
-    model: PreTrainedModel, prompts: Sequence[Prompt], stock: Sequence[list[int]], ours: Sequence[list[int]]
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    stock: Sequence[list[int]],
+    ours: Sequence[list[int]],
+    dtype: torch.dtype | None = None,
 ) -> list[Divergence]:
     """Return the first divergence of every row, for given outputs.
 
     Args:
         prompts: one per row.
         stock, ours: new tokens per row, of the same length in both.
+        dtype: that the model computes in; None: its own.
     """
     places = [(row, first_difference(*pair)) for row, pair in enumerate(zip(stock, ours, strict=True))]
     found: list[Divergence] = []
@@ -245,9 +251,9 @@ def find_divergences(
     for row, position in places:
         if position is None:
             continue
-        if wide is None and (dtype := WIDER.get(model.dtype)) and not _is_stored_elsewhere(model):
+        if wide is None and (wider := WIDER.get(model.dtype)) and not _is_stored_elsewhere(model):
             copied: Any = copy.deepcopy(model)  # made once, and only if something diverged
-            wide = copied.to(dtype)
+            wide = copied.to(wider)
         prompt, new = prompts[row], stock[row][:position]
         logits = _equal_forwards(model, wide, prompt.tokens, new)
         scores = torch.stack([prompt.scores(new, each).double() for each in logits])  # [num_forwards, vocab] f64
@@ -255,7 +261,7 @@ def find_divergences(
         stock_logit, our_logit = scores[0, list(tokens)].tolist()
         best = scores[0].topk(min(CANDIDATES, scores.shape[1])).indices.tolist()
         noise = margin_noise(scores[:, sorted({*best, *tokens})])
-        rounding = spacing(model.dtype, max(abs(stock_logit), abs(our_logit)))
+        rounding = spacing(dtype or model.dtype, max(abs(stock_logit), abs(our_logit)))
         wide_token = None if wide is None else int(scores[-1].argmax())
         found.append(Divergence(row, position, *tokens, stock_logit, our_logit, rounding, noise, wide_token))
     return found

@@ -90,6 +90,8 @@ def enable(
             return (replaced or stock)(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
+    if always and hasattr(owner, "generate_batch"):  # as TRL calls it with use_transformers_continuous_batching
+        owner.__dict__["generate_batch"] = functools.partial(_generate_batch, owner)
     vars(generate).update(__signature__=_with_own_arguments(signature), replaced=replaced, decoder=decoder)
     owner.__dict__["generate"] = types.MethodType(generate, owner)
     if model is not owner:
@@ -108,6 +110,17 @@ def _generate_of_adapted(model: Any, default_fallback: bool, *args: Any, **kwarg
         warnings.warn("stock generate runs instead, for adapter_names", FallbackWarning, stacklevel=2)
         del kwargs["slo_tpot"]
     return type(model).generate(model, *args, **kwargs)
+
+
+def _generate_batch(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own ``generate_batch``, and say that it does not speculate."""
+    warnings.warn(
+        "generate_batch does not speculate; call generate (in TRL, use_transformers_continuous_batching=False), or "
+        "SLOSpecGenerator.submit for continuous batching",
+        FallbackWarning,
+        stacklevel=2,
+    )
+    return type(owner).generate_batch(owner, *args, **kwargs)
 
 
 def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | None:
@@ -132,6 +145,7 @@ def _give_generate_back(model: PreTrainedModel) -> None:
     if decoder_of(model) is not None:
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
+        owner.__dict__.pop("generate_batch", None)
         model.__dict__.pop("generate", None)  # of a PEFT model around it
         if replaced is not None:
             owner.__dict__["generate"] = replaced

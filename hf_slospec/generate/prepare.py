@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,11 +80,12 @@ class Call:
 
 
 @torch.no_grad()
-def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]) -> Call:
+def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
     """Check a call and return it as stock ``generate`` would begin to decode it.
 
     Args:
         arguments: those of stock ``generate``, by name.
+        is_idle: see :meth:`Speculator.renew`.
 
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError, IncompatibleDraftError: the
@@ -93,7 +95,7 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
     check_arguments(model, arguments)
     check_evaluating(model)
-    speculator.renew()
+    speculator.renew(is_idle)
     # Stock encodes images here.
     has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT})
     with speculator.lock if has_images else contextlib.nullcontext():
@@ -140,8 +142,8 @@ def _as_decoding_method(
 
 def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments without those that stock would drop, refuse or misread."""
-    kept = {name: value for name, value in arguments.items() if name not in ("assistant_model", "streamer")}
-    kept["prompt_lookup_num_tokens"] = None  # stock would take it for another decoding method
+    kept = {name: value for name, value in arguments.items() if name not in ("streamer", "labels")}
+    kept = without_drafts(model, kept)  # stock would take them for another decoding method
     for name in ("inputs", "input_ids"):
         if isinstance(ids := kept.get(name), torch.Tensor) and ids.ndim == 1:
             kept[name] = ids[None]
@@ -156,5 +158,20 @@ def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, A
                 f"stop_strings must be strings that the tokenizer can write, got {strings!r}: {error}"
             ) from error
         kept["stopping_criteria"] = StoppingCriteriaList([*(kept.get("stopping_criteria") or []), own])
-        kept["stop_strings"] = None
+        kept = _without(model, kept, "stop_strings")
     return kept
+
+
+def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments without those by which stock ``generate`` drafts, for single rows only."""
+    kept = {name: value for name, value in arguments.items() if name != "assistant_model"}
+    return _without(model, kept, "prompt_lookup_num_tokens")
+
+
+def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a call's arguments, in which a setting is None; stock warns of settings beside a generation config."""
+    kept = {own: value for own, value in arguments.items() if own != name}
+    if getattr(config := kept.get("generation_config"), name, None) is not None:
+        kept["generation_config"] = copy.copy(config)
+        setattr(kept["generation_config"], name, None)
+    return kept if getattr(model.generation_config, name, None) is None else kept | {name: None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 from weakref import WeakSet
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
@@ -66,16 +66,26 @@ class Speculator:
         """The lock that is held during every step on the target."""
         return self.target.lock
 
-    def renew(self) -> None:
+    @property
+    def places(self) -> list[tuple[Any, ...]]:
+        """Where both models are; see :attr:`CheckedModel.place`."""
+        return [checked.place for checked in (self.target, self.draft) if checked is not None]
+
+    def renew(self, is_idle: bool = True) -> None:
         """Take up changes of the models since the last call.
+
+        Args:
+            is_idle: no submitted request runs; see :meth:`Fingerprint.renew`.
 
         Raises:
             IncompatibleDraftError: they were moved apart.
         """
         self.method.check(self.target.model)
+        has_changed = self.target.packed.renew(is_idle)
         if self.draft is not None:
-            self.draft.packed.renew()
-        self.target.packed.renew()
+            own = self.draft.packed
+            if not own.renew(is_idle) and has_changed and self.method.feature_layers:
+                own.fingerprint.count()  # its K/V is computed from hidden states of the target
 
     @property
     def costs(self) -> StepCosts:

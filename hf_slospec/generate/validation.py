@@ -35,6 +35,7 @@ PREPARED = {
     "attention_mask",
     "cache_params",
     "inputs_embeds",
+    "labels",
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
@@ -178,11 +179,18 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
 
 
 def check_evaluating(model: PreTrainedModel) -> None:
-    """Refuse a model in training mode with dropout, which draws from the global generator in every forward."""
-    if model.training and any(_drops(module) for module in model.modules() if module.training):
+    """Refuse a model in training mode with dropout, which draws from the global generator, or without a K/V cache."""
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is in training mode and has dropout, which makes every forward random; call "
-            "model.eval() first"
+            f"{type(model).__name__} is in training mode with gradient checkpointing, which drops K and V; turn "
+            "it off or call model.eval() first, as TRL does for its rollouts"
+        )
+    dropping = [name or "model" for name, module in model.named_modules() if module.training and _drops(module)]
+    if model.training and dropping:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training mode and has dropout ({', '.join(dropping[:3])}), which makes "
+            "every forward random; load it without (LoraConfig(lora_dropout=0.0), attention_dropout=0.0 in the model's "
+            "config), call model.eval() first, or pass fallback=True for stock generate"
         )
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.models.compatibility.hooks import changing_hooks
-from hf_slospec.models.compatibility.running import evaluating, input_device
+from hf_slospec.models.compatibility.running import autocast_dtype, evaluating, input_device
 from hf_slospec.models.compatibility.trial import check_by_trial, counts_padding
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
@@ -38,7 +37,8 @@ class CheckedModel:
             IncompatibleDraftError: it is split over other processes than the target.
         """
         self.model, self.config, self.measure_s = model, config, measure_s
-        self.ranks = Ranks(model) if target is None else target.with_draft(model)
+        self._new_ranks: Callable[[Any], Ranks] = Ranks if target is None else target.with_draft
+        self.ranks = self._new_ranks(model)
         self.lock = FairLock(release_openmp_threads)
         self._renewing = FairLock()  # taken after `lock` where both are held
         self._placement: tuple[Any, ...] | None = None
@@ -47,14 +47,23 @@ class CheckedModel:
         _ = self.packed
 
     @property
+    def place(self) -> tuple[Any, ...]:
+        """Device, dtype, and the forward in place of the class's own; they may not change while requests run."""
+        model = self.model
+        return input_device(model), model.get_input_embeddings().weight.dtype, vars(model).get("forward")
+
+    @property
     def packed(self) -> PackedModel:
         """The model's packed forwards, for where and in which dtype it is now."""
-        placement = _placement(self.model)
+        hooks = sum(len(changing_hooks(module)) for module in self.model.modules())
+        placement = *self.place, hooks, autocast_dtype(input_device(self.model).type)
         with self._renewing:
             if placement != self._placement:
                 if input_device(self.model).type == "cpu":
                     warn_if_oversubscribed()
                     log_idle_gpu()
+                if self._placement is not None:  # it may have been split since, by FSDP
+                    self._new_ranks(self.model)
                 config = self.config
                 packed = PackedModel(
                     self.model,
@@ -94,10 +103,3 @@ class CheckedModel:
             if self._cost is old:  # otherwise the model was moved or measured since
                 self._cost = new
                 drop_profile(self._packed)
-
-
-def _placement(model: Any) -> tuple[Any, ...]:
-    device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
-    kind = device.type
-    hooks = sum(len(changing_hooks(module)) for module in model.modules())
-    return device, dtype, hooks, torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

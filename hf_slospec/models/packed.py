@@ -30,7 +30,13 @@ from hf_slospec.models.attention import (
 )
 from hf_slospec.models.compatibility.fingerprint import Fingerprint
 from hf_slospec.models.compatibility.probe import probe_layers, refuse_by_declaration
-from hf_slospec.models.compatibility.running import hidden_states, input_device, run_model, vocab_size
+from hf_slospec.models.compatibility.running import (
+    hidden_states,
+    input_device,
+    run_model,
+    vocab_size,
+    watching_autocast,
+)
 from hf_slospec.models.cpu.prepacked import PrepackedLayers
 from hf_slospec.models.cuda.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.cuda.graphs import GraphCounts, GraphHistory, GraphPreconditions, Graphs, capturer_for
@@ -119,17 +125,19 @@ class PackedModel:
             prepack = cuda_graphs = fused_layers = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
-        self.layers, self.state_layers = probe_layers(model)
+        with watching_autocast(model) as seen:
+            self.layers, self.state_layers = probe_layers(model)
+            self.autocast = seen()  # dtype of its products, where its forward computes with autocast
         self.backend = backend_for(attention, self.layers)
         self.rope = LengthRope(model)
-        self.prepacked = PrepackedLayers(model, prepack)
-        self.fused = FusedLayers(model, fused_layers)
+        self.prepacked = PrepackedLayers(model, prepack, self.autocast)
+        self.fused = FusedLayers(model, fused_layers and self.autocast is None)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
         # Other backends, and layers with a state, read the packed batch itself.
         has_plans = isinstance(self.backend, (FlashAttention, TreeAttention))
         self._has_plans = has_plans and _is_on_one_device(self.layers, self.device)
         can_replay = self._has_plans and not self.has_states and capturer_for(self.device) is not None
-        self.has_graphs = cuda_graphs and can_replay
+        self.has_graphs = cuda_graphs and can_replay and self.autocast is None
         self._preconditions = GraphPreconditions(model) if self.has_graphs else None
         self._graph_history = GraphHistory()
         self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # that read and write the pool's memory, and go with it
@@ -143,14 +151,13 @@ class PackedModel:
         self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
         self._idle_pool: KVPool | None = None  # kept for its graphs
 
-    def renew(self) -> None:
-        """Take in changes of weights and modules that steps do not notice."""
-        if self.fingerprint.renew():
+    def renew(self, is_idle: bool = True) -> bool:
+        """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
+        if has_changed := self.fingerprint.renew(is_idle):
             self.prepacked.renew()
-        elif self.prepacked.renew_copies():
-            self.fingerprint.count()
         if self._preconditions is not None:
             self._preconditions.renew()
+        return has_changed
 
     @property
     def device(self) -> torch.device:
@@ -308,6 +315,8 @@ class PackedModel:
         feature_layers: tuple[int, ...],
         level: DraftLevel | None,
     ) -> Any:
+        if self.fingerprint.is_behind:
+            self.renew()
         rope_lengths = self.rope.lengths(parts)
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
             larger = self._padded(pool, parts, logit_rows) if rope_lengths is None else None

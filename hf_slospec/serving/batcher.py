@@ -23,7 +23,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.step import Engine
-from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull
+from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError, UnsupportedModelError
 from hf_slospec.serving.handle import RequestHandle
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Batcher:
         lock: FairLock,
         observer: Observer,
         in_thread: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        is_current: Callable[[], bool] = lambda: True,
     ):
         """Create a batcher that is not started.
 
@@ -63,8 +64,9 @@ class Batcher:
             max_queue: requests that wait at most.
             lock: held while the engine is used; other threads may run the same models between steps.
             in_thread: makes the context that the batcher's thread runs in, which must not raise.
+            is_current: returns whether the last engine fits its models; if they were moved or cast, a new one is made.
         """
-        self.in_thread = in_thread
+        self.in_thread, self.is_current = in_thread, is_current
         self.new_engine, self.max_queue = new_engine, max_queue
         self.lock, self.observer = lock, observer
         self._clear("has not been started; call start(), or use `with generator:`")
@@ -97,6 +99,11 @@ class Batcher:
     def num_waiting(self) -> int:
         """Requests that wait for room."""
         return len(self._arrivals) + self._num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether it has no unfinished request."""
+        return not self._handles
 
     def start(self) -> None:
         """Begin to take requests, unless it does; waits for a stop that is in progress.
@@ -206,10 +213,12 @@ class Batcher:
 
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
+        engines = [engine]  # the present one
+        del engine
         with self.in_thread():
             for part in (self._serve, self._close):
                 try:
-                    part(engine)
+                    part(engines)
                 except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
                     error = error or caught
         with self._state:
@@ -230,20 +239,36 @@ class Batcher:
         with self._state:
             self._aborted.clear()
 
-    def _serve(self, engine: Engine[ContinuousScheduler]) -> None:
-        while self._take_orders(engine):
-            if _is_busy(engine.scheduler):
-                self._step(engine)
+    def _serve(self, engines: list[Engine[ContinuousScheduler]]) -> None:
+        while self._take_orders(engines):
+            if _is_busy(engines[0].scheduler):
+                self._step(engines[0])
         with self.lock:
-            engine.retire([*engine.scheduler.running, *engine.scheduler.waiting])
+            engines[0].retire([*engines[0].scheduler.running, *engines[0].scheduler.waiting])
 
-    def _close(self, engine: Engine[ContinuousScheduler]) -> None:
+    def _close(self, engines: list[Engine[ContinuousScheduler]]) -> None:
+        with self.lock:
+            engines[0].close()
+
+    def _follow(self, engines: list[Engine[ContinuousScheduler]]) -> SLOSpecError | None:
+        """Replace an engine whose models were moved or cast, and fail its requests; return an error if that fails."""
+        (engine,) = engines
+        error: SLOSpecError = UnsupportedModelError(
+            "the model was moved, cast or given another forward while requests were running; submit them again"
+        )
+        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            self._retire(engine, request, error)
+        try:
+            engines[0] = self.new_engine()
+        except SLOSpecError as caught:  # the next requests try again
+            return caught
         with self.lock:
             engine.close()
+        return None
 
-    def _take_orders(self, engine: Engine[ContinuousScheduler]) -> bool:
+    def _take_orders(self, engines: list[Engine[ContinuousScheduler]]) -> bool:
         """Wait for work or orders, carry the orders out, and return whether to go on."""
-        scheduler = engine.scheduler
+        engine, scheduler = engines[0], engines[0].scheduler
         if not (is_busy := _is_busy(scheduler)):
             self.lock.rest()
         with self._state:
@@ -254,6 +279,13 @@ class Batcher:
             asked, self._asked = self._asked, []
             self._num_waiting += len(arrivals)
             ending = self._ending
+        if not self.is_current():
+            refusal = self._follow(engines)
+            engine, scheduler = engines[0], engines[0].scheduler
+            while refusal is not None and arrivals:
+                request = arrivals.popleft().request
+                request.end(refusal)
+                self._end(request)
         for handle in arrivals:
             self._take(engine, handle)
         for handle, error in aborted:
@@ -286,6 +318,10 @@ class Batcher:
         except MemoryError as error:
             self._do_less(engine, error)
             return
+        except Exception:
+            if self.is_current():
+                raise
+            return  # a layer was cast before the next one; the requests fail before the next step
         finally:
             self.step_begun_s = None
         # All is counted before threads that wait for a result can read the counts.

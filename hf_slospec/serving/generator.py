@@ -102,8 +102,9 @@ class SLOSpecGenerator:
 
         With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
         ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model,
-        further arguments to the target's ``from_pretrained``. With ``distributed_config``, the target is
-        tensor-parallel and each process has the whole draft.
+        further arguments to the target's ``from_pretrained``. No weight requires a gradient; call
+        ``requires_grad_(True)`` before training. With ``distributed_config``, the target is tensor-parallel and each
+        process has the whole draft.
 
         Raises:
             InvalidInputError: there are a drafter and an assistant model.
@@ -119,11 +120,13 @@ class SLOSpecGenerator:
         processor = AutoProcessor.from_pretrained(model, **hub, **revision) if images else None
         kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
         target = kind.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs | hub)
+        target.requires_grad_(False)
         if (target.tp_size or 1) > 1:
             device_map = input_device(target)  # of the whole draft, beside this process's part of the target
         draft = None
         if assistant_model is not None:
             draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
+            draft.requires_grad_(False)
         return cls(
             target, draft, tokenizer, config,
             drafter=drafter, processor=processor, make_policy=make_policy, fallback=fallback,

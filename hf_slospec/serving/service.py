@@ -35,7 +35,7 @@ from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.whole_prompts import keeping_rope_deltas
-from hf_slospec.models.compatibility.running import trained_len, vocab_size
+from hf_slospec.models.compatibility.running import autocast_dtype, trained_len, vocab_size
 from hf_slospec.models.cpu.memory import return_freed_memory
 from hf_slospec.models.memory import free_memory
 from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
@@ -64,6 +64,7 @@ class BatchingService:
         self._limits: Limits | None = None
         self._policy_config: SLOSpecConfig | None = None  # that of `set_policy`
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None  # weak: it holds all K/V
+        self._places: list[tuple[Any, ...]] = []  # of the models when the engine was made
         self._index = itertools.count()
         self._lock = FairLock()
 
@@ -90,7 +91,9 @@ class BatchingService:
                     kv_tokens = _affordable_kv_tokens(speculator, self.config.max_batch)
                     draft_slots = int(kv_tokens * _draft_share(speculator))
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes, draft_slots)
-                self._batcher = Batcher(self._new_engine, self.config.max_queue, speculator.lock, self, _batcher_thread)
+                self._batcher = Batcher(
+                    self._new_engine, self.config.max_queue, speculator.lock, self, _batcher_thread, self._is_current
+                )
             self._batcher.start()
 
     def stop(self, drain: bool, timeout: float | None) -> None:
@@ -123,6 +126,7 @@ class BatchingService:
 
     def _new_engine(self) -> Engine[ContinuousScheduler]:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
+        self._places = speculator.places
         kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens
         target = speculator.new_target(self._samplers, slots, kept)
         drafter = speculator.new_drafter(slots, kept, keeps_rng=False)  # every request has noise of its own
@@ -132,6 +136,9 @@ class BatchingService:
         )
         self._engine = ref(engine)
         return engine
+
+    def _is_current(self) -> bool:
+        return self._places == self.decoder.speculator.places
 
     def set_policy(self, config: SLOSpecConfig) -> None:
         """Use this config's policy from the next step on.
@@ -191,13 +198,18 @@ class BatchingService:
         """Prepare one request and queue it; see :meth:`SLOSpecGenerator.submit`."""
         batcher = self.batcher
         check_arguments_of_one(arguments)
+        if autocast_dtype(self.decoder.model.device.type) is not None:
+            raise UnsupportedOptionError(
+                "submit was called under autocast, which ends with this thread: the batcher computes in another; "
+                "submit outside of it, and let Accelerator.prepare turn autocast on within the model's forward"
+            )
         streamer = arguments.pop("streamer", None)
         own = inputs_of(prompt, images, self.tokenizer, self.processor)
         own["attention_mask"] = torch.ones_like(own["inputs"])
         own = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
                for name, value in own.items()}  # fmt: skip
         with keeping_rope_deltas(self.decoder.model):
-            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own)
+            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own, batcher.is_idle)
         request = self._request(call, options)
         if request.prefill is not None:  # this thread has encoded images
             call.speculator.lock.rest()

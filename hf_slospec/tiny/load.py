@@ -57,7 +57,7 @@ def load_pair(
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
     this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
     read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
-    named; with ``images`` it is loaded with its image encoder.
+    named; with ``images`` it is loaded with its image encoder. No weight requires a gradient.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.
@@ -75,7 +75,7 @@ def load_pair(
             tokenizer = AutoTokenizer.from_pretrained(target, **hub[target])
             safe = {} if may_unpickle else {"use_safetensors": True}
             models = [
-                auto.from_pretrained(name, dtype=dtype, **safe, **hub[name]).to(device)
+                auto.from_pretrained(name, dtype=dtype, **safe, **hub[name]).to(device).requires_grad_(False)
                 for auto, name in named
                 if name is not None
             ]
@@ -89,4 +89,5 @@ def load_pair(
     model, draft = pair[0].to(device), pair[1].to(device)
     if size in DRAFT_SHAPES:
         draft = inflate(draft, DRAFT_SHAPES[size])
-    return Pair(model if size == "tiny" else inflate(model, SHAPES[size]), draft, pair[2])
+    model = model if size == "tiny" else inflate(model, SHAPES[size])
+    return Pair(model.requires_grad_(False), draft.requires_grad_(False), pair[2])

@@ -90,7 +90,15 @@ def test_nothing_is_reused_after_the_weights_have_changed(pair: tuple[Any, Any, 
                 assert (handle.metrics.reused == 0) == is_first
 
 
+def fused_step(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    model(input_ids=torch.arange(3, 40)[None], labels=torch.arange(3, 40)[None]).loss.backward()
+    optimizer.step()
+
+
 CHANGES: list[Any] = [
+    fused_step,
+    lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1.0),
     lambda model: model.model.layers[0].register_forward_hook(lambda module, inputs, out: out * -1.0),
     lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 1.0),
     lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),

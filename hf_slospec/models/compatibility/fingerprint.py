@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_slospec.models.cpu.packed_layers import plain_class
-from hf_slospec.models.ranks import mesh_of
+from hf_slospec.models.weights_version import Weights, may_be_trained
 
 OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
 # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's
@@ -34,49 +34,69 @@ CONTAINERS = (dict, OrderedDict, list)
 
 
 class Fingerprint:
-    """Notices changes of what a model's forwards compute, by the identity of everything that its modules hold.
+    """Notices changes of what a model's forwards compute: of its weights, and of all that its modules hold.
 
-    Identity is what takes a millisecond to compare, where :func:`settings` takes ten. What is replaced by an equal
-    object counts as changed; writes to ``weight.data``, which torch does not count, are not noticed.
+    What modules hold is compared by identity, which takes a millisecond where :func:`settings` takes ten. What is
+    replaced by an equal object counts as changed.
     """
 
     def __init__(self, model: torch.nn.Module):
         """Read the model; ``state`` is 0."""
-        self._model, self.state, self._lock = model, 0, threading.Lock()
+        self._model, self.state = model, 0
+        self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._adapters: list[torch.nn.Module] = []
         self._of_adapters: list[Any] = []
-        self._read()
+        weights = self._read()
+        self._weights = Weights(weights, self._may_be_written(weights))
 
-    def renew(self) -> bool:
-        """Read the whole model; return whether something has changed, and count ``state`` up if so."""
-        with self._lock:
-            before = self._weights, self._held
-            self._read()
-            has_changed = before[0] != self._weights or not _are_same(before[1], self._held)
-            self.state += has_changed
+    @property
+    def is_behind(self) -> bool:
+        """Return whether an optimizer has stepped since the last ``renew``, or a user has told of other writes."""
+        return self._weights.is_behind
+
+    def renew(self, is_idle: bool = True) -> bool:
+        """Read the whole model; return whether something has changed, and count ``state`` up if so.
+
+        Args:
+            is_idle: no request runs; otherwise, writes to weights that leave no trace are not looked for.
+        """
+        with self._renewing:
+            held = self._held
+            weights = self._read()
+            has_changed = self._weights.renew(weights, is_idle and self._may_be_written(weights))
+            has_changed |= not _are_same(held, self._held)
+            if has_changed:
+                self.count()
             return has_changed
-
-    def count(self) -> None:
-        """Count a change that was noticed otherwise."""
-        with self._lock:
-            self.state += 1
 
     def notice(self) -> None:
         """Count ``state`` up if an adapter has changed, which may be changed back before the next ``renew``."""
         with self._lock:
-            if self._adapters and not _are_same(self._of_adapters, now := _held_by(self._adapters)):
-                self._of_adapters = now
-                self.state += 1
+            if not self._adapters or _are_same(self._of_adapters, now := _held_by(self._adapters)):
+                return
+            self._of_adapters = now
+        self.count()
 
-    def _read(self) -> None:
+    def count(self) -> None:
+        """Count ``state`` up for a change that was noticed otherwise."""
+        with self._lock:
+            self.state += 1
+
+    def _may_be_written(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether something may write weights without a trace, as far as the model shows."""
+        return self._model.training or may_be_trained(weights)
+
+    def _read(self) -> list[torch.Tensor]:
+        """Read what the modules hold, and return their weights."""
         modules = [self._model]
         for module in modules:  # torch's own traversal takes most of the time
             modules.extend(part for part in list(module._modules.values()) if part is not None)
         homes = [home for module in modules for home in (module._parameters, module._buffers) if home]
-        self._weights = tuple(_state_of(weight) for home in homes for weight in home.values() if weight is not None)
         self._held = [*map(plain_class, modules), *_held_by(modules), *_held_by(_configs(modules))]
-        self._adapters = [one for one in modules if plain_class(one).__module__.split(".")[0] not in LIBRARIES]
-        self._of_adapters = _held_by(self._adapters)
+        adapters = [one for one in modules if plain_class(one).__module__.split(".")[0] not in LIBRARIES]
+        with self._lock:
+            self._adapters, self._of_adapters = adapters, _held_by(adapters)
+        return [weight for home in homes for weight in home.values() if weight is not None]
 
 
 def _configs(modules: Iterable[Any]) -> list[Any]:
@@ -115,11 +135,6 @@ def settings(model: torch.nn.Module) -> Hashable:
     return tuple((kind, _settings_of(attributes)) for kind, attributes in own) + tuple(
         (type(config), _settings_of(vars(config))) for config in _configs(modules)
     )
-
-
-def _state_of(weight: torch.Tensor) -> Hashable:
-    is_counted = (type(weight) in PLAIN or mesh_of(weight) is not None) and not weight.is_inference()
-    return weight.data_ptr() if type(weight) in PLAIN else id(weight), weight._version if is_counted else None
 
 
 def _settings_of(attributes: dict[str, Any]) -> Hashable:

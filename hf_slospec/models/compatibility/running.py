@@ -125,6 +125,31 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes products in, in this thread now; None where it is off."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+@contextlib.contextmanager
+def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
+    """Give a function that returns the autocast dtype within the model's last forward inside this context.
+
+    ``Accelerator.prepare`` replaces a model's forward by one that turns autocast on for itself.
+    """
+    seen: list[torch.dtype | None] = [None]
+    device = input_device(model).type
+
+    def watch(*_: Any) -> None:
+        seen[0] = autocast_dtype(device)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(watch)
+    try:
+        yield lambda: seen[0]
+    finally:
+        hook.remove()
+
+
 def layer_types(model: Any) -> list[str]:
     """Return the type of each layer in the model's config; empty if it has none."""
     return list(getattr(model.config.get_text_config(), "layer_types", None) or ())

@@ -69,6 +69,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "kernels": packed.prepacked.kernels,
         "graphs": packed.has_graphs,
         "ranks": packed.ranks.number,
+        **({} if packed.autocast is None else {"autocast": str(packed.autocast)}),
         **machine(packed.device),
     }
 

@@ -58,9 +58,13 @@ def _packed(layer: nn.Module, name: str) -> PackedWeight | None:
     """Return the weight to compute with, up to date; None in threads whose forward is not packed."""
     released = layer.__dict__.get("packed_weights")
     copy = active.get().get((layer, name)) if released is None else released[name]
-    if copy is not None:
-        copy.update()
-    return copy if copy is None or copy.weight is not None else None
+    if copy is None:
+        return None
+    is_autocast = torch.is_autocast_enabled("cpu")
+    if released is None and copy.autocast != (torch.get_autocast_dtype("cpu") if is_autocast else None):
+        return None  # such as a part of a forward that turns autocast off
+    copy.update()
+    return copy if copy.weight is not None else None
 
 
 def _along_last(copy: PackedWeight, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

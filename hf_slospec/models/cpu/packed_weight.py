@@ -13,9 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.cpu.kernel_choice import PLAIN, choose, packed_by
 from hf_slospec.models.cpu.kernels import DTYPES, PACKING, Matrix
+from hf_slospec.models.weights_version import Digest, digest
 
-SAMPLES = 256  # elements of a weight compared to find changes that torch does not count
-MANY_OUTPUTS = 16384  # output layers have more; one output may be changed alone, for a new token, so each is sampled
 BITS = {2: torch.int16, 4: torch.int32}  # integers of the size of a float, which tell -0.0 from 0.0
 # What may be asked of a released weight: not its values.
 OF_RELEASED = {"__get__", "__set__", "dim", "ndimension", "size", "numel", "stride", "element_size", "requires_grad_"}
@@ -62,10 +61,13 @@ def released_error(act: str) -> UnsupportedModelError:
 
 
 class PackedWeight:
-    """A copy of a layer's weight as its kernel reads it, and the state of the weight it was made from."""
+    """A copy of a layer's weight as its kernel reads it, and the state of the weight it was made from.
 
-    def __init__(self, layer: nn.Module, name: str):
-        self.layer, self.name, self.num_made = layer, name, 0
+    ``autocast``: dtype of the copy, for forwards that compute with autocast; None: the weight's own.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, autocast: torch.dtype | None = None):
+        self.layer, self.name, self.autocast, self.num_made = layer, name, autocast, 0
         self.make()
 
     def make(self) -> None:
@@ -75,11 +77,12 @@ class PackedWeight:
         self.weight, self.choice = weight, PLAIN
         self.num_made += 1
         self.matrices = list[Matrix]()  # one, or one per expert; none where torch's own kernels are used
+        self.digest: Digest | None = None
         if weight is None or not is_usual(weight):
             return
         with torch.inference_mode(False), torch.no_grad():  # the copy may outlive the caller's inference mode
-            self.samples, self.version, self.address = _samples(weight), weight._version, weight.data_ptr()
-            plain = matrices_of(self.layer, weight)
+            self.digest, self.version, self.address = digest([weight]), weight._version, weight.data_ptr()
+            plain = matrices_of(self.layer, weight, self.autocast)
             self.choice = choose(plain)
             if self.choice.kernel is not None:
                 packed = [packed_by(PACKING[self.choice.kernel], each) for each in plain]
@@ -104,15 +107,17 @@ class PackedWeight:
             self.make()
 
     def renew(self) -> None:
-        """Make the copy anew if samples differ: torch counts no writes to ``weight.data`` (merged adapters)."""
+        """Make the copy anew if the weight has changed, whether torch has counted it or not."""
         weight: Any = self.layer._parameters.get(self.name)
         if isinstance(weight, ReleasedWeight):
             return
-        if not (self._is_of(weight) and weight.is_contiguous() and torch.equal(self.samples, _samples(weight))):
+        if not self._is_of(weight) or self.digest != digest([weight]):
             self.make()
 
     def product(self, input: torch.Tensor, bias: torch.Tensor | None, index: int = 0) -> torch.Tensor:
         """Return the product with the weight, or with one expert's.  [num_tokens, inputs] -> [num_tokens, outputs]"""
+        if self.autocast is not None:
+            input, bias = input.to(self.autocast), None if bias is None else bias.to(self.autocast)
         if self.matrices and len(input) and (self.choice.packs(len(input)) or self.is_released):
             return self.matrices[index](input, bias)
         if self.is_released:  # and no tokens
@@ -145,7 +150,7 @@ class PackedWeight:
                     values[places] = exact
                     weight = nn.Parameter(values, self.weight.requires_grad)
                 self._set_weight(weight)
-                self.samples = _samples(weight)
+                self.digest = digest([weight])
 
     def _unpacked(self) -> torch.Tensor:
         matrices = [matrix.unpacked().to(self.weight.dtype) for matrix in self.matrices]
@@ -166,9 +171,10 @@ class PackedWeight:
         return bool(self.version == weight._version and self.address == weight.data_ptr())
 
 
-def matrices_of(layer: nn.Module, weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the matrices of a layer's weight, one or one per expert.  -> [outputs, inputs] each"""
-    matrices = list(weight.detach().unbind(0)) if weight.dim() == 3 else [weight.detach()]
+def matrices_of(layer: nn.Module, weight: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return the matrices of a layer's weight, one or one per expert, in a dtype.  -> [outputs, inputs] each"""
+    weight = weight.detach().to(dtype or weight.dtype)
+    matrices = list(weight.unbind(0)) if weight.dim() == 3 else [weight]
     return [matrix.T for matrix in matrices] if is_transposed(layer) else matrices
 
 
@@ -182,10 +188,3 @@ def is_usual(weight: nn.Parameter) -> bool:
     is_dense = weight.device.type == "cpu" and weight.layout is torch.strided and weight.is_contiguous()
     is_own = type(weight) is nn.Parameter and not weight.is_inference()
     return bool(is_own and is_dense and weight.numel() > 0 and any(weight.dtype in own for own in DTYPES.values()))
-
-
-def _samples(weight: nn.Parameter) -> torch.Tensor:
-    every = max(weight.numel() // SAMPLES, 1) | 1
-    if len(weight) > MANY_OUTPUTS:
-        every = min(every, max(weight.shape[1] - 1, 1))
-    return weight.detach().view(-1)[::every].clone()

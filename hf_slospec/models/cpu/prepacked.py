@@ -8,6 +8,7 @@ were, unless the plain weights are released.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -42,8 +43,9 @@ logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.25  # of the free memory; most that the copies take with prepack=None
 
-# (id(layer), name) -> its packed weight, which holds the layer; shared by all users of the layer.
-_shared: WeakValueDictionary[tuple[int, str], PackedWeight] = WeakValueDictionary()
+_Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
+# Packed weights, each of which holds its layer; shared by all users of the layer.
+_shared: WeakValueDictionary[_Key, PackedWeight] = WeakValueDictionary()
 _in_use: dict[int, tuple[int, dict[nn.Module, Any]]] = {}  # id(model) -> number of running packed forwards
 _lock = threading.Lock()
 
@@ -54,9 +56,9 @@ if hasattr(os, "register_at_fork"):  # otherwise a child process could inherit t
 class PrepackedLayers:
     """The layers of one model that have packed weights."""
 
-    def __init__(self, model: nn.Module, wanted: Prepack):
-        """``wanted``: see SLOSpecConfig.prepack."""
-        self._model, self._wanted = model, wanted
+    def __init__(self, model: nn.Module, wanted: Prepack, autocast: torch.dtype | None = None):
+        """``wanted``: see SLOSpecConfig.prepack; ``autocast``: see :class:`PackedWeight`."""
+        self._model, self._wanted, self._autocast = model, wanted, autocast
         self._copies: dict[Copy, PackedWeight] = {}
         new_bytes = self._choose()
         if new_bytes and wanted is None and new_bytes > FREE_SHARE * free_memory():
@@ -98,23 +100,13 @@ class PrepackedLayers:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def renew_copies(self) -> bool:
-        """Update the copies to their weights, however these were written; return whether a copy was made anew."""
-        copies = list(self._copies.values())
-        num_made = sum(copy.num_made for copy in copies)
-        for copy in copies:
-            copy.renew()
-        return num_made != sum(copy.num_made for copy in copies)
-
     def renew(self) -> None:
         """Update the copies to the model's present layers and weights, however they were changed."""
         found: dict[Copy, PackedWeight] = {}
-        is_released = self._wanted == "only"
+        is_released = self._wanted == "only" and self._autocast is None
         weights = self._model.named_parameters(remove_duplicate=False) if is_released else ()
         num_owners = Counter(id(weight) for _, weight in weights)
         for layer, copies in self._all_copies():
-            for copy in copies.values():
-                copy.renew()
             found |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
             is_whole = len(copies) == len(weight_names(layer)) and all(copy.matrices for copy in copies.values())
             # Not where another layer needs the weight, as a tied embedding does.
@@ -126,16 +118,17 @@ class PrepackedLayers:
 
     def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
         """Yield every layer with its packed weights, which are made if they are missing."""
-        kernels = {layer: _kernels_of(layer) for layer in self._candidates()}
-        if not any(_packs_slowly(layer, own) for layer, own in kernels.items()):
-            yield from ((layer, _copies_of(layer, own)) for layer, own in kernels.items())
+        kernels = {layer: _kernels_of(layer, self._autocast) for layer in self._candidates()}
+        copies_of = functools.partial(_copies_of, self._autocast)
+        if not any(_packs_slowly(self._autocast, layer, own) for layer, own in kernels.items()):
+            yield from ((layer, copies_of(layer, own)) for layer, own in kernels.items())
             return
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            yield from zip(kernels, pool.map(_copies_of, kernels, kernels.values()), strict=True)
+            yield from zip(kernels, pool.map(copies_of, kernels, kernels.values()), strict=True)
 
     def _candidates(self) -> list[nn.Module]:
         """Return the layers on a CPU that may be packed: without hooks, quantised weights or a replaced forward."""
-        if self._wanted is False or is_compiled(self._model) or torch.is_autocast_enabled("cpu"):
+        if self._wanted is False or is_compiled(self._model):
             return []
         return [layer for layer in self._model.modules() if is_plain(layer)]
 
@@ -146,11 +139,11 @@ class PrepackedLayers:
         for layer in self._candidates():
             for name in weight_names(layer):
                 weight = getattr(layer, name)
-                matrices = [] if isinstance(weight, ReleasedWeight) else matrices_of(layer, weight)
+                matrices = [] if isinstance(weight, ReleasedWeight) else matrices_of(layer, weight, self._autocast)
                 for matrix in matrices:
                     by_shape[matrix.dtype, matrix.shape].append(matrix)
-                if matrices and (id(layer), name) not in _shared:
-                    num_bytes[weight.dtype, matrices[0].shape] += weight.nbytes
+                if matrices and (id(layer), name, self._autocast) not in _shared:
+                    num_bytes[matrices[0].dtype, matrices[0].shape] += sum(matrix.nbytes for matrix in matrices)
         return sum(num_bytes[shape] for shape, own in by_shape.items() if choose(own).kernel is not None)
 
     @contextlib.contextmanager
@@ -182,22 +175,30 @@ class PrepackedLayers:
                             set_class(layer, own)
 
 
-def _kernels_of(layer: nn.Module) -> dict[str, str]:
+def _kernels_of(layer: nn.Module, autocast: torch.dtype | None) -> Mapping[str, str]:
     """Return the names of the weights to pack, for which a kernel is worth it, with the kernel's name."""
     if isinstance(layer, Released):
         return {}
-    chosen = {name: choose(matrices_of(layer, getattr(layer, name))).kernel for name in weight_names(layer)}
+    weights = {name: matrices_of(layer, getattr(layer, name), autocast) for name in weight_names(layer)}
+    chosen = {name: choose(matrices).kernel for name, matrices in weights.items()}
     return {name: kernel for name, kernel in chosen.items() if kernel is not None}
 
 
-def _packs_slowly(layer: nn.Module, kernels: Mapping[str, str]) -> bool:
+def _packs_slowly(autocast: torch.dtype | None, layer: nn.Module, kernels: Mapping[str, str]) -> bool:
     """Return whether a layer has yet to be packed by FBGEMM, which uses one thread: 50 million weights per second."""
-    return any(kernel == "FBGEMM" and (id(layer), name) not in _shared for name, kernel in kernels.items())
+    return any(kernel == "FBGEMM" and (id(layer), name, autocast) not in _shared for name, kernel in kernels.items())
 
 
-def _copies_of(layer: nn.Module, kernels: Mapping[str, str]) -> Mapping[str, PackedWeight]:
-    """Return the packed weights of a layer by name, made if they are missing."""
+def _copies_of(
+    autocast: torch.dtype | None, layer: nn.Module, kernels: Mapping[str, str]
+) -> Mapping[str, PackedWeight]:
+    """Return the packed weights of a layer by name, up to date, and made if they are missing."""
     if isinstance(layer, Released):
         return layer.packed_weights
-    keys = {name: (id(layer), name) for name in kernels}
-    return {name: _shared.get(key) or _shared.setdefault(key, PackedWeight(layer, name)) for name, key in keys.items()}
+    copies = dict[str, PackedWeight]()
+    for name in kernels:
+        key = id(layer), name, autocast
+        if (copy := _shared.get(key)) is not None:
+            copy.renew()
+        copies[name] = copy or _shared.setdefault(key, PackedWeight(layer, name, autocast))
+    return copies

@@ -1,0 +1,118 @@
+"""Calls as trainers and evaluation harnesses make them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import GenerationConfig
+
+import hf_slospec
+from hf_slospec import FallbackWarning, SLOSpecConfig, UnsupportedModelError
+from tests.support.kernels import WORKING, force_kernel
+from tests.support.tiny_models import ragged_prompts, tiny_model
+
+KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]
+
+
+@pytest.fixture(params=["packed", "plain"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "packed" and not KERNELS:
+        pytest.skip("no kernels for bf16 on this machine")
+    force_kernel(monkeypatch, KERNELS[0] if request.param == "packed" else "none")
+
+
+def model_in_training() -> Any:
+    return copy.deepcopy(tiny_model("llama")).train()
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("is_enabled_first", [True, False])
+def test_autocast_within_the_forward(is_enabled_first: bool) -> None:
+    model, draft = model_in_training(), tiny_model("llama", noise=0.02)
+    if is_enabled_first:
+        hf_slospec.enable(model, draft, config=SLOSpecConfig(max_depth=3), always=True)
+        model.generate(**ragged_prompts(2), max_new_tokens=4)
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    if not is_enabled_first:
+        hf_slospec.enable(model, draft, config=SLOSpecConfig(max_depth=3), always=True)
+    decoder = model.generate.decoder
+    for _ in range(2):
+        report = hf_slospec.divergence_report(model, ragged_prompts(4), max_new_tokens=24, do_sample=False)
+        assert report.all_near_ties and report.dtype is torch.bfloat16, str(report)
+        packed = decoder.speculator.target.packed
+        assert packed.autocast is torch.bfloat16
+        assert {one.autocast for one in packed.prepacked._copies.values()} <= {torch.bfloat16}
+        for parameter in model.parameters():
+            parameter.data.mul_(1.01)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_model_split_after_it_was_enabled_is_refused_by_name() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_in_training().eval()
+    hf_slospec.enable(model, always=True)
+    fully_shard(model)
+    with pytest.raises(UnsupportedModelError, match="split over processes"):
+        model.generate(**ragged_prompts(1), max_new_tokens=4)
+
+
+@pytest.fixture
+def _process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_dropout_of_adapters_is_refused_with_a_remedy_or_falls_back() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(model_in_training(), lora).train()
+    hf_slospec.enable(model, always=True)
+    with pytest.raises(UnsupportedModelError, match=r"lora_dropout.*LoraConfig\(lora_dropout=0.0\)"):
+        model.generate(**ragged_prompts(1), max_new_tokens=4)
+    hf_slospec.enable(model, always=True, fallback=True)
+    with pytest.warns(FallbackWarning, match="dropout"):
+        model.generate(**ragged_prompts(1), max_new_tokens=4)
+
+
+def test_gradient_checkpointing_is_refused_by_name() -> None:
+    model = model_in_training()
+    model.activation_checkpointing_enable()
+    hf_slospec.enable(model.eval(), always=True)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match="gradient checkpointing"):
+        model.generate(**ragged_prompts(1), max_new_tokens=4)
+    model.eval()
+    assert model.generate(**ragged_prompts(1), max_new_tokens=4) is not None
+
+
+def test_what_stock_ignores_is_ignored_and_nothing_warns() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    inputs, config = ragged_prompts(2), GenerationConfig(max_new_tokens=6, do_sample=False)
+    expected = model.generate(**inputs, labels=inputs["input_ids"], generation_config=config)
+    hf_slospec.enable(model, always=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(**inputs, labels=inputs["input_ids"], generation_config=config), expected)
+        config.prompt_lookup_num_tokens = 3
+        assert torch.equal(model.generate(**inputs, generation_config=config), expected)
+    assert config.prompt_lookup_num_tokens == 3
+
+
+def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs: inputs)
+    hf_slospec.enable(model, always=True)
+    with pytest.warns(FallbackWarning, match="generate_batch does not speculate"):
+        assert model.generate_batch([3]) == [3]
+    hf_slospec.disable(model)
+    assert model.generate_batch([3]) == [3]
