@@ -14,7 +14,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import functools
 import inspect
 import json
 import os
@@ -106,31 +105,37 @@ class Patched:
         for each in caught:
             if not issubclass(each.category, FallbackWarning):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        count, key = (self.report.fell_back, short(reasons[0])) if reasons else (self.report.speculated, name_of(model))
+        if reasons:
+            count, key = self.report.fell_back, short(reasons[0])
+        else:
+            count, key = self.report.speculated, type(model).__name__
         count[key] = count.get(key, 0) + 1
         return output
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep the tests of generation of causal LMs and image-text models, and those without model classes."""
+        """Keep the tests of generation in files with a causal LM or image-text model, or without model classes."""
         from tests.generation.test_utils import GenerationTesterMixin  # type: ignore[import-not-found]
 
-        def is_wanted(item: Any) -> bool:
-            classes = generative_classes(item.cls)
-            if classes is None:
-                return "tests/generation/" in str(item.path).replace(os.sep, "/")
-            kind = next((kind for kind, names in KINDS.items() if names & {each.__name__ for each in classes}), None)
-            if kind is None or not hasattr(GenerationTesterMixin, item.name):
-                return False
-            self.report.kinds[item.nodeid] = kind
-            if self.way != STOCK:
-                for each in classes:
-                    if "generate" in vars(each) and not hasattr(each.generate, "__signature__"):
-                        self._patch(each)
-            return True
-
-        wanted = [item for item in items if is_wanted(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
-        items[:] = wanted
+        owners = {item.cls: generative_classes(item.cls) for item in items}
+        names = {owner: {each.__name__ for each in classes} for owner, classes in owners.items() if classes}
+        kinds = {
+            owner: next((kind for kind, members in KINDS.items() if members & own), "other")
+            for owner, own in names.items()
+        }
+        for item in items:
+            if item.cls in kinds:
+                self.report.kinds[item.nodeid] = kinds[item.cls]
+        if names:
+            is_ours = set(kinds.values()) != {"other"}
+            wanted = [
+                item for item in items if is_ours and item.cls in kinds and hasattr(GenerationTesterMixin, item.name)
+            ]
+            config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+            items[:] = wanted
+        if self.way != STOCK:
+            for model_class in {each for classes in owners.values() for each in classes}:
+                if "generate" in vars(model_class) and not hasattr(model_class.generate, "__signature__"):
+                    self._patch(model_class)
 
     def pytest_collectreport(self, report: Any) -> None:
         """Record a file that cannot be imported as a test that fails."""
@@ -151,11 +156,10 @@ class Patched:
         self.path.write_text(json.dumps(dataclasses.asdict(self.report), indent=1))
 
 
-@functools.cache
-def generative_classes(owner: Any) -> list[Any] | None:
-    """Return the model classes of a test class that generate; None if it names none."""
+def generative_classes(owner: Any) -> list[Any]:
+    """Return the model classes that a class of tests generates with."""
     if not hasattr(owner, "all_model_classes"):
-        return None
+        return []
     case = owner(next(name for name in dir(owner) if name.startswith("test_")))
     case.setUp()  # many take the classes from their tester
     return list(case.all_generative_model_classes)
@@ -173,14 +177,11 @@ def noisy_copy(model: Any) -> Any:
     return draft.eval()
 
 
-def name_of(model: Any) -> str:
-    return type(model).__name__
-
-
 def short(text: str) -> str:
     """Return a message on one line, without what differs from call to call."""
     text = " ".join(text.split()).removeprefix("stock generate runs instead, without slo_tpot: ")
-    return re.sub(r"\b[A-Z]\w+For\w+\b", "the class", re.sub(r"\d+", "N", text))[:160]
+    text = re.sub(r"\b[A-Z]\w+For\w+\b", "the class", re.sub(r"\d+", "N", text))
+    return re.split("; (?!such)", text)[0][:200]
 
 
 def pytest_configure(config: Any) -> None:
@@ -252,10 +253,12 @@ def page(reports: dict[str, Report], version: str) -> str:
     lines = [
         "# transformers' own tests",
         "",
-        f"The tests of generation of transformers {version}, run with transformers {transformers.__version__}, for every "
-        "class that `AutoModelForCausalLM` or `AutoModelForImageTextToText` loads: once as they are, and once for each "
-        "way to draft with `enable(model, always=True, fallback=True)` around every `generate`. Tests that need files "
-        "from the Hub or packages that are not installed fail in all runs.",
+        f"The tests of generation of transformers {version}, run with transformers {transformers.__version__} and "
+        f"hf_slospec {hf_slospec.__version__} for every class that `AutoModelForCausalLM` or "
+        "`AutoModelForImageTextToText` loads: once as they are, and once for each way to draft (prompt lookup, and a "
+        "noisy copy of the model) with `enable(model, always=True, fallback=True)` around every `generate`. Tests that "
+        "need files from the Hub, or packages that are not installed, fail in all runs. *other* are classes in the "
+        "same files that these two do not load.",
         "",
         "This page is generated by `python -m scripts.transformers_tests CHECKOUT --write docs/transformers_tests.md`.",
         "",
@@ -272,9 +275,9 @@ def page(reports: dict[str, Report], version: str) -> str:
                 lines.append(f"| {' | '.join(map(str, columns))} |")
     ways = [way for way in reports if way != STOCK]
     lines += ["", f"| calls of `generate` | {' | '.join(ways)} |", f"| --- |{' --- |' * len(ways)}"]
-    speculated = [sum(reports[way].speculated.values()) for way in ways]
-    classes = [len(reports[way].speculated) for way in ways]
-    lines.append("| speculated | " + " | ".join(f"{n} ({k} classes)" for n, k in zip(speculated, classes)) + " |")
+    counts = [reports[way].speculated for way in ways]
+    speculated = [f"{sum(count.values())}, of {len(count)} classes" for count in counts]
+    lines.append(f"| speculated | {' | '.join(speculated)} |")
     reasons = collections.Counter[str]()
     for way in ways:
         reasons.update(reports[way].fell_back)
