@@ -29,6 +29,7 @@ from hf_slospec.generate.load_drafter import load_drafter
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_one_way, check_tokenizer
+from hf_slospec.models.checkpoints import load_model
 from hf_slospec.models.compatibility.running import input_device
 from hf_slospec.models.drafters.methods import DraftMethod
 from hf_slospec.models.sampling import TokenLogprobs
@@ -97,6 +98,7 @@ class SLOSpecGenerator:
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
         images: bool = False,
+        allow_missing: bool = False,
         **model_kwargs: Any,
     ) -> SLOSpecGenerator:
         """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or from folders.
@@ -104,7 +106,8 @@ class SLOSpecGenerator:
         ``drafter`` may also be a source for :func:`load_drafter`, such as ``"suffix"``, ``"lookup+mtp"`` or the name of
         a trained head. With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
         ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model,
-        further arguments to the target's ``from_pretrained``. With ``distributed_config``, the target is
+        further arguments to the target's ``from_pretrained``. Checkpoints that lack tensors, or have others than their
+        class, are refused unless ``allow_missing``. With ``distributed_config``, the target is
         tensor-parallel and each process has the whole draft.
 
         Raises:
@@ -117,14 +120,16 @@ class SLOSpecGenerator:
         tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
         processor = AutoProcessor.from_pretrained(model, **hub, **revision) if images else None
         kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        target = kind.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs)
+        target = load_model(kind, model, allow_missing, dtype=dtype, device_map=device_map, **model_kwargs)
         if (target.tp_size or 1) > 1:
             device_map = input_device(target)  # of the whole draft, beside this process's part of the target
         draft = None
         if assistant_model is not None:
-            draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
+            draft = load_model(
+                AutoModelForCausalLM, assistant_model, allow_missing, dtype=dtype, device_map=device_map, **hub
+            )
         if isinstance(drafter, (str, list)):
-            drafter = load_drafter(drafter, target, tokenizer=tokenizer)
+            drafter = load_drafter(drafter, target, tokenizer=tokenizer, allow_missing=allow_missing)
         return cls(
             target, draft, tokenizer, config,
             drafter=drafter, processor=processor, make_policy=make_policy, fallback=fallback,

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.checkpoints import load_model
 from hf_slospec.models.cpu.kernels import works
 from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.models.heads.loading import LOADING_ERRORS
@@ -47,6 +48,7 @@ def load_pair(
     device: str,
     may_unpickle: bool = True,
     images: bool = False,
+    allow_missing: bool = False,
 ) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
 
@@ -56,7 +58,8 @@ def load_pair(
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
     this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
     read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
-    named; with ``images`` it is loaded with its image encoder.
+    named; with ``images`` it is loaded with its image encoder. ``allow_missing`` is that of
+    :func:`~hf_slospec.models.checkpoints.load_model`.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.
@@ -76,9 +79,9 @@ def load_pair(
         named: list[tuple[Any, str | None]] = [(own, target), (AutoModelForCausalLM, assistant)]
         try:
             tokenizer = AutoTokenizer.from_pretrained(target)
-            safe = {} if may_unpickle else {"use_safetensors": True}
-            models = [
-                auto.from_pretrained(name, dtype=dtype, **safe).to(device) for auto, name in named if name is not None
+            safe: dict[str, Any] = {} if may_unpickle else {"use_safetensors": True}
+            models: list[Any] = [
+                load_model(auto, name, allow_missing, dtype=dtype, **safe) for auto, name in named if name is not None
             ]
         except LOADING_ERRORS as error:
             options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"

@@ -13,7 +13,17 @@ from hf_slospec import __version__
 from hf_slospec.cli import benchmark
 from hf_slospec.cli.check_prompts import image_inputs, read_prompts
 from hf_slospec.cli.model_check import REFUSED, WRONG, Comparison, ModelCheck, verdict_of
-from hf_slospec.cli.options import Assistant, ConfigJSON, Device, Drafter, DType, Size, settings_of, usage_errors
+from hf_slospec.cli.options import (
+    AllowMissing,
+    Assistant,
+    ConfigJSON,
+    Device,
+    Drafter,
+    DType,
+    Size,
+    settings_of,
+    usage_errors,
+)
 from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
 from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.log_level import only_errors_logged
@@ -30,6 +40,7 @@ def check(
     size: Size = "tiny",
     dtype: DType = "auto",
     device: Device = "cpu",
+    allow_missing: AllowMissing = False,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts, one per line, or a list of texts in a .json file. Default: 20 texts.")
     ] = None,
@@ -53,7 +64,9 @@ def check(
         drafter = "lookup"
     with usage_errors(), only_errors_logged():
         texts = read_prompts(prompts)
-        options = ModelOptions(target, assistant, drafter, size, dtype, device, images=images)
+        options = ModelOptions(
+            target, assistant, drafter, size, dtype, device, images=images, allow_missing=allow_missing
+        )
         with err.status("loading"):
             pair = options.load()
             pictures = list(image_inputs(str(target), pair.target.device)) if images else None

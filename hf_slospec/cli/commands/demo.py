@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
+from hf_slospec.cli.options import AllowMissing, Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
 from hf_slospec.demo.serve import MODELS, Options, serve
 from hf_slospec.serving.loading import ModelOptions
 
@@ -23,6 +23,7 @@ def demo(
     size: Size = MODELS.size,
     dtype: DType = "fast",
     device: Device = "cpu",
+    allow_missing: AllowMissing = False,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
     ] = None,
@@ -59,7 +60,7 @@ def demo(
         raise typer.BadParameter("--api-key: it is the server's; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console, ("gradio",), MISSING):
-        models = ModelOptions(target, assistant, drafter, size, dtype, device)
+        models = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
         serve(Options(models, host, port, password, server, api_key), console.print)
 
 

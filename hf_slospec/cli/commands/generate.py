@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import (
+    AllowMissing,
     Assistant,
     ConfigJSON,
     Device,
@@ -51,6 +52,7 @@ def generate(
     size: Size = "tiny",
     dtype: DType = "fast",
     device: Device = "cpu",
+    allow_missing: AllowMissing = False,
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
@@ -80,7 +82,11 @@ def generate(
     console = Console(stderr=True)
     try:
         with console.status("measuring the speed of the models (stored for later runs)"):
-            generator = ModelOptions(target, assistant, drafter, size, dtype, device).generator(settings).start()
+            generator = (
+                ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
+                .generator(settings)
+                .start()
+            )
         with generator:
             handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
             result = _streamed(handle, is_shown=json_path != "-")

@@ -9,6 +9,7 @@ import typer
 
 from hf_slospec.cli import benchmark, profiling
 from hf_slospec.cli.options import (
+    AllowMissing,
     Assistant,
     Device,
     DType,
@@ -29,6 +30,7 @@ def profile(
     size: Size = "0.6B",
     dtype: DType = "fast",
     device: Device = "cpu",
+    allow_missing: AllowMissing = False,
     seconds: Annotated[float, typer.Option(min=1.0, help="Duration of the measurement of each model.")] = 30.0,
     plot: Annotated[Path | None, typer.Option(help="Plot the measured curves to this PNG.")] = None,
     json_path: ResultPath = None,
@@ -42,7 +44,9 @@ def profile(
     """
     check_outputs(plot, json_path)
     with usage_errors():
-        pair = ModelOptions(target, assistant, size=size, dtype=dtype, device=device).load()
+        pair = ModelOptions(
+            target, assistant, size=size, dtype=dtype, device=device, allow_missing=allow_missing
+        ).load()
     models = {"target": pair.target, "draft": pair.draft}
     records = {name: profiling.profile(name, model, seconds, keep) for name, model in models.items()}
     output = console()
