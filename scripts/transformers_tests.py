@@ -248,13 +248,14 @@ def new_failures(stock: Report, other: Report) -> dict[str, str]:
     }
 
 
-def page(reports: dict[str, Report], version: str) -> str:
-    """Return the page of the documentation."""
+def page(reports: dict[str, Report], version: str, only: list[str] | None) -> str:
+    """Return the page of the documentation, of some model families if they are given."""
+    of_which = "every class" if only is None else f"the classes of {', '.join(sorted(only))}"
     lines = [
         "# transformers' own tests",
         "",
         f"The tests of generation of transformers {version}, run with transformers {transformers.__version__} and "
-        f"hf_slospec {hf_slospec.__version__} for every class that `AutoModelForCausalLM` or "
+        f"hf_slospec {hf_slospec.__version__} for {of_which} that `AutoModelForCausalLM` or "
         "`AutoModelForImageTextToText` loads: once as they are, and once for each way to draft (prompt lookup, and a "
         "noisy copy of the model) with `enable(model, always=True, fallback=True)` around every `generate`. Tests that "
         "need files from the Hub, or packages that are not installed, fail in all runs. *other* are classes in the "
@@ -314,7 +315,7 @@ def main() -> None:
         for way, failures in new.items():
             for test, message in failures.items():
                 print(f"  fails only by {way}: {test}: {message}", flush=True)
-    table = page({way: merged(reports) for way, reports in by_way.items()}, version)
+    table = page({way: merged(reports) for way, reports in by_way.items()}, version, options.only)
     print(table)
     if options.write is not None:
         options.write.write_text(table, encoding="utf-8")
