@@ -42,6 +42,12 @@ Device = Annotated[
     str,
     typer.Option(help="cpu, cuda, cuda:1, ..., or auto: CUDA, or MPS if a trial gives the right tokens, or cpu."),
 ]
+AllowMissing = Annotated[
+    bool,
+    typer.Option(
+        "--allow-missing", help="Load checkpoints that lack tensors, which stay random, or have unknown ones."
+    ),
+]
 ConfigJSON = Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")]
 ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the results with provenance to this file.")]
 

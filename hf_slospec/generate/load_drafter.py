@@ -10,8 +10,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.engine.protocols import Drafter
-from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
 from hf_slospec.generate.validation import check_causal_lm, check_one_way, check_tokenizer
+from hf_slospec.models.checkpoints import load_model
 from hf_slospec.models.compatibility.running import input_device, vocab_size
 from hf_slospec.models.drafters.methods import (
     AssistantMethod,
@@ -28,6 +29,7 @@ from hf_slospec.models.drafters.translation import TokenTranslation
 from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.head import DraftHead
 from hf_slospec.models.heads.loading import LOADING_ERRORS, Checkpoint, layout_of, open_checkpoint
+from hf_slospec.models.heads.unsupported import check_is_causal_lm
 from hf_slospec.models.hub import hub_options, loading_hint
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ def load_drafter(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     share_texts: bool = False,
+    allow_missing: bool = False,
 ) -> DraftMethod:
     """Load a drafter for a target; what was found is logged, and is its ``repr``.
 
@@ -100,6 +103,7 @@ def load_drafter(
             loaded from the folders or repositories of the models if they are needed and not given.
         assistant_tokenizer: that of the causal LM.
         share_texts: suffix trees hold the outputs of other requests with the same ``cache_salt``, too.
+        allow_missing: accept a causal LM whose files lack tensors, or have others than its class.
 
     Returns:
         The drafter, in the target's dtype and on its device.
@@ -114,7 +118,7 @@ def load_drafter(
     check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
     parts = parts_of(source)
     _check_order(parts)
-    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts) for part in parts]
+    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts, allow_missing) for part in parts]
     method = methods[0] if len(methods) == 1 else HybridMethod(methods)
     method.check(target)
     logger.info("drafter: %s", method.kind)
@@ -180,6 +184,7 @@ def _method(
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
     share_texts: bool,
+    allow_missing: bool,
 ) -> DraftMethod:
     if isinstance(source, DraftMethod):
         return source
@@ -196,12 +201,18 @@ def _method(
     checkpoint = _open(source)
     if (layout := layout_of(checkpoint)) is not None:
         return HeadMethod(layout.load(checkpoint, target))
-    if (kind := checkpoint.config.get("speculators_model_type")) is not None:
-        raise UnsupportedModelError(f"{source} is a head of type {kind!r}, which cannot be loaded")
+    check_is_causal_lm(checkpoint)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=target.dtype, use_safetensors=True, **hub_options(source)
+        model: Any = load_model(
+            AutoModelForCausalLM,
+            source,
+            allow_missing,
+            dtype=target.dtype,
+            use_safetensors=True,
+            **hub_options(source),
         )
+    except SLOSpecError:
+        raise
     except LOADING_ERRORS as error:
         raise UnsupportedModelError(
             f"{source} is neither a known head nor a causal LM: {loading_hint(error)}"

@@ -81,6 +81,7 @@ class WholePrompts:
                 "with all of its images, without the cache"
             )
         if names:
+            self._check_placeholders(what)
             self._check_ends()
         self._of_rows: dict[int, Prefilled] = {}  # of rows that have not taken theirs
 
@@ -92,6 +93,14 @@ class WholePrompts:
         if not names and not sees_later_tokens(packed.model):
             return None
         return cls(packed.model, prompt, model_kwargs, names, packed.state_layers)
+
+    def _check_placeholders(self, what: str) -> None:
+        """Refuse inputs that a model puts before the text, in places that ``input_ids`` does not have."""
+        if not _placeholders(self._model.config):
+            raise UnsupportedOptionError(
+                f"{what} of {type(self._model).__name__}, which has no placeholder tokens for them, cannot be combined "
+                "with slo_tpot; call generate without slo_tpot"
+            )
 
     def _check_ends(self) -> None:
         """Refuse prompts that end with an image: their last token is verified like the new ones, as text."""

@@ -10,7 +10,7 @@ from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.models.compatibility.hooks import changing_hooks
-from hf_slospec.models.compatibility.running import autocast_dtype, evaluating, input_device
+from hf_slospec.models.compatibility.running import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.compatibility.trial import check_by_trial, counts_padding
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
@@ -36,6 +36,7 @@ class CheckedModel:
             UnsupportedModelError: it cannot verify a token tree.
             IncompatibleDraftError: it is split over other processes than the target.
         """
+        check_embeds_tokens(model)
         self.model, self.config, self.measure_s = model, config, measure_s
         self._new_ranks: Callable[[Any], Ranks] = Ranks if target is None else target.with_draft
         self.ranks = self._new_ranks(model)

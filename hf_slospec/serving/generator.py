@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -24,10 +25,11 @@ from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.request import Progress
 from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.decode import Decoder
-from hf_slospec.generate.load_drafter import Drafting, check_drafting
+from hf_slospec.generate.load_drafter import Drafting, check_drafting, load_drafter
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_tokenizer
+from hf_slospec.models.checkpoints import load_model
 from hf_slospec.models.compatibility.running import input_device
 from hf_slospec.models.hub import hub_options
 from hf_slospec.models.sampling import TokenLogprobs
@@ -96,14 +98,16 @@ class SLOSpecGenerator:
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
         images: bool = False,
+        allow_missing: bool = False,
         **model_kwargs: Any,
     ) -> SLOSpecGenerator:
         """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
         With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
         ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model,
-        further arguments to the target's ``from_pretrained``. No weight requires a gradient; call
-        ``requires_grad_(True)`` before training. With ``distributed_config``, the target is tensor-parallel and each
+        further arguments to the target's ``from_pretrained``. Checkpoints that lack tensors, or have others than their
+        class, are refused unless ``allow_missing``. No weight requires a gradient; call ``requires_grad_(True)`` before
+        training. With ``distributed_config``, the target is tensor-parallel and each
         process has the whole draft.
 
         Raises:
@@ -119,14 +123,16 @@ class SLOSpecGenerator:
         tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
         processor = AutoProcessor.from_pretrained(model, **hub, **revision) if images else None
         kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        target = kind.from_pretrained(model, dtype=dtype, device_map=device_map, **model_kwargs | hub)
-        target.requires_grad_(False)
+        target: Any = load_model(kind, model, allow_missing, dtype=dtype, device_map=device_map, **model_kwargs | hub)
         if (target.tp_size or 1) > 1:
             device_map = input_device(target)  # of the whole draft, beside this process's part of the target
         draft = None
         if assistant_model is not None:
-            draft = AutoModelForCausalLM.from_pretrained(assistant_model, dtype=dtype, device_map=device_map, **hub)
-            draft.requires_grad_(False)
+            draft = load_model(
+                AutoModelForCausalLM, assistant_model, allow_missing, dtype=dtype, device_map=device_map, **hub
+            )
+        if isinstance(drafter, (str, os.PathLike, list)):
+            drafter = load_drafter(drafter, target, tokenizer=tokenizer, allow_missing=allow_missing)
         return cls(
             target, draft, tokenizer, config,
             drafter=drafter, processor=processor, make_policy=make_policy, fallback=fallback,

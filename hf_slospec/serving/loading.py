@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import jinja2
 from transformers import AutoProcessor, LlamaForCausalLM, PreTrainedModel
 
 from hf_slospec.config import SLOSpecConfig
@@ -42,6 +43,7 @@ class ModelOptions:
     allow_pickle: bool = True  # weights that are not safetensors, which may run code; never of a drafter
     share_texts: bool = False  # suffix trees hold the outputs of other requests with the same cache_salt, too
     images: bool = False  # load the target with what encodes images, and its processor
+    allow_missing: bool = False  # load checkpoints that lack tensors, or have others than their class
 
     def __post_init__(self) -> None:
         if self.assistant is not None and self.drafter is not None:
@@ -80,7 +82,10 @@ class ModelOptions:
         except SLOSpecError as error:
             raise InvalidInputError(f"{self._drafting}: {error}") from error
         device = str(chosen_device(self.device))
-        return load_pair(self.target, self.assistant, self.size, self.dtype, device, self.allow_pickle, self.images)
+        return load_pair(
+            self.target, self.assistant, self.size, self.dtype, device, self.allow_pickle, self.images,
+            self.allow_missing,
+        )  # fmt: skip
 
     def method(self, pair: Pair) -> DraftMethod:
         """Return what drafts for the target of the pair; raises InvalidInputError if that cannot be loaded."""
@@ -89,7 +94,10 @@ class ModelOptions:
             own |= {kind: partial(load_tiny_drafter, kind, cast(LlamaForCausalLM, pair.target)) for kind in HEADS}
         try:
             sources = [own[part]() if part in own else part for part in self.parts]
-            return load_drafter(sources, pair.target, tokenizer=pair.tokenizer, share_texts=self.share_texts)
+            return load_drafter(
+                sources, pair.target, tokenizer=pair.tokenizer, share_texts=self.share_texts,
+                allow_missing=self.allow_missing,
+            )  # fmt: skip
         except MissingExtraError:
             raise
         except (SLOSpecError, ImportError) as error:  # ImportError: a model needs a package that is missing
@@ -111,6 +119,7 @@ class ModelOptions:
             pair.tokenizer.chat_template = chat_template
             if processor is not None:
                 processor.chat_template = chat_template
+        _check_chat_template(self.target, pair.tokenizer if processor is None else processor, processor is not None)
         return SLOSpecGenerator(
             pair.target, None, pair.tokenizer, config, drafter=self.method(pair), processor=processor
         )
@@ -125,3 +134,24 @@ def size_and_place(model: PreTrainedModel) -> str:
     """Return what a command says of the target that it has loaded: its size, dtype and device."""
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{model.num_parameters() / 1e6:.0f} M parameters, {dtype}, on {device_name(input_device(model))}"
+
+
+def _check_chat_template(target: str | None, maker: Any, takes_parts: bool) -> None:
+    """Raise InvalidInputError if a chat template cannot write a conversation of one message.
+
+    Args:
+        maker: the tokenizer or processor.
+        takes_parts: contents are lists of parts, as those of processors.
+    """
+    if getattr(maker, "chat_template", None) is None:
+        return
+    content = [{"type": "text", "text": "Hello"}] if takes_parts else "Hello"
+    try:
+        maker.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if type(error) is jinja2.TemplateError:  # what a template's own raise_exception raises
+            return
+        raise InvalidInputError(
+            f"the chat template of {target or 'the embedded target'} is broken: {error}; give a working one in a file "
+            "with --chat-template"
+        ) from error

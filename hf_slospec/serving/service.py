@@ -23,9 +23,11 @@ from hf_slospec.engine.request import Progress, Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import (
+    IncompatibleDraftError,
     InvalidInputError,
     NotRunningError,
     RequestCancelledError,
+    UnsupportedInputError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
@@ -76,6 +78,7 @@ class BatchingService:
         Raises:
             UnsupportedModelError: the decoder can only fall back to stock ``generate``, or its model is split over
                 processes.
+            UnsupportedInputError: the model's generation config asks for what no request can be given.
         """
         with self._lock:
             if self._batcher is None:
@@ -86,6 +89,7 @@ class BatchingService:
                         "times, and all of them must take the same steps; call generate with all prompts in every "
                         "process"
                     )
+                self._check_defaults()
                 kv_tokens, draft_slots = self.config.kv_tokens, 0  # a limit that was set is never exceeded
                 if kv_tokens is None:
                     kv_tokens = _affordable_kv_tokens(speculator, self.config.max_batch)
@@ -95,6 +99,20 @@ class BatchingService:
                     self._new_engine, self.config.max_queue, speculator.lock, self, _batcher_thread, self._is_current
                 )
             self._batcher.start()
+
+    def _check_defaults(self) -> None:
+        """Prepare a request without options of its own, so that what would fail each request fails the start."""
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=self.decoder.model.device)
+        short = {"max_new_tokens": 1, "min_new_tokens": 0, "min_length": 0, "tokenizer": self.tokenizer}
+        try:
+            self.decoder.prepare(None, {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, (UnsupportedModelError, IncompatibleDraftError)):
+                raise
+            raise UnsupportedInputError(
+                f"the generation config of {type(self.decoder.model).__name__} fails every request: {error}; set it in "
+                "model.generation_config, or in generation_config.json beside the weights"
+            ) from error
 
     def stop(self, drain: bool, timeout: float | None) -> None:
         """Stop the batcher, and wait for streamers to receive their remaining tokens."""

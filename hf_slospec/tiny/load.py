@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.checkpoints import load_model
 from hf_slospec.models.cpu.kernels import works
 from hf_slospec.models.cpu.threads import available_cores
 from hf_slospec.models.heads.loading import LOADING_ERRORS
@@ -48,6 +49,7 @@ def load_pair(
     device: str,
     may_unpickle: bool = True,
     images: bool = False,
+    allow_missing: bool = False,
 ) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
 
@@ -57,7 +59,8 @@ def load_pair(
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
     this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
     read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
-    named; with ``images`` it is loaded with its image encoder. No weight requires a gradient.
+    named; with ``images`` it is loaded with its image encoder. ``allow_missing`` is that of
+    :func:`~hf_slospec.models.checkpoints.load_model`. No weight requires a gradient.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.
@@ -73,12 +76,13 @@ def load_pair(
         try:
             hub = {name: hub_options(name) for _, name in named if name is not None}
             tokenizer = AutoTokenizer.from_pretrained(target, **hub[target])
-            safe = {} if may_unpickle else {"use_safetensors": True}
-            models = [
-                auto.from_pretrained(name, dtype=dtype, **safe, **hub[name]).to(device).requires_grad_(False)
+            safe: dict[str, Any] = {} if may_unpickle else {"use_safetensors": True}
+            models: list[Any] = [
+                load_model(auto, name, allow_missing, dtype=dtype, **safe, **hub[name])
                 for auto, name in named
                 if name is not None
             ]
+            models = [model.to(device) for model in models]
         except LOADING_ERRORS as error:
             raise InvalidInputError(f"{options}: {loading_hint(error, may_unpickle)}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

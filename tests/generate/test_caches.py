@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, StaticCache
 
-from hf_slospec import (
-    InvalidInputError,
-)
-from tests.support.against_stock import GREEDY, check, generator
-from tests.support.tiny_models import assert_same_cache, ragged_prompts, tiny_model
+from hf_slospec import InvalidInputError, SLOSpecGenerator
+from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, check, generator
+from tests.support.tiny_configs import tiny_config
+from tests.support.tiny_models import assert_same_cache, ragged_prompts, sharpened, tiny_model
 
 FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2"]
 
@@ -56,6 +57,24 @@ def test_our_cache_serves_a_second_turn(family: str) -> None:
     expected = ours.model.generate(text, do_sample=False, max_new_tokens=10, eos_token_id=None)
     again = ours.model.generate(text, do_sample=False, max_new_tokens=10, eos_token_id=None, past_key_values=cache)
     assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("family", ["Zamba", "Bamba", "Mamba2", "FalconMamba", "Qwen3Next"])
+def test_second_turn_on_a_returned_cache_with_states(family: str) -> None:
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = tiny_config(model_class.config_class)
+    model, draft = (sharpened(lambda: model_class(config), 0, noise) for noise in (0.0, 0.03))
+    ours = SLOSpecGenerator(model, draft, config=DRAFTS_ALWAYS)
+    options: dict[str, Any] = dict(do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    ids = torch.randint(3, 101, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, **options, max_new_tokens=12).sequences
+    for first in (model.generate, ours.generate):
+        turn = first(input_ids=ids, **options, max_new_tokens=5)
+        again = {name: getattr(turn, name, None) or turn.past_key_values}
+        mask = torch.ones_like(turn.sequences)
+        got = ours.generate(turn.sequences, attention_mask=mask, **options, **again, max_new_tokens=7)
+        assert torch.equal(got.sequences, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])

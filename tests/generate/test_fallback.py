@@ -69,6 +69,25 @@ def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
         assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=6, slo_tpot=0.1), expected)
 
 
+def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
+    from transformers.models.moshi.modeling_moshi import MoshiDepthConfig, MoshiDepthDecoder
+
+    config = MoshiDepthConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32, vocab_size=99, audio_vocab_size=40,
+        input_size=32, num_codebooks=4,
+    )  # fmt: skip
+    model = MoshiDepthDecoder(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"MoshiDepthDecoder .*one table of all tokens"):
+        enable(model)
+    options: dict[str, Any] = dict(
+        input_ids=torch.tensor([[3], [5]]), last_hidden_state=torch.randn(2, 1, 32), max_new_tokens=3, do_sample=False
+    )
+    expected = model.generate(**options)
+    enable(model, fallback=True, always=True)
+    with pytest.warns(FallbackWarning, match="one table of all tokens"):
+        assert torch.equal(model.generate(**options), expected)
+
+
 def test_fallback_does_not_stream_the_prompt_twice() -> None:
     inputs, streamer, stock = ragged_prompts(1), Recorder(), Recorder()
     options = dict(do_sample=False, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GitConfig, GitForCausalLM, PreTrainedModel
 
 from hf_slospec import (
     FallbackWarning,
@@ -23,7 +23,7 @@ from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.compatibility.probe import probe_layers
 from hf_slospec.models.whole_prompts import sees_later_tokens
 from tests.support.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
-from tests.support.tiny_models import assert_same_as_stock, tiny_model
+from tests.support.tiny_models import assert_same_as_stock, sharpened, tiny_model
 
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=24, max_depth=3, max_width=2)
 OPTIONS: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, eos_token_id=2)
@@ -165,6 +165,24 @@ def test_a_model_that_packed_forwards_do_not_follow_is_refused(monkeypatch: pyte
         ours.generate(**inputs, **OPTIONS)
     with pytest.warns(FallbackWarning, match="logits of a packed forward differ"):
         assert torch.equal(ours.generate(**inputs, **OPTIONS, fallback=True), expected)
+
+
+def test_images_before_the_text_are_refused() -> None:
+    """GIT caches K/V of an image that no token of the text stands for."""
+    vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=8,
+                  patch_size=4)  # fmt: skip
+    config = GitConfig(
+        vision_config=vision, vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4,
+    )  # fmt: skip
+    model = sharpened(lambda: GitForCausalLM(config), 0)
+    inputs = dict(input_ids=torch.randint(3, 99, (1, 6)), pixel_values=torch.randn(1, 3, 8, 8))
+    ours = SLOSpecGenerator(model, config=CONFIG)
+    with pytest.raises(UnsupportedOptionError, match="pixel_values of GitForCausalLM, which has no placeholder"):
+        ours.generate(**inputs, **OPTIONS)
+    with pytest.warns(FallbackWarning, match="placeholder"):
+        assert torch.equal(ours.generate(**inputs, **OPTIONS, fallback=True), stock(model, inputs))
+    assert torch.equal(ours.generate(inputs["input_ids"], **OPTIONS), stock(model, {"input_ids": inputs["input_ids"]}))
 
 
 def test_what_cannot_be_combined_with_images() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_slospec import (
@@ -25,7 +26,16 @@ from hf_slospec import (
 )
 from hf_slospec.generate.enable import decoder_of
 from hf_slospec.models.drafters.methods import DraftMethod, HeadMethod
-from tests.models.heads.checkpoints import GROUPED, HIDDEN, published_config, speculators_config, target_of, write
+from tests.models.heads.checkpoints import (
+    GROUPED,
+    HIDDEN,
+    eagle3_fields,
+    eagle3_tensors,
+    published_config,
+    speculators_config,
+    target_of,
+    write,
+)
 from tests.support.feature_heads import DRAFTS_ALWAYS, FOLDERS, dflash_config, dflash_folder, eagle3_folder, mtp_folder
 from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 from tests.support.tiny_tokenizers import byte_level
@@ -238,3 +248,90 @@ def test_targets_that_were_cast_or_moved_since(kind: str, tmp_path: Path) -> Non
     with pytest.raises(IncompatibleDraftError, match="on meta and the target"):
         SLOSpecGenerator(target_of("llama"), drafter=meta)
     assert isinstance(again, HeadMethod)
+
+
+def other_format(folder: Path, config: dict[str, Any], *names: str, **tensors: torch.Tensor) -> str:
+    shapes = {name: torch.ones(2, 2) for name in names}
+    return write(folder / "head", config, shapes | {name.replace("__", "."): own for name, own in tensors.items()})
+
+
+def draft_folder_with(folder: Path, config: dict[str, Any], *lacking: str, **tensors: torch.Tensor) -> str:
+    """A folder with a whole causal LM, changed as other formats that have its tensors are."""
+    path = Path(assistant_folder(folder))
+    fields = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps(fields))
+    own = load_file(path / "model.safetensors") | {name.replace("__", "."): one for name, one in tensors.items()}
+    save_file({name: one for name, one in own.items() if name not in lacking}, path / "model.safetensors")
+    return str(path)
+
+
+EAGLE = dict(fc__weight=torch.ones(HIDDEN, 2 * HIDDEN))
+DFLASH = dict(block_size=4, mask_token_id=3, aux_hidden_state_layer_ids=[1, 2], draft_vocab_size=VOCAB)
+SLIDING = eagle3_fields(sliding_window=8, layer_types=["sliding_attention"])
+# Publishers' layouts that are not loaded; the first four were taken for a causal LM or for a head that is loaded.
+NOT_LOADED: dict[str, tuple[Callable[[Path], str], str]] = {
+    "deepspec": (
+        lambda folder: draft_folder_with(
+            folder, {"architectures": ["Qwen3DSparkModel"], "markov_rank": 2}, markov_w1__weight=torch.ones(2)
+        ),
+        "a DSpark or DFlash head of DeepSpec",
+    ),
+    "deepspec dflash": (
+        lambda folder: draft_folder_with(folder, {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}),
+        "a DSpark or DFlash head of DeepSpec",
+    ),
+    "eagle": (lambda folder: draft_folder_with(folder, {}, "lm_head.weight", "model.norm.weight", **EAGLE),
+              "an EAGLE-1, EAGLE-2 or HASS head"),
+    "sliding": (lambda folder: write(folder / "s", speculators_config(transformer_layer_config=SLIDING),
+                                     eagle3_tensors(set())), "a sliding window of 8 tokens"),
+    "published sliding": (lambda folder: write(folder / "s", published_config(sliding_window=8), eagle3_tensors(set())),
+                          "a sliding window of 8 tokens"),
+    "speculators dflash": (
+        lambda folder: other_format(
+            folder, DFLASH | dict(speculators_model_type="dflash", transformer_layer_config=eagle3_fields(),
+                                  architectures=["DFlashDraftModel"]), "fc.weight"),
+        "a DFlash head of speculators, with its layers in transformer_layer_config",
+    ),
+    "p-eagle": (
+        lambda folder: other_format(folder, published_config(ptd_token_id=3), "fc.weight",
+                                    mask_hidden=torch.ones(1, 1, 3 * HIDDEN)),
+        "a P-EAGLE head",
+    ),
+    "specforge dspark": (
+        lambda folder: other_format(folder, dict(dflash_config={"projector_type": "dspark"}), "fc.weight"),
+        "a DSpark head of SpecForge",
+    ),
+    "dflash2": (lambda folder: other_format(folder, dict(architectures=["DFlash2DraftModel"]), "fc.weight"),
+                "a DFlash2 head"),
+    "mlp speculator": (
+        lambda folder: other_format(folder, dict(architectures=["MLPSpeculatorPreTrainedModel"]), "head.0.weight"),
+        "an MLP speculator",
+    ),
+    "base model": (lambda folder: draft_folder_with(folder, {"architectures": ["LlamaModel"]}),
+                   "neither a known head nor a causal LM: its class is LlamaModel"),
+    "incomplete": (lambda folder: draft_folder_with(folder, {}, "model.norm.weight"), "it lacks model.norm.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_LOADED)
+def test_other_formats_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    make, message = NOT_LOADED[name]
+    source = make(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_drafter(source, target_of("llama"))
+
+
+def test_heads_without_a_window_that_name_one(tmp_path: Path) -> None:
+    """A window that no layer uses, as configs copied from a target's have it."""
+    for changes in (dict(layer_types=["full_attention"]), dict(use_sliding_window=False)):
+        path = write(
+            tmp_path / next(iter(changes)), published_config(sliding_window=8, **changes), eagle3_tensors(set())
+        )
+        check(load_drafter(path, target_of("llama")), target_of("llama"))
+
+
+def test_weights_of_heads_are_finite(tmp_path: Path) -> None:
+    tensors = eagle3_tensors(set())
+    tensors["fc.weight"][0, 0] = torch.nan
+    with pytest.raises(UnsupportedModelError, match=r"NaN or infinite weights, in fc\.weight"):
+        load_drafter(write(tmp_path / "nan", published_config(), tensors), target_of("llama"))

@@ -1,16 +1,20 @@
-"""Options of models: which drafter they mean."""
+"""Options of models: which drafter they mean, and what is refused before any request."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_slospec import MissingExtraError, SLOSpecConfig
+from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models.drafters.methods import AssistantMethod, HybridMethod, SuffixMethod
 from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.tiny.embedded import FOLDER
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_tokenizers import byte_level
 
 KINDS = {
     None: "assistant model",
@@ -57,3 +61,63 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ModelOptions(drafter="suffix", dtype="float32")
     with pytest.raises(MissingExtraError, match="the drafter suffix needs arctic_inference; install with: pip"):
         options.method(options.load())
+
+
+def folder_of(path: Path, chat_template: str | None = None, **generation: Any) -> str:
+    """A target with its tokenizer, these settings in generation_config.json and a chat template."""
+    tiny_model("llama").save_pretrained(path)
+    tokenizer = byte_level(101)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(path)
+    file = path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | generation))
+    return str(path)
+
+
+def generator_of(target: str, chat_template: str | None = None) -> SLOSpecGenerator:
+    return ModelOptions(target=target, drafter="lookup", dtype="float32").generator(SLOSpecConfig(), chat_template)
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        (dict(num_beams=2), "beam search; set num_beams=1"),
+        (dict(penalty_alpha=0.6, top_k=4), "contrastive"),
+        (dict(cache_implementation="quantized"), "cache_implementation='quantized'"),
+        (dict(do_sample=True, temperature=-1.0), "temperature"),
+    ],
+)
+def test_a_generation_config_that_fails_every_request_fails_the_start(
+    generation: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    generator = generator_of(folder_of(tmp_path, **generation))
+    with pytest.raises(
+        InvalidInputError, match=f"generation config of LlamaForCausalLM fails every request: .*{message}"
+    ):
+        generator.start()
+
+
+@pytest.mark.parametrize("generation", [dict(max_length=12, min_new_tokens=5), dict(do_sample=True, top_k=5)])
+def test_a_generation_config_that_requests_can_use_starts(generation: dict[str, Any], tmp_path: Path) -> None:
+    with generator_of(folder_of(tmp_path, **generation)) as generator:
+        assert len(generator.submit([3, 4, 5], max_new_tokens=6, eos_token_id=None).result(60).token_ids) == 6
+
+
+BROKEN = {
+    "syntax": "{% for message in messages %}{{ message['content'] }",
+    "unknown filter": "{{ messages | shout }}",
+    "unknown type": "{{ messages[0]['content'] + 3 }}",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_chat_template_is_refused_before_any_request(kind: str, tmp_path: Path) -> None:
+    target = folder_of(tmp_path, BROKEN[kind])
+    with pytest.raises(InvalidInputError, match=r"chat template of .* is broken: .*--chat-template"):
+        generator_of(target)
+    assert generator_of(target, "{{ messages[0]['content'] }}").tokenizer is not None
+
+
+def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
+    template = "{{ raise_exception('begin with a system message') }}"
+    assert generator_of(folder_of(tmp_path, template)).tokenizer is not None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_slospec.models.checkpoints import assistants_can_be_built
 from tests.support.tiny_models import GROUPED, WINDOW, sharpened
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -58,9 +58,7 @@ def tiny_assistant(
     config = getattr(transformers, f"{prefix}AssistantConfig")(
         text_config=text_config(unified, **own | settings), **of_assistant
     )
-    # transformers 5.23.0 refuses to construct any assistant: that all layers share K/V looks like an error to it.
-    all_shared = property(lambda own: ["reuse"] * own.num_hidden_layers)
-    with mock.patch.object(type(config.text_config), "kv_sharing_modes", all_shared):
+    with assistants_can_be_built():
         model = sharpened(lambda: getattr(transformers, f"{prefix}AssistantForCausalLM")(config), 0)
     if ordered:
         model.masked_embedding.token_ordering.copy_(torch.randperm(100))

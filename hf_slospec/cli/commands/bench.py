@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from hf_slospec.cli.options import (
+    AllowMissing,
     Assistant,
     ConfigJSON,
     Device,
@@ -35,6 +36,7 @@ def bench(
     size: Size = "0.6B",
     dtype: DType = "fast",
     device: Device = "auto",
+    allow_missing: AllowMissing = False,
     batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of every row.")] = 96,
@@ -70,7 +72,7 @@ def bench(
         raise typer.BadParameter("--top-p has no effect without --temperature")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else None
     with usage_errors():
-        options = ModelOptions(target, assistant, drafter, size, dtype, device)
+        options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
         if record is not None and target is not None and assistant is None:
             raise InvalidInputError("--record has no draft model whose probabilities to write; give --assistant")
         models = options.load()

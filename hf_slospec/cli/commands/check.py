@@ -11,7 +11,17 @@ from rich.console import Console
 
 from hf_slospec import __version__
 from hf_slospec.cli.budget import TimeBudget, progress_shown
-from hf_slospec.cli.options import Assistant, ConfigJSON, Device, Drafter, DType, Size, settings_of, usage_errors
+from hf_slospec.cli.options import (
+    AllowMissing,
+    Assistant,
+    ConfigJSON,
+    Device,
+    Drafter,
+    DType,
+    Size,
+    settings_of,
+    usage_errors,
+)
 from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
 from hf_slospec.serving.log_level import only_errors_logged
 
@@ -30,6 +40,7 @@ def check(
     size: Size = "tiny",
     dtype: DType = "auto",
     device: Device = "auto",
+    allow_missing: AllowMissing = False,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts, one per line, or a list of texts in a .json file. Default: 20 texts.")
     ] = None,
@@ -62,7 +73,9 @@ def check(
     budget, settings, err = TimeBudget(seconds), settings_of(config), Console(stderr=True, soft_wrap=True)
     with usage_errors(), only_errors_logged(), progress_shown(err, budget) as show:
         texts = read_prompts(prompts)
-        options = ModelOptions(target, assistant, drafter, size, dtype, device, images=images)
+        options = ModelOptions(
+            target, assistant, drafter, size, dtype, device, images=images, allow_missing=allow_missing
+        )
         show(f"checking {options.name}, for about {seconds:g} s at most (--seconds); loading")
         pair = options.load()
         pictures = list(image_inputs(str(target), pair.target.device)) if images else None

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
+from hf_slospec.cli.options import AllowMissing, Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
 from hf_slospec.demo import SIZE
 from hf_slospec.extras import need
 
@@ -22,6 +22,7 @@ def demo(
     size: Size = SIZE,
     dtype: DType = "fast",
     device: Device = "auto",
+    allow_missing: AllowMissing = False,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
     ] = None,
@@ -62,7 +63,7 @@ def demo(
         from hf_slospec.demo.serve import Options, serve
         from hf_slospec.serving.loading import ModelOptions
 
-        models = ModelOptions(target, assistant, drafter, size, dtype, device)
+        models = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
         serve(Options(models, host, port, password, server, api_key), console.print)
 
 

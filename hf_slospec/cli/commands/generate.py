@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import (
+    AllowMissing,
     Assistant,
     ConfigJSON,
     Device,
@@ -53,6 +54,7 @@ def generate(
     size: Size = "tiny",
     dtype: DType = "fast",
     device: Device = "auto",
+    allow_missing: AllowMissing = False,
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
@@ -84,7 +86,8 @@ def generate(
     console = Console(stderr=True)
     try:
         with console.status("loading, and measuring the speed of the models (stored for later runs)"):
-            generator = ModelOptions(target, assistant, drafter, size, dtype, device).generator(settings).start()
+            options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
+            generator = options.generator(settings).start()
         facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
         console.print(facts, style="dim", highlight=False, soft_wrap=True)
         with generator, logged_afterwards():  # not within the text

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.options import (
+    AllowMissing,
     Assistant,
     Device,
     Drafter,
@@ -31,6 +32,7 @@ def profile(
     size: Size = "0.6B",
     dtype: DType = "fast",
     device: Device = "auto",
+    allow_missing: AllowMissing = False,
     seconds: Annotated[float, typer.Option(min=1.0, help="Duration of the measurement of each model.")] = 30.0,
     plot: Annotated[Path | None, typer.Option(help="Plot the measured curves to this PNG.")] = None,
     json_path: ResultPath = None,
@@ -49,7 +51,7 @@ def profile(
     check_outputs(plot, json_path)
     err = Console(stderr=True, soft_wrap=True)
     with usage_errors():
-        options = ModelOptions(target, assistant, drafter, size, dtype, device)
+        options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
         with err.status("loading"):
             pair = options.load()
             method = options.method(pair)

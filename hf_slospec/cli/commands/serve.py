@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import (
+    AllowMissing,
     Assistant,
     ConfigJSON,
     Device,
@@ -42,6 +43,7 @@ def serve(
     size: Size = "tiny",
     dtype: DType = "fast",
     device: Device = "auto",
+    allow_missing: AllowMissing = False,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="Default: the name of the target.")] = None,
@@ -101,7 +103,9 @@ def serve(
             raise InvalidInputError("--images cannot be combined with --replicas, which take no images")
         limits = SLOLimits(default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot)
         options = ServeOptions(
-            ModelOptions(target, assistant, drafter, size, dtype, device, allow_pickle, share_texts, images),
+            ModelOptions(
+                target, assistant, drafter, size, dtype, device, allow_pickle, share_texts, images, allow_missing
+            ),
             host, port, served_model_name, tuple(api_key), api_key_file, no_api_key, tuple(allowed_origin),
             chat_template, response_template, root_path, metrics_prefix, limits, settings_of(config),
         )  # fmt: skip

@@ -37,6 +37,17 @@ def trained_len(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def check_embeds_tokens(model: Any) -> None:
+    """Raise UnsupportedModelError unless the model has one table that embeds its tokens."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:
+        embeddings = None
+    if not isinstance(getattr(embeddings, "weight", None), torch.Tensor):
+        found = "none" if embeddings is None else f"a {type(embeddings).__name__}"
+        raise cannot_be_packed(model, f"its input embeddings must be one table of all tokens, and are {found}")
+
+
 def input_device(model: Any) -> torch.device:
     """Return the device of the input embeddings; if they are offloaded, the device on which they are executed."""
     embeddings = model.get_input_embeddings()

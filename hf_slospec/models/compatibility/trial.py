@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.models.checkpoints import listed, not_finite
 from hf_slospec.models.compatibility.running import (
     cannot_be_packed,
     evaluating,
@@ -38,6 +39,8 @@ def check_by_trial(packed: PackedModel) -> None:
             return
         errors = torch.stack([errors, *(_errors(packed, draw) for draw in range(1, DRAWS))]).median(0).values
         error = float(errors.nan_to_num(nan=torch.inf).max())
+        if error == torch.inf and (names := not_finite(packed.model.named_parameters())):
+            raise cannot_be_packed(packed.model, f"it holds NaN or infinite weights, in {listed(names)}")
         if error > max(tolerance(packed), NOISE * _noise(packed)):
             raise cannot_be_packed(
                 packed.model,

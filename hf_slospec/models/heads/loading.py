@@ -20,11 +20,13 @@ from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, SLOSpecError, UnsupportedModelError
+from hf_slospec.models.checkpoints import listed, not_finite
 from hf_slospec.models.compatibility.running import input_device, vocab_size
 from hf_slospec.models.heads.dflash import DFlashHead
 from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
 from hf_slospec.models.heads.head import DraftHead, own_modules
 from hf_slospec.models.heads.mtp import MtpHead, ShippedMtpHead
+from hf_slospec.models.heads.unsupported import refuse_unsupported_head
 from hf_slospec.models.hub import hub_options
 
 # There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
@@ -88,7 +90,12 @@ def load_head(path: str, target: PreTrainedModel) -> DraftHead | DFlashHead:
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout | None:
-    """Return the layout of a head's checkpoint; None if it is not one of a known head."""
+    """Return the layout of a head's checkpoint; None if it is not one of a known head.
+
+    Raises:
+        UnsupportedModelError: it is a head of a known format that is not loaded.
+    """
+    refuse_unsupported_head(checkpoint)
     return next((layout for layout in LAYOUTS if layout.recognises(checkpoint)), None)
 
 
@@ -278,11 +285,23 @@ def _config_of_layer(source: str, fields: Mapping[str, Any]) -> LlamaConfig:
         raise UnsupportedModelError(f"{source} has a layer of type {kind!r}; only Llama layers can be loaded")
     if (num_layers := fields.get("num_hidden_layers", 1)) != 1:
         raise UnsupportedModelError(f"{source} has {num_layers} layers; only heads of one layer can be loaded")
-    config: LlamaConfig = _read_config(source, LlamaConfig, fields)
+    _check_window(source, fields)
+    config: LlamaConfig = _read_config(source, LlamaConfig, {**fields, "sliding_window": None})
     rope: Any = config.rope_parameters
     if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
         raise UnsupportedModelError(f"{source} has rotary embeddings of unknown type {rope['rope_type']!r}")
     return config
+
+
+def _check_window(source: str, fields: Mapping[str, Any]) -> None:
+    """Refuse a layer with a sliding window, which the kinds of layers tell where the config names them."""
+    kinds, window = fields.get("layer_types"), fields.get("sliding_window")
+    slides = window is not None and fields.get("use_sliding_window", True)
+    if "sliding_attention" in kinds if kinds else slides:
+        raise UnsupportedModelError(
+            f"{source} has a layer with a sliding window of {window} tokens; only heads that attend to all tokens can "
+            "be loaded"
+        )
 
 
 def _read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
@@ -365,6 +384,8 @@ def _filled(
     ]
     if faults:
         raise error(f"the tensors of {checkpoint.source} do not fit: {'; '.join(faults)}")
+    if names := not_finite(tensors.items()):
+        raise UnsupportedModelError(f"{checkpoint.source} holds NaN or infinite weights, in {listed(names)}")
     device = input_device(target)
     with torch.device(device):
         head = build()

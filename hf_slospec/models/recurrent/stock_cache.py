@@ -40,7 +40,8 @@ def read_states(cache: Any, layers: Sequence[StateLayer], row: int, length: int)
         for state_idx, key in enumerate(layer.convolutions):
             states[key] = own.conv_states[state_idx][row, :, 1:].T.clone()  # the first column is never read
         if layer.recurrences:
-            parts = own.recurrent_states[0][row].float().reshape(len(layer.recurrences), *layer.shape[-3:])
+            shape = layer.shape[-3:] if len(layer.recurrences) == 1 else layer.shape[1:]  # Zamba scans heads one by one
+            parts = own.recurrent_states[0][row].float().reshape(len(layer.recurrences), *shape)
             for part, key in zip(parts, layer.recurrences, strict=True):
                 states[key] = _turned(key, part).clone()
     return RecurrentStates(length, states)

@@ -35,6 +35,9 @@ class ReplicaOptions(InputModel):
     dtype: str = "fast"
     device: str = Field(AUTO, description="auto: CUDA where the replica has a GPU, see gpus, else the CPU.")
     allow_pickle: bool = Field(False, description="Load weights that are not safetensors; such files may run code.")
+    allow_missing: bool = Field(
+        False, description="Load checkpoints that lack tensors or have others than their class."
+    )
     chat_template: str | None = Field(None, description="A chat template (Jinja) in place of the tokenizer's.")
     response_template: dict[str, Any] | None = None
     config: SLOSpecConfig = SLOSpecConfig()
