@@ -1,15 +1,15 @@
-"""Connections that say nothing or read nothing: each holds a file and some memory, so they are closed.
-
-No more are taken than the process may hold.
-"""
+"""Connections that say nothing or read nothing, which are closed, as each holds a file and some memory; and signals."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 from collections import Counter
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 PATIENCE_S = 10.0  # until the head of a request has arrived
@@ -83,6 +83,17 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
         transport: Any = self.transport
         if not transport.is_closing():
             transport.close()
+
+
+class SignalledServer(uvicorn.Server):
+    """uvicorn's server, which a second signal of any kind ends."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop at the first signal, and end the process at the second, whatever it is doing."""
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
 
 
 def max_connections() -> int:

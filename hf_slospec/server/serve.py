@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -19,7 +17,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.connections import ImpatientProtocol
+from hf_slospec.server.connections import ImpatientProtocol, SignalledServer
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import SLOLimits
@@ -126,16 +124,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             app, host=options.host, port=options.port, http=ImpatientProtocol, log_level="warning",
             timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
-        _Server(config).run()
-
-
-class _Server(uvicorn.Server):
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop at the first signal, and end the process at the second, whatever it is doing."""
-        if self.should_exit:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
-        super().handle_exit(sig, frame)
+        SignalledServer(config).run()
 
 
 def _read(option: str, path: Path) -> str:
