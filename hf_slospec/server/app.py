@@ -463,7 +463,7 @@ class _Server:
                 return await endpoint(**arguments)
             except ClientDisconnect:
                 self.counts["clients_left"] += 1
-                return Response(status_code=499)  # which nobody reads
+                return Response(status_code=499)  # which is not read
             except LimitError as error:
                 self.refused[error.limit] += 1
                 return _fault_of(error).response()

@@ -11,7 +11,7 @@ from hf_slospec.generate.slo import LEAST_S
 from hf_slospec.server.images import ImageBudget, check_data_url
 
 LEAST_TEMPERATURE = 1e-3  # logits that are divided by less overflow
-# A list is given up at its first fault: a million faults would take gigabytes.
+# A list is refused at its first fault: a million faults would take gigabytes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 

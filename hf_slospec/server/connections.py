@@ -45,7 +45,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
         self._expect_reader()
 
     def resume_writing(self) -> None:
-        """Go on writing."""
+        """Continue to write."""
         super().resume_writing()
         if self._reader_timer is not None:
             self._reader_timer.cancel()

@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Compile the schema of standard input; the arguments are seconds of the processor, and bytes of memory."""
+    """Check that the schema of standard input can be compiled, within seconds and bytes that the arguments give."""
     seconds, memory = map(int, sys.argv[1:])
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

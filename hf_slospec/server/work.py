@@ -43,7 +43,7 @@ class Turns:
 
     async def enter(self, client: str) -> None:
         """Wait for a place; raises BusyError."""
-        if self.num_running < self.num_places:  # then nobody waits
+        if self.num_running < self.num_places:  # then no client waits
             self.num_running += 1
             return
         if self.num_waiting >= self.max_waiting:
