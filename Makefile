@@ -1,6 +1,6 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
 # make test: lint, types, docs and all tests.  make resolution installs: how the package installs, as CI checks, too.
-# make notebooks: run them into build/.
+# make hostile: ten minutes of hostile clients.  make notebooks: run them into build/.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
@@ -13,9 +13,9 @@ NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/sim tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check quick-tests test pytest lint docs resolution installs bench notebooks clean
+.PHONY: run check quick-tests test pytest hostile lint docs resolution installs bench notebooks clean
 
-check test pytest: export OMP_NUM_THREADS = 1
+check test pytest hostile: export OMP_NUM_THREADS = 1
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
@@ -33,6 +33,10 @@ test: $(VENV)/installed-dev
 
 pytest: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Ten minutes of hostile clients; `make pytest` has a short form.
+hostile: $(VENV)/installed-dev
+	HOSTILE_MINUTES=10 $(VENV)/bin/python -m pytest tests/server/hostile
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

@@ -32,6 +32,9 @@ class Plan:
     state: Any = None  # data of the policy for its own select and observe; nothing else reads it
 
 
+READ_CHUNK = 64  # tokens of a prompt whose logits are read: each costs as much as a node that is verified
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A stretch of one request's uncached tokens that a step prefills."""
@@ -45,6 +48,8 @@ class Chunk:
         """Return the request's next uncached tokens, at most ``limit`` of them; all of a prompt that is one piece."""
         if request.prefill is not None and not request.num_cached:
             limit = request.num_uncached
+        if request.num_unread:
+            limit = min(limit, READ_CHUNK)
         return cls(request, min(request.num_uncached, limit), request.num_uncached <= limit)
 
 
@@ -109,6 +114,8 @@ class Target(Protocol):
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
         """Forward every request's uncached tokens and its draft tree, and some chunks.  -> one chooser per request.
+
+        The ``prompt_reader`` of a request gets the logits of its prompt's places.
 
         A chooser reads the request's ``tokens`` as they stand when it is called, so that processors see the path.
 

@@ -35,6 +35,17 @@ class Noise(Protocol):
         """
 
 
+class PromptReader(Protocol):
+    """Takes the logits of a prompt's own places while the target processes it."""
+
+    @property
+    def num_read(self) -> int:
+        """Return behind how many tokens of the prompt the logits were taken."""
+
+    def take(self, logits: Any) -> None:
+        """Take the logits behind the next tokens of the prompt, [num_tokens, vocab] in the model's dtype."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """An output so far, with which the request can be resumed by another engine."""
@@ -68,6 +79,8 @@ class Request:
     must_guarantee: bool = False  # it is refused unless its SLOs are guaranteed when it arrives
     num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
     prefill: Callable[[], Any] | None = None  # processes its prompt as a whole, where that cannot be done in chunks
+
+    prompt_reader: PromptReader | None = None  # of a prompt whose log probabilities are wanted
 
     num_resumed: int = 0  # new tokens that another engine had committed
     num_cached: int = 0  # tokens whose K/V the target holds
@@ -144,6 +157,11 @@ class Request:
     def is_decoding(self) -> bool:
         """Return whether only the root is uncached and this engine has chosen it; otherwise it is in prefill."""
         return self.num_emitted > self.num_resumed and self.num_uncached == 1
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt behind which logits are still to be taken; none is wanted behind the last."""
+        return 0 if self.prompt_reader is None else max(self.prompt_len - 1 - self.prompt_reader.num_read, 0)
 
     @property
     def has_slo(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.generation import LogitsProcessor
 
 from hf_slospec.errors import InvalidInputError
 
+KEPT = 8  # compiled schemas, for the choices of a request and for the next request with the same schema
 # Whitespace is bounded, as models get lost in it.
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,24}"}
 
@@ -24,6 +26,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
         self._known: Any = None
         self._lock = threading.Lock()
+        self._matchers: dict[str, Any] = {}  # at the beginning of an output, by schema; the oldest one goes first
 
     def processor(self, schema: dict[str, Any], prompt_len: int) -> JSONConstraint:
         """Return a processor for one output.
@@ -31,20 +34,31 @@ class Grammars:
         Raises:
             InvalidInputError: the schema is invalid or cannot be followed, or the model has no token to end with.
         """
-        import llguidance
-
         if not self._end_tokens:
             raise InvalidInputError("response_format: this model has no token that ends an output")
         with self._lock:
             if self._known is None:
                 self._known = self._new_tokenizer()
+        matcher = self._matchers.get(key := json.dumps(schema))
+        if matcher is None:
+            matcher = self._compiled(schema)
+            with self._lock:
+                self._matchers[key] = matcher
+                while len(self._matchers) > KEPT:
+                    self._matchers.pop(next(iter(self._matchers)))
+        return JSONConstraint(matcher.deep_copy(), prompt_len)
+
+    def _compiled(self, schema: dict[str, Any]) -> Any:
+        import llguidance
+
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError as error:
             raise InvalidInputError(f"response_format: {error}") from error
-        if fault := llguidance.LLMatcher.validate_grammar(grammar, self._known):
-            raise InvalidInputError(f"response_format: the schema cannot be followed: {fault}")
-        return JSONConstraint(llguidance.LLMatcher(self._known, grammar), prompt_len)
+        matcher = llguidance.LLMatcher(self._known, grammar)
+        if matcher.is_error():
+            raise InvalidInputError(f"response_format: the schema cannot be followed: {matcher.get_error()}")
+        return matcher
 
     def _new_tokenizer(self) -> Any:
         from llguidance.hf import from_tokenizer

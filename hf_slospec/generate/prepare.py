@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import GenerationConfig, StoppingCriteriaList
 
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
 from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
@@ -18,6 +18,7 @@ from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot, parse_slo, stages_by_row
 from hf_slospec.generate.speculator import Speculator
+from hf_slospec.generate.stop_strings import StopStrings
 from hf_slospec.generate.validation import (
     PREPARED,
     check_arguments,
@@ -152,7 +153,7 @@ def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, A
     strings, tokenizer = configured("stop_strings", model, kept), kept.get("tokenizer")
     if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
         try:
-            own = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+            own = StopStrings(tokenizer, strings)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidInputError(
                 f"stop_strings must be strings that the tokenizer can write, got {strings!r}: {error}"

@@ -2,63 +2,53 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import torch
 
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.static_batch import CHUNK
-from hf_slospec.errors import InvalidInputError, UnsupportedModelError
-from hf_slospec.generate.speculator import Speculator
-from hf_slospec.models.compatibility.running import evaluating, vocab_size
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
+from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.generate.prepare import Call
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.models.whole_prompts import sees_later_tokens
 
 
-@torch.no_grad()
-def prompt_logprobs(speculator: Speculator, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
-    """Return the target's log probabilities of tokens, each given those before it; None for the first.
+class PromptLogprobs:
+    """The target's log probabilities of a prompt's tokens, each given those before it, as its steps compute them."""
 
-    Steps of other threads go on between chunks of the prompt.
+    def __init__(self, tokens: Sequence[int], num_top: int):
+        """``num_top``: number of most probable tokens to keep for each place."""
+        self._tokens, self._num_top = tokens, num_top
+        self.found: list[TokenLogprobs | None] = [None]  # none for the first token
 
-    Args:
-        num_top: number of most probable tokens to return for each place.
+    @property
+    def num_read(self) -> int:
+        """Return behind how many tokens the logits were taken."""
+        return len(self.found) - 1
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Take the logits behind the next tokens, [num_tokens, vocab]."""
+        logprobs = logits.float().log_softmax(-1)
+        following = torch.tensor(self._tokens[len(self.found) :][: len(logits)], device=logits.device)
+        own = logprobs.gather(-1, following[:, None])[:, 0].tolist()
+        top = logprobs.topk(min(self._num_top, logits.shape[-1]))
+        rows = zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
+        self.found += [TokenLogprobs(value, list(zip(tokens, values, strict=True))) for value, tokens, values in rows]
+
+
+def read_prompt(call: Call, num_top: int) -> PromptLogprobs:
+    """Let the steps of a call of one row compute the log probabilities of its prompt.
 
     Raises:
-        InvalidInputError: ``num_top`` is no number, a token is outside of the vocabulary, or the prompt is longer than
-            the model can be.
         UnsupportedModelError: tokens of the model's prompts see those behind them.
-        MemoryError: there is no room for the prompt's K/V.
+        UnsupportedOptionError: the prompt is processed as a whole, as it has images.
     """
-    if sees_later_tokens(speculator.target.model):
+    (request,), model = call.rows.requests, call.speculator.target.model
+    if sees_later_tokens(model):
         raise UnsupportedModelError(
-            f"{type(speculator.target.model).__name__} sees a prompt from both sides, so its tokens have no log "
-            "probabilities given those before"
+            f"{type(model).__name__} sees a prompt from both sides, so its tokens have no log probabilities given "
+            "those before"
         )
-    if isinstance(num_top, bool) or not isinstance(num_top, numbers.Integral) or num_top < 0:
-        raise InvalidInputError(f"num_top must be a number of tokens, at least 0, got {num_top!r}")
-    speculator.renew()
-    packed, size = speculator.target.packed, vocab_size(speculator.target.model)
-    if max(tokens) >= size:
-        raise InvalidInputError(f"prompt has token {max(tokens)}, and the vocabulary has {size} tokens")
-    if packed.max_positions is not None and len(tokens) > packed.max_positions:
-        raise InvalidInputError(f"prompt has {len(tokens)} tokens, and the model takes at most {packed.max_positions}")
-    request, found = Request(0, list(tokens), 0), list[TokenLogprobs | None]([None])
-    sequences = RequestSequences(packed, 0)
-    try:
-        for begin in range(0, len(tokens) - 1, CHUNK):
-            piece = tokens[begin : min(begin + CHUNK, len(tokens) - 1)]
-            with speculator.lock, evaluating(packed.model):
-                sequences.reserve_for(request, len(tokens))
-                logits = sequences.forward([sequences.chain(request, piece)], torch.arange(len(piece))).logits
-                sequences.of(request).length += len(piece)
-            logprobs = logits.float().log_softmax(-1)
-            following = tokens[begin + 1 : begin + 1 + len(piece)]
-            found += [TokenLogprobs.of(*pair, num_top) for pair in zip(logprobs, following, strict=True)]
-    finally:
-        with speculator.lock:
-            sequences.close()
-        speculator.lock.rest()
-    return found
+    if request.prefill is not None:
+        raise UnsupportedOptionError("prompt_logprobs cannot be given with images, which are processed as a whole")
+    request.prompt_reader = reader = PromptLogprobs(request.tokens[: request.prompt_len], num_top)
+    return reader

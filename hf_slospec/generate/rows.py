@@ -19,6 +19,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.generate.stop_strings import StopStrings
 from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.sampling import Record, StockSampler
 
@@ -78,8 +79,9 @@ class Stops:
 
 
 def _of_a_row(criterion: Any) -> Any:
-    """Return a copy of a user's own criterion, which may have state; transformers' have none."""
-    return criterion if type(criterion).__module__ == stopping_criteria.__name__ else copy.deepcopy(criterion)
+    """Return a copy of a user's own criterion, which may have state; transformers' and ours have none."""
+    has_no_state = type(criterion).__module__ == stopping_criteria.__name__ or isinstance(criterion, StopStrings)
+    return criterion if has_no_state else copy.deepcopy(criterion)
 
 
 class Rows:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hf_slospec.algo.tree import TokenTree
@@ -23,6 +24,10 @@ from hf_slospec.models.whole_prompts import Prefilled
 
 # Times the trial's tolerance: one token of a mixture of experts may be routed elsewhere, where the trial takes medians.
 WHOLE_TOLERANCE = 4.0
+
+
+Rows = npt.NDArray[np.int64]  # [num_rows] of a packed batch
+NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 class Sampler(Protocol):
@@ -111,19 +116,23 @@ class PackedTarget:
         self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
         expected = {request: logits for request in requests if (logits := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
-        parts, logit_rows, begin = [], [], 0
+        parts, logit_rows, read_rows, begin = [], list[Rows](), dict[Request, Rows](), 0
         for request, tree in zip(requests, trees, strict=True):
             chain = self.sequences.uncached(request)  # the last one is the root
             parts.append(self.sequences.chain_and_tree(request, chain, tree))
             logit_rows.append(begin + len(chain) - 1 + np.arange(tree.num_nodes))
-            self._begins[request] = begin
+            self._begins[request], read_rows[request] = begin, self._rows_to_read(request, begin, len(chain))
             begin += len(chain) + tree.num_nodes - 1
         for chunk in chunks:
             tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
             parts.append(self.sequences.chain(chunk.request, tokens))
-            self._begins[chunk.request] = begin
+            self._begins[chunk.request], read_rows[chunk.request] = (
+                begin,
+                self._rows_to_read(chunk.request, begin, len(tokens)),
+            )
             begin += len(tokens)
-        wanted = np.concatenate(logit_rows) if logit_rows else np.empty(0, np.int64)
+        num_chosen = sum(map(len, logit_rows))  # rows that tokens are chosen from; those that are only read follow
+        wanted = np.concatenate([NO_ROWS, *logit_rows, *read_rows.values()])
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
             logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
@@ -131,15 +140,26 @@ class PackedTarget:
             for request in expected:
                 self.sequences.of(request).truncate(0)
             raise
+        logits, unread = logits[:num_chosen], logits[num_chosen:]
+        for request, own in zip(read_rows, unread.split([len(rows) for rows in read_rows.values()]), strict=True):
+            if request.prompt_reader is not None and len(own):
+                request.prompt_reader.take(own)
         choices, choosers = self.sampler.choose(requests, logits, trees)
         found = choosers(choices.tolist())  # the host waits for the device here, and where processors read the text
         if not expected:
             return found
         roots = np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist()
         return [
-            chooser if (own := expected.get(request)) is None else self._checked(chooser, logits[root], own)
+            chooser if (its := expected.get(request)) is None else self._checked(chooser, logits[root], its)
             for request, chooser, root in zip(requests, found, roots, strict=True)
         ]
+
+    def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
+        """Return the rows of the packed batch whose logits a prompt's reader takes, of tokens from ``begin`` on."""
+        if not request.num_unread or request.prompt_reader is None:
+            return NO_ROWS
+        length, num_read = self.sequences.num_cached(request), request.prompt_reader.num_read
+        return np.arange(begin + num_read - length, begin + min(num_tokens, request.prompt_len - 1 - length))
 
     def _check_ranks(self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]) -> None:
         """Raise InvalidInputError unless all processes of the model verify the same."""
@@ -217,7 +237,7 @@ class PackedTarget:
             self._reader.take_features(own.request, own.begin, its)
 
     def reuse(self, request: Request) -> int:
-        if request.prefill is not None:  # equal tokens may stand for other images
+        if not self._may_reuse(request):
             return self.sequences.num_cached(request)
         before, found = self.sequences.num_cached(request), self.sequences.reuse(request)
         reuse_drafts = getattr(self._reader, "reuse", None)
@@ -229,7 +249,11 @@ class PackedTarget:
         return found
 
     def num_reusable(self, request: Request) -> int:
-        return 0 if request.prefill is not None else self.sequences.num_reusable(request)
+        return self.sequences.num_reusable(request) if self._may_reuse(request) else 0
+
+    def _may_reuse(self, request: Request) -> bool:
+        """Return False where equal tokens may stand for other images, and where the logits of all places are wanted."""
+        return request.prefill is None and not request.num_unread
 
     @property
     def num_kept(self) -> int:

@@ -41,7 +41,7 @@ class Answer:
             for piece in pieces
         ]
         name = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(name) | {"choices": own, "usage": self.usage(choices)}
+        return self._head(name) | {"choices": own, "usage": self.whole_usage(choices)}
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> dict[str, Any]:
         """Return the chunk of a piece."""
@@ -53,10 +53,19 @@ class Answer:
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the last chunk of a stream with ``include_usage``."""
-        return self._chunk({"choices": [], "usage": self.usage(choices)})
+        return self._chunk({"choices": [], "usage": self.whole_usage(choices)})
+
+    def whole_usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the usage at the end: where there are several choices, with the measurements of each."""
+        usage = self.usage(choices)
+        if len(choices) > 1:
+            usage["metrics"]["choices"] = [
+                measurements(choice.decoding.metrics) | self._served_by(choice) for choice in choices
+            ]
+        return usage
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return counts of tokens and the measurements of the first choice."""
+        """Return counts of tokens, and the measurements of the first choice."""
         firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # of each prompt
         prompt = sum(len(choice.prompt) for choice in firsts)
         cached = sum(choice.decoding.metrics.reused for choice in firsts)
@@ -170,6 +179,16 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
         "guaranteed": metrics.guaranteed,
         "attained": metrics.attained,
         "resumed_tokens": metrics.resumed,
+    }
+
+
+def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
+    """Return headers that tell whether the SLOs of all choices were guaranteed, and attained; null without SLOs."""
+    found = [choice.decoding.metrics for choice in choices]
+    attained = [metrics.attained for metrics in found if metrics.attained is not None]
+    return {
+        "x-slo-guaranteed": str(all(metrics.guaranteed for metrics in found)).lower(),
+        "x-slo-attained": str(all(attained) if attained else None).lower(),
     }
 
 

@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_slospec.generate.slo import LEAST_S
-from hf_slospec.server.images import check_data_url, decoded
+from hf_slospec.server.images import ImageBudget, check_data_url
 
-MAX_LOGPROBS = 20
-MAX_CHOICES = 64
 LEAST_TEMPERATURE = 1e-3  # logits that are divided by less overflow
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+# A list is refused at its first fault: a million faults would take gigabytes.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 
 def _check_temperature(value: float) -> float:
@@ -44,7 +43,7 @@ class SamplingBody(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: int = Field(1, ge=1)
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -54,8 +53,8 @@ class SamplingBody(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
@@ -104,9 +103,14 @@ class SamplingBody(BaseModel):
 class CompletionBody(SamplingBody):
     """Body of ``/v1/completions``."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    )
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
     suffix: Literal[None, ""] = None
 
@@ -161,25 +165,32 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Annotated[Text | ImagePart, Field(discriminator="type")]] | None = None
+    content: (
+        str | Annotated[list[Annotated[Text | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)] | None
+    ) = None
 
     @property
-    def has_images(self) -> bool:
-        """Return whether there are images among the parts."""
-        return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+    def num_images(self) -> int:
+        """Return how many images there are among the parts."""
+        return sum(isinstance(part, ImagePart) for part in self.content) if isinstance(self.content, list) else 0
 
-    def for_template(self, in_parts: bool = False) -> dict[str, Any]:
-        """Return the message as chat templates expect it, its text in one piece, or ``in_parts`` with its images.
+    @property
+    def without_images(self) -> dict[str, Any]:
+        """Return what there is beside images, as plain data."""
+        return self.model_dump(exclude={"content": {"__all__": {"image_url"}}} if self.num_images else None)
+
+    def for_template(self, budget: ImageBudget | None = None) -> dict[str, Any]:
+        """Return the message as chat templates expect it, its text in one piece, or with a budget for images in parts.
 
         Raises:
-            InvalidInputError: an image cannot be read.
+            InvalidInputError: an image cannot be read, or is too large.
         """
         given = self.model_dump(exclude_none=True)
-        if in_parts and self.content is not None:
+        if budget is not None and self.content is not None:
             parts = [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
             given["content"] = [
                 {"type": "text", "text": part.text} if isinstance(part, Text)
-                else {"type": "image", "image": decoded(part.image_url.url)}
+                else {"type": "image", "image": budget.decoded(part.image_url.url)}
                 for part in parts
             ]  # fmt: skip
         elif isinstance(self.content, list):
@@ -263,10 +274,10 @@ class GenerationSettings(BaseModel):
 class ChatBody(SamplingBody):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -330,7 +341,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -348,4 +359,4 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]

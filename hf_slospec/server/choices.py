@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from hf_slospec.engine.request import FinishReason, Request
+from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import Decoding
 from hf_slospec.server.messages import Parts, PlainParts, TemplateParts
@@ -33,22 +34,65 @@ class Piece:
         return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason, parts, offsets)
 
 
-class NothingToDecode:
+class PromptOnly:
     """Decoding of a request for no tokens, whose prompt alone is wanted."""
 
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = "length"
-    replica = None
 
-    def __init__(self, prompt: list[int]):
-        self.metrics = Request(0, prompt, 0).metrics()
+    def __init__(self, prompt: list[int], scoring: Decoding | None):
+        """``scoring`` computes the log probabilities of the prompt; None: they are not wanted."""
+        self._scoring = scoring
+        self._metrics = Request(0, prompt, 0).metrics()
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
+        """Return those of the prompt's tokens, if they are wanted."""
+        return [] if self._scoring is None else self._scoring.prompt_logprobs
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Return measurements so far."""
+        return self._metrics if self._scoring is None else self._scoring.metrics
+
+    @property
+    def replica(self) -> str | None:
+        """Return the replica that serves it; None where there are no replicas."""
+        return None if self._scoring is None else self._scoring.replica
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        """Yield that nothing comes."""
+        """Yield that nothing comes, once the prompt's log probabilities are there."""
+        if self._scoring is not None:
+            async for _ in self._scoring.asteps():
+                pass
         yield [], True
 
     def cancel(self) -> None:
-        """Do nothing."""
+        """Cancel the request, unless it is done."""
+        if self._scoring is not None:
+            self._scoring.cancel()
+
+
+@dataclass
+class Echo:
+    """The prompt at the beginning of outputs: one for all choices of a prompt, the first of which computes scores."""
+
+    scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = None  # None: log probabilities are not wanted
+
+    _has_first: bool = False
+
+    def is_first(self) -> bool:
+        """Return whether log probabilities are wanted, and True only once: the first choice computes them for all."""
+        is_first, self._has_first = self.scores is not None and not self._has_first, True
+        return is_first
+
+    async def scores_by(self, decoding: Decoding) -> list[TokenLogprobs | None]:
+        """Return the log probabilities of the prompt's tokens, from the step of a choice that has them or another's."""
+        if self.scores is None:
+            return []
+        if not self.scores.done() and (own := decoding.prompt_logprobs):
+            self.scores.set_result(own)
+        return list(await asyncio.shield(self.scores))
 
 
 @dataclass
@@ -59,10 +103,11 @@ class Choice:
     decoding: Decoding
     prompt: list[int]
     to_text: ToText
+    in_pool: Callable[..., Awaitable[Any]]  # calls a function with arguments in a thread, where it may take long
     stop_strings: Sequence[str] = ()
     stop_tokens: Sequence[int] = ()  # whose text is left out at the end
     keeps_stop: bool = False
-    echo: list[TokenLogprobs | None] | None = None  # the output begins with the prompt, with these if asked for
+    echo: Echo | None = None  # None: the output does not begin with the prompt
     reader: PlainParts | TemplateParts = field(default_factory=PlainParts)
     wants_offsets: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -70,11 +115,11 @@ class Choice:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the output as it is committed; the last piece has a finish reason."""
         offsets = _Offsets(self.to_text) if self.wants_offsets else None
-        if self.echo is not None:
-            places = [] if offsets is None else offsets.of(self.prompt)
-            yield Piece(self.index, self.to_text(self.prompt), self.prompt, self.echo, offsets=places)
-        text = StoppedText(self.to_text, self.stop_strings, self.keeps_stop)
+        echo, text = self.echo, StoppedText(self.to_text, self.stop_strings, self.keeps_stop)
         async for new, is_last in self.decoding.asteps():
+            if echo is not None:
+                yield await self.in_pool(self._echoed, await echo.scores_by(self.decoding), offsets)
+                echo = None
             begin = len(self.tokens)  # new ones only
             self.tokens += new
             shown = new[:-1] if is_last and not self.keeps_stop and new and new[-1] in self.stop_tokens else new
@@ -86,6 +131,10 @@ class Choice:
             if new or added or is_last:
                 logprobs: list[TokenLogprobs | None] = [*self.decoding.logprobs[begin : begin + len(new)]]
                 yield Piece(self.index, added, new, logprobs, reason, parts, [] if offsets is None else offsets.of(new))
+
+    def _echoed(self, scores: list[TokenLogprobs | None], offsets: _Offsets | None) -> Piece:
+        places = [] if offsets is None else offsets.of(self.prompt)
+        return Piece(self.index, self.to_text(self.prompt), self.prompt, scores, offsets=places)
 
 
 class _Offsets:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from hf_slospec.generate.grammars import Grammars
 from hf_slospec.models.compatibility.running import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.messages import response_template
+from hf_slospec.server.work import Work
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle
 
@@ -24,6 +24,7 @@ class Order:
     arguments: dict[str, Any] = field(default_factory=dict)
     json_schema: dict[str, Any] | None = None  # that the output follows
     request_id: str = ""  # as the client sees it, for logs
+    client: str = ""  # whose turn its preparation takes
 
 
 class Decoding(Protocol):
@@ -35,6 +36,10 @@ class Decoding(Protocol):
     @property
     def logprobs(self) -> Sequence[TokenLogprobs]:
         """Return log probabilities of the new tokens so far, if they were asked for."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
+        """Return those of the prompt's tokens from the first step on, if they were asked for."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -60,13 +65,11 @@ class ServedEngine(Protocol):
     max_len: int  # tokens of prompt and output at most
     generation_config: Any
     vocab_size: int
+    work: Work  # in this process, before requests are decoded
     response_template: dict[str, Any] | None  # tells reasoning and tool calls from content; None: all is content
 
     async def submit(self, order: Order) -> Decoding:
         """Queue a request; raises the errors of ``SLOSpecGenerator.submit``."""
-
-    async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
-        """Return log probabilities of a prompt's tokens, given those before; None for the first."""
 
     async def families(self, prefix: str) -> list[Any]:
         """Return the metric families for Prometheus, with names that begin with ``prefix``."""
@@ -84,21 +87,17 @@ def model_end_tokens(generation_config: Any) -> list[int]:
 class LocalEngine:
     """The started batcher of a generator in this process, which must have a tokenizer."""
 
-    def __init__(self, generator: SLOSpecGenerator, template: dict[str, Any] | None = None):
+    def __init__(self, generator: SLOSpecGenerator, template: dict[str, Any] | None = None, work: Work | None = None):
         """``template`` replaces the response template of the tokenizer or of the kind of model."""
         self.response_template = template or response_template(generator.model, generator.tokenizer)
+        self.work = work or Work()
         self.generator, self.tokenizer, self.processor = generator, generator.tokenizer, generator.processor
         self.max_len = generator.max_len
         self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)
         self._grammars = Grammars(self.tokenizer, self.vocab_size, model_end_tokens(self.generation_config))
 
     async def submit(self, order: Order) -> RequestHandle:
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, order))
-        try:
-            return await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # the client has gone, and the thread cannot be stopped
-            submitting.add_done_callback(_cancel)
-            raise
+        return await self.work.run(order.client, self._submit, order, undo=RequestHandle.cancel)
 
     def _submit(self, order: Order) -> RequestHandle:
         arguments = dict(order.arguments)
@@ -107,16 +106,8 @@ class LocalEngine:
             arguments["logits_processor"] = [*arguments.get("logits_processor", ()), constraint]
         return self.generator.submit(order.prompt, **arguments)
 
-    async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
-        return await asyncio.to_thread(self.generator.prompt_logprobs, prompt, num_top)
-
     async def families(self, prefix: str) -> list[Any]:
         return list(self.generator.collector(prefix).collect())
 
     def check_running(self) -> None:
         self.generator.check_running()
-
-
-def _cancel(submitting: asyncio.Future[RequestHandle]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()

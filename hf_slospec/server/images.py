@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from collections.abc import Callable
 from typing import Any
 
 from hf_slospec.errors import InvalidInputError
 
-MAX_PIXELS = 2**24  # of one image; a small file may hold far more
 PREFIX, ENCODING = "data:image/", ";base64,"
 
 
@@ -23,28 +23,33 @@ def check_data_url(url: str) -> str:
     return url
 
 
-def decoded(url: str) -> Any:
-    """Return the image of a data URL as a PIL image in RGB.
+class ImageBudget:
+    """Decodes the images of one request, up to a number of pixels: a small file may hold far more than its bytes."""
 
-    Raises:
-        InvalidInputError: it is no image, or one of too many pixels; Pillow is missing.
-    """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise InvalidInputError("image_url needs Pillow here: pip install pillow") from error
-    try:
-        content = base64.b64decode(url.partition(",")[2], validate=True)
-    except binascii.Error as error:
-        raise InvalidInputError(f"image_url.url is no valid base64: {error}") from error
-    try:
-        image = Image.open(io.BytesIO(content))
-        if image.width * image.height > MAX_PIXELS:
-            raise InvalidInputError(
-                f"image_url.url has {image.width} x {image.height} pixels, and at most {MAX_PIXELS} are taken"
-            )
-        return image.convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        raise InvalidInputError(f"image_url.url cannot be read as an image: {error}") from error
+    def __init__(self, take: Callable[[int], None]):
+        """``take`` is called with the pixels of all images so far before one is decoded, and may raise."""
+        self._take, self._num_pixels = take, 0
+
+    def decoded(self, url: str) -> Any:
+        """Return the image of a data URL as a PIL image in RGB.
+
+        Raises:
+            InvalidInputError: it is no image, or has too many pixels; Pillow is missing.
+        """
+        try:
+            from PIL import Image, UnidentifiedImageError
+        except ImportError as error:
+            raise InvalidInputError("image_url needs Pillow here: pip install pillow") from error
+        try:
+            content = base64.b64decode(url.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise InvalidInputError(f"image_url.url is no valid base64: {error}") from error
+        try:
+            image = Image.open(io.BytesIO(content))
+            self._num_pixels += image.width * image.height
+            self._take(self._num_pixels)
+            return image.convert("RGB")
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+            if isinstance(error, InvalidInputError):
+                raise
+            raise InvalidInputError(f"image_url.url cannot be read as an image: {error}") from error

@@ -12,6 +12,8 @@ from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from hf_slospec.server.engine import Order, ServedEngine, model_end_tokens
+from hf_slospec.server.images import ImageBudget
+from hf_slospec.server.limits import RequestLimits
 from hf_slospec.serving.submission import REFUSALS, tensors_of_one
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
@@ -88,6 +90,7 @@ def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngin
 def chat_prompt(
     messages: list[Message],
     engine: ServedEngine,
+    limits: RequestLimits,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -97,9 +100,9 @@ def chat_prompt(
     """Return messages in the tokenizer's chat template, or with images in the processor's.
 
     Raises:
-        InvalidInputError: there is no template, or it refuses the messages.
+        InvalidInputError: there is no template, it refuses the messages, or images are too large.
     """
-    has_images = any(message.has_images for message in messages)
+    has_images = any(message.num_images for message in messages)
     if has_images and engine.processor is None:
         raise InvalidInputError("messages: this server takes no images (image_url); send text only")
     maker: Any = engine.processor if has_images else engine.tokenizer
@@ -111,10 +114,11 @@ def chat_prompt(
         raise InvalidInputError(
             f"chat_template_kwargs: {', '.join(refused)} cannot be given; only the template's own can"
         )
+    budget = ImageBudget(lambda number: limits.check("pixels", number, "messages", "pixels of all images"))
     try:
         found = maker.apply_chat_template(
-            [message.for_template(has_images) for message in messages], tools=tools, return_dict=True,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            [message.for_template(budget if has_images else None) for message in messages],
+            tools=tools, return_dict=True, add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message, **as_tensors, **template_kwargs or {},
         )  # fmt: skip
     except REFUSALS as error:
@@ -149,9 +153,10 @@ def order_of(
         arguments["min_new_tokens"] = body.min_tokens
     if body.stop_strings:
         arguments["stop_strings"] = body.stop_strings
+    for name, ids in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids or ())):
+        if wrong := [token for token in ids if not 0 <= token < engine.vocab_size]:
+            raise InvalidInputError(f"{name}: token ids must be below {engine.vocab_size}, got {wrong[0]}")
     if body.logit_bias:
-        if wrong := [token for token in body.logit_bias if not 0 <= token < engine.vocab_size]:
-            raise InvalidInputError(f"logit_bias: token ids must be below {engine.vocab_size}, got {wrong[0]}")
         arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     if body.repetition_penalty is not None:
         arguments["repetition_penalty"] = body.repetition_penalty

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from pydantic import TypeAdapter, ValidationError
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.connections import ImpatientProtocol
+from hf_slospec.server.connections import ImpatientProtocol, SignalledServer
 from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.loading import ModelOptions, size_and_place
@@ -48,6 +50,7 @@ class ServeOptions:
     root_path: str = ""
     metrics_prefix: str = PREFIX
     limits: SLOLimits = field(default_factory=SLOLimits)
+    bounds: RequestLimits = field(default_factory=RequestLimits)
     config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
 
     @property
@@ -62,6 +65,7 @@ class ServeOptions:
             model_name=self.name,
             api_keys=self.keys(),
             limits=self.limits,
+            bounds=self.bounds,
             allowed_origins=self.allowed_origins,
             metrics_prefix=self.metrics_prefix,
         )
@@ -109,20 +113,19 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     Raises:
         InvalidInputError: an option is invalid, or the server would be open to other machines without a key.
     """
-    import uvicorn
-
     options.check_open()
     template, settings, name = options.read_response_template(), options.settings, options.name
     chat_template = options.read_chat_template()
     sys.setswitchinterval(SWITCH_S)
     say(f"loading and measuring {name}; the first start on a machine takes some seconds longer")
     with options.models.generator(options.config, chat_template) as generator:
-        app = make_app(LocalEngine(generator, template), settings)
+        app = make_app(LocalEngine(generator, template, settings.bounds.new_work()), settings)
         say(welcome(options, name, generator, is_guarded=bool(settings.api_keys)))
-        uvicorn.run(
+        config = uvicorn.Config(
             app, host=options.host, port=options.port, http=ImpatientProtocol, log_level="warning",
             timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
+        SignalledServer(config).run()
 
 
 def _read(option: str, path: Path) -> str:

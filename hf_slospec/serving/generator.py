@@ -26,7 +26,6 @@ from hf_slospec.engine.request import Progress
 from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.load_drafter import Drafting, check_drafting, load_drafter
-from hf_slospec.generate.prompt_logprobs import prompt_logprobs
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_tokenizer
 from hf_slospec.models.checkpoints import load_model
@@ -35,7 +34,7 @@ from hf_slospec.models.hub import hub_options
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import BatchingService
-from hf_slospec.serving.submission import Prompt, SubmitOptions, prompt_ids
+from hf_slospec.serving.submission import Prompt, SubmitOptions
 from hf_slospec.serving.telemetry import PREFIX, Collector, Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
@@ -182,6 +181,7 @@ class SLOSpecGenerator:
         block: bool = False,
         timeout: float | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         cache_salt: str = "",
         must_guarantee: bool = False,
         resume: Progress | None = None,
@@ -204,6 +204,8 @@ class SLOSpecGenerator:
             block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.
             logprobs: record the log probability of every new token, and of so many of the most probable ones at its
                 place, before any processor: ``handle.logprobs``.
+            prompt_logprobs: the same for the prompt's tokens: ``handle.prompt_logprobs``. All of the prompt is
+                processed, in smaller chunks, even where K/V of its beginning is kept.
             cache_salt: share K/V of common beginnings with requests of the same salt only, so that times do not tell
                 one user what others have sent.
             must_guarantee: end the request with NotGuaranteedError, before any work, unless its SLOs can be guaranteed
@@ -221,7 +223,8 @@ class SLOSpecGenerator:
         """
         options = SubmitOptions.of(
             slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block),
-            timeout=timeout, logprobs=logprobs, cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
+            timeout=timeout, logprobs=logprobs, prompt_logprobs=prompt_logprobs, cache_salt=cache_salt,
+            must_guarantee=must_guarantee, resume=resume,
         )  # fmt: skip
         return self._service.submit(prompt, slo_tpot, options, kwargs, images)
 
@@ -273,16 +276,18 @@ class SLOSpecGenerator:
         self._service.batcher.check_running(hang_s)
 
     def prompt_logprobs(self, prompt: Prompt, num_top: int = 0) -> list[TokenLogprobs | None]:
-        """Return the target's log probabilities of a prompt's tokens, each given those before it.
+        """Return the target's log probabilities of a prompt's tokens, each given those before it; waits for them.
 
         Args:
-            prompt: as for :meth:`submit`.
+            prompt: as for :meth:`submit`, which also has ``prompt_logprobs``.
             num_top: number of most probable tokens to return for each place.
 
         Returns:
             One entry per token; None for the first.
         """
-        return prompt_logprobs(self.decoder.speculator, prompt_ids(prompt, self.tokenizer), num_top)
+        handle = self.submit(prompt, prompt_logprobs=num_top, max_new_tokens=1, do_sample=False)
+        handle.result()
+        return handle.prompt_logprobs
 
     async def aload(self) -> ReplicaLoad:
         """Return the load of the batcher for routers; waits for the end of its step."""

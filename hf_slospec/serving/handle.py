@@ -44,8 +44,9 @@ class RequestHandle:
         abort: Callable[[RequestHandle, BaseException | None], None],
         seed: int | None,
         logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs | None] = (),
     ):
-        self._logprobs = logprobs
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self.replica: str | None = None  # which serves it, where there are replicas
         self.request, self._to_text, self._abort = request, to_text, abort
         self.seed = seed  # of sampling; None for greedy decoding
@@ -87,6 +88,14 @@ class RequestHandle:
     def logprobs(self) -> list[TokenLogprobs]:
         """Log probabilities of the new tokens so far, where ``submit`` was asked for them."""
         return list(self._logprobs[: max(self._num_ready, 0)])
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Log probabilities of the prompt's tokens, from the first new token on; None for the first.
+
+        None at all unless ``submit`` was asked for them.
+        """
+        return list(self._prompt_logprobs) if self._num_ready > 0 else []
 
     @property
     def finish_reason(self) -> FinishReason | None:

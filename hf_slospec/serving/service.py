@@ -34,6 +34,7 @@ from hf_slospec.errors import (
 from hf_slospec.extras import need
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
+from hf_slospec.generate.prompt_logprobs import read_prompt
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.whole_prompts import keeping_rope_deltas
@@ -184,7 +185,7 @@ class BatchingService:
     def on_end(self, request: Request) -> None:
         """Count a request that ended, and drop its sampler."""
         self._samplers.remove(request)
-        request.noise = request.prefill = None  # a handle that is kept must not keep noise and images
+        request.noise = request.prefill = request.prompt_reader = None  # a kept handle must not keep noise and images
         self.telemetry.on_end(request)
 
     def stats(self) -> Stats:
@@ -234,14 +235,16 @@ class BatchingService:
         call.rows.record.num_top = options.logprobs
         if options.resume is not None:
             self._resume(call, request, options.resume)
+        reader = None if options.prompt_logprobs is None else read_prompt(call, options.prompt_logprobs)
         seed = options.seed
         if request.is_sampled and seed is None:
             seed = secrets.randbits(63)
         if request.is_sampled or len(call.stock.processors) or call.rows.record.is_wanted:
             self._samplers.add(request, call.sampler(seed, sharing=self.config.max_batch))
         handle = RequestHandle(
-            request, self._to_text, batcher.abort, seed if request.is_sampled else None, call.rows.record.logprobs[0]
-        )
+            request, self._to_text, batcher.abort, seed if request.is_sampled else None, call.rows.record.logprobs[0],
+            [] if reader is None else reader.found,
+        )  # fmt: skip
         try:
             batcher.submit(handle, options.block, options.timeout)
         except BaseException:

@@ -56,6 +56,7 @@ class SubmitOptions(BaseModel):
     must_guarantee: bool = False
     resume: Progress | None = None
     logprobs: int | None = Field(None, ge=0)  # log probabilities at each place, besides the token's own
+    prompt_logprobs: int | None = Field(None, ge=0)  # the same, of the prompt's places
 
     @field_validator("slo_ttft", "timeout", mode="before")
     @classmethod

@@ -152,7 +152,7 @@ def test_texts_that_are_seen_from_both_sides() -> None:
     ids = torch.randint(3, IMAGE, (1, 17), generator=torch.Generator().manual_seed(0))
     for sampling in ({}, SAMPLING):
         assert_same_as_stock(model, ours.generate, {"input_ids": ids}, **OPTIONS, **sampling)
-    with pytest.raises(UnsupportedModelError, match="prompt"):
+    with ours, pytest.raises(UnsupportedModelError, match="prompt"):
         ours.prompt_logprobs(ids)
 
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import SLOLimits
 
 CHAT_TEMPLATE = (
@@ -49,7 +50,7 @@ def served(generator: SLOSpecGenerator) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def guarded(generator: SLOSpecGenerator) -> Iterator[Served]:
     keys = {KEY: SLOLimits(default_tpot=5.0), STRICT_KEY: SLOLimits(strictest_tpot=1.0)}
-    settings = ServerSettings(model_name="tiny", api_keys=keys, max_body_bytes=4096)
+    settings = ServerSettings(model_name="tiny", api_keys=keys, bounds=RequestLimits(body_bytes=4096))
     yield from serving(generator, settings)
 
 

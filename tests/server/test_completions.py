@@ -317,3 +317,13 @@ def test_metrics_have_the_prefix_that_tools_look_for(served: Served) -> None:
     assert "vllm:num_requests_running" in text and "hf_slospec" not in text
     with pytest.raises(ValueError, match="metrics_prefix"):
         ServerSettings(model_name="tiny", metrics_prefix="no name")
+
+
+def test_every_choice_has_its_measurements(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "n": 3, "slo_tpot": 100.0, "seed": 0}
+    answer = served.client.post("/v1/completions", json=body)
+    metrics = answer.json()["usage"]["metrics"]
+    assert len(metrics["choices"]) == 3 and all(own["attained"] for own in metrics["choices"])
+    assert metrics["choices"][0] == {name: value for name, value in metrics.items() if name != "choices"}
+    assert answer.headers["x-slo-attained"] == "true"
+    assert "choices" not in served.client.post("/v1/completions", json=body | {"n": 1}).json()["usage"]["metrics"]

@@ -41,6 +41,8 @@ START_S = 240.0
         (["--share-texts", "--drafter", "lookup+mtp"], "--drafter suffix"),
         (["--drafter", "pickled"], "safetensors"),
         (["--metrics-prefix", "no name"], "metrics_prefix"),
+        (["--request-limits", '{"prompts": 0}'], "--request-limits: prompts"),
+        (["--request-limits", '{"prompt": 3}'], "--request-limits: prompt"),
         (["--api-key-file", "keys.json"], "strictest_tpot"),
         (["--response-template", "template.json"], "--response-template"),
     ],

@@ -15,9 +15,9 @@ from PIL import Image
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.generate.speculator import MEASURE_S
-from hf_slospec.server import images as server_images
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.limits import RequestLimits
 from tests.server.conftest import listening
 from tests.support.served_pair import WAIT_S
 from tests.support.tiny_image_models import IMAGE, PATCH, SIDE, prompts_with_images, tiny_image_model
@@ -159,7 +159,7 @@ def test_images_over_http(generator: SLOSpecGenerator, monkeypatch: pytest.Monke
     engine = LocalEngine(generator, template=None)
     engine.response_template = None
     with (
-        listening(make_app(engine, ServerSettings(model_name="tiny"))) as url,
+        listening(make_app(engine, ServerSettings(model_name="tiny", bounds=RequestLimits(pixels=20 * 200)))) as url,
         httpx.Client(base_url=url, timeout=120.0) as client,
     ):
         image, wide = picture(3), picture(4, width=400)
@@ -169,7 +169,6 @@ def test_images_over_http(generator: SLOSpecGenerator, monkeypatch: pytest.Monke
         expected = alone(inputs, max_new_tokens=12, eos_token_id=generator.model.generation_config.eos_token_id)
         assert answer.json()["choices"][0]["message"]["content"] == Letters().decode(expected).rstrip("?")
         assert answer.json()["usage"]["prompt_tokens"] == inputs["input_ids"].shape[1]
-        monkeypatch.setattr(server_images, "MAX_PIXELS", 20 * 200)
         whole = data_url(image)
         for bad, named in (
             ("https://example.org/cat.png", "data URL"),

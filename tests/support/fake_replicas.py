@@ -54,7 +54,6 @@ class FakeHandle:
         self.replicas, self.offers = replicas, list[Offer]()
         self.dies_after: Callable[[Offer], int | None] = lambda offer: None  # answers that a replica gives before
         self.decode = SimpleNamespace(remote=self._decode)
-        self.prompt_logprobs = SimpleNamespace(remote=lambda *given: self.first().prompt_logprobs(*given))
         self.families = SimpleNamespace(remote=self._families)
         self.streams = list[FakeStream]()
 

@@ -83,6 +83,9 @@ def serve(
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Serve with so many replicas on Ray; RAY_ADDRESS names a cluster.")
     ] = None,
+    request_limits: Annotated[
+        str, typer.Option(help='Of what one request may ask for, as JSON: {"prompts": 8, "stop_strings": 4}.')
+    ] = "{}",
     config: ConfigJSON = "{}",
 ) -> None:
     """Serve a model with OpenAI's interface, with speed targets per request. Stop with Ctrl-C.
@@ -94,6 +97,7 @@ def serve(
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console):
         need("serve" if replicas is None else "ray", "the server")
+        from hf_slospec.server.limits import RequestLimits
         from hf_slospec.server.orders import SLOLimits
         from hf_slospec.server.serve import ServeOptions
         from hf_slospec.server.serve import serve as run
@@ -107,7 +111,8 @@ def serve(
                 target, assistant, drafter, size, dtype, device, allow_pickle, share_texts, images, allow_missing
             ),
             host, port, served_model_name, tuple(api_key), api_key_file, no_api_key, tuple(allowed_origin),
-            chat_template, response_template, root_path, metrics_prefix, limits, settings_of(config),
+            chat_template, response_template, root_path, metrics_prefix, limits,
+            RequestLimits.of_option("--request-limits", request_limits), settings_of(config),
         )  # fmt: skip
         say = partial(console.print, markup=False, highlight=False)
         if replicas is None:

@@ -35,7 +35,8 @@ class Front:
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the HTTP application."""
         description = await self.models.describe.remote(None)
-        return make_app(ReplicatedEngine(self.models, description, running_replicas), self.settings)
+        work = self.settings.bounds.new_work()
+        return make_app(ReplicatedEngine(self.models, description, running_replicas, work), self.settings)
 
 
 def app(options: ReplicaOptions) -> Application:

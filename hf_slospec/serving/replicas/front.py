@@ -23,6 +23,7 @@ from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMe
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import Order
+from hf_slospec.server.work import Work
 from hf_slospec.serving.replicas.messages import Broken, Declined, Description, Failed, Offer, Taken, ToReplica, Update
 
 logger = logging.getLogger("ray.serve")
@@ -36,12 +37,18 @@ PATIENCE_S = 120.0  # to wait for a replica that has not failed, before those th
 class ReplicatedEngine:
     """Replicas of the models, as the HTTP application sees them."""
 
-    def __init__(self, handle: DeploymentHandle, description: Description, running: Callable[[], Sequence[str]]):
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        description: Description,
+        running: Callable[[], Sequence[str]],
+        work: Work | None = None,
+    ):
         """Take a handle of the deployment of :class:`ModelReplica`; ``running`` names the replicas that run."""
         self.handle, self.streams, self.running = handle, handle.options(stream=True), running
         self.tokenizer, self.generation_config = description.tokenizer, description.generation_config
         self.vocab_size, self.max_len = description.vocab_size, description.max_len
-        self.processor = None  # replicas take no images
+        self.processor, self.work = None, work or Work()  # replicas take no images
         self.response_template, self._max_nodes = description.response_template, description.max_nodes
         self.name = uuid.uuid4().hex[:12]
         self._number = itertools.count()
@@ -70,20 +77,6 @@ class ReplicatedEngine:
     def next_number(self) -> int:
         """Return the number of the next offer."""
         return next(self._number)
-
-    async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
-        """Return log probabilities of a prompt's tokens, given those before; None for the first."""
-        for _ in range(MAX_FAULTS):
-            try:
-                found = await _call(self.handle.prompt_logprobs, None, prompt, num_top)
-            except FAULTS as error:
-                logger.warning("a replica failed: %s", error)
-                continue
-            if isinstance(found, Exception):
-                raise found
-            known: list[TokenLogprobs | None] = found
-            return known
-        raise NotRunningError(f"{MAX_FAULTS} replicas failed, one after the other")
 
     async def families(self, prefix: str) -> list[Any]:
         """Return the metric families of all replicas, their samples labelled with the replica."""
@@ -121,6 +114,7 @@ class ReplicatedDecoding:
         self._begun_s, self._first_token_s = time.monotonic(), math.nan
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.metrics: RequestMetrics = Request(0, order.prompt, 0).metrics()
         self.num_faults = 0  # replicas that died while they served it
         self._failed = set[str]()  # their names
@@ -155,8 +149,11 @@ class ReplicatedDecoding:
     async def _answer_to(self, declined: frozenset[str], must_guarantee: bool) -> Any:
         """Return the answer to an offer; None if the replica died instead."""
         self._check_wanted()
+        order = self._order
+        if self.prompt_logprobs:  # another replica need not compute them again
+            order = replace(order, arguments=order.arguments | {"prompt_logprobs": None})
         offer = Offer(
-            self._order, self._need, self._progress, self._engine.name, self._engine.next_number(), declined,
+            order, self._need, self._progress, self._engine.name, self._engine.next_number(), declined,
             frozenset(self._failed), must_guarantee,
         )  # fmt: skip
         self._stream = _call(self._engine.streams.decode, offer)
@@ -217,6 +214,7 @@ class ReplicatedDecoding:
                 self._first_token_s = time.monotonic()
             self.tokens += answer.tokens
             self.logprobs += answer.logprobs
+            self.prompt_logprobs = self.prompt_logprobs or answer.prompt_logprobs
             self.metrics, self.finish_reason = answer.metrics, answer.finish_reason
             yield answer.tokens, self.finish_reason is not None
 

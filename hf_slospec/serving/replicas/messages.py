@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,7 @@ class Update:
     logprobs: list[TokenLogprobs]  # of these tokens, if they were asked for
     metrics: RequestMetrics
     finish_reason: FinishReason | None  # of the last update
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # in the first update of each replica, if asked for
 
 
 Answer = Taken | Declined | Failed | Broken | Update

@@ -12,6 +12,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.server.app import PREFIX_PATTERN, ServerSettings
+from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.serving.devices import AUTO
 from hf_slospec.serving.loading import ModelOptions
@@ -45,6 +46,7 @@ class ReplicaOptions(InputModel):
     model_name: str | None = Field(None, description="Name that clients ask for. Default: target.")
     api_keys: dict[str, SLOLimits] = Field(default_factory=dict, description="SLO limits by API key.")
     limits: SLOLimits = SLOLimits()
+    bounds: RequestLimits = RequestLimits()
     allowed_origins: tuple[str, ...] = ()
     metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
 
@@ -134,6 +136,7 @@ class ReplicaOptions(InputModel):
             model_name=self.name,
             api_keys=self.api_keys,
             limits=self.limits,
+            bounds=self.bounds,
             allowed_origins=self.allowed_origins,
             metrics_prefix=self.metrics_prefix,
         )

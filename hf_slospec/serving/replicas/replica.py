@@ -16,7 +16,6 @@ from ray import serve
 
 from hf_slospec.algo.routing import utilisation
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
-from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.serve import SWITCH_S
 from hf_slospec.serving.handle import RequestHandle
@@ -93,16 +92,6 @@ class ModelReplica:
                 handle.cancel()  # the front has closed the stream, unless the request is over
                 logger.info("%s ended: %s", order.request_id, handle.finish_reason or "cancelled")
 
-    async def prompt_logprobs(
-        self, address: None, prompt: list[int], num_top: int
-    ) -> list[TokenLogprobs | None] | Exception:
-        """Return log probabilities of a prompt's tokens, or the error of computing them."""
-        try:
-            return await self.engine.prompt_logprobs(prompt, num_top)
-        except Exception as error:  # noqa: BLE001  of the request, unless the whole replica has failed
-            self.generator.check_running()
-            return _sendable(error)
-
     def families(self, address: ToReplica, prefix: str) -> list[Any]:
         """Return the metric families of this replica for Prometheus."""
         return list(self.generator.collector(prefix).collect())
@@ -159,14 +148,16 @@ class ModelReplica:
 
 async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:
     """Yield a request's output as it is committed, but for the first ``num_known`` tokens."""
-    at = 0
+    at, is_first = 0, True
     async for tokens, is_last in handle.asteps():
         new = tokens[max(num_known - at, 0) :]
         at += len(tokens)
         is_whole = handle.finish_reason in ("stop", "length")  # otherwise an error follows
         if new or is_whole:
             reason = handle.finish_reason if is_last and is_whole else None
-            yield Update(new, handle.logprobs[at - len(new) : at], handle.metrics, reason)
+            of_prompt = handle.prompt_logprobs if is_first else ()
+            yield Update(new, handle.logprobs[at - len(new) : at], handle.metrics, reason, of_prompt)
+            is_first = False
 
 
 def _end_process() -> None:

@@ -44,6 +44,7 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
         model_name=options.model_name,
         api_keys=options.keys(),
         limits=options.limits,
+        bounds=options.bounds,
         allowed_origins=options.allowed_origins,
         metrics_prefix=options.metrics_prefix,
         replicas=replicas,

@@ -314,3 +314,18 @@ def test_engine_without_replicas_takes_nothing(engine: ReplicatedEngine) -> None
     bare = ReplicatedEngine(engine.handle, engine.handle.first().describe(None), lambda: [])
     with pytest.raises(NotRunningError, match="no replica runs"):
         bare.check_running()
+
+
+def test_log_probabilities_of_a_prompt_are_computed_once(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    fatal, prompt = iter([2]), ids(engine)
+    handle.dies_after = lambda offer: next(fatal, None)
+
+    async def run() -> Any:
+        decoding = await engine.submit(order_of(prompt, prompt_logprobs=2, max_new_tokens=12, eos_token_id=None))
+        tokens = [token async for new, _ in decoding.asteps() for token in new]
+        assert len(tokens) == 12 and decoding.num_faults == 1
+        return decoding.prompt_logprobs
+
+    found = asyncio.run(run())
+    assert [offer.order.arguments["prompt_logprobs"] for offer in handle.offers] == [2, None]
+    assert found == handle.first().generator.prompt_logprobs(prompt, 2)

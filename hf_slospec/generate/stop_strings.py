@@ -1,0 +1,81 @@
+"""Stop strings as transformers finds them, by search in the text of the last tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.generation import StoppingCriteria, StopStringCriteria
+
+Text = Any  # str or bytes, by the kind of tokenizer
+
+
+class _Vocabulary:
+    """The text of every token as ``StopStringCriteria`` has it."""
+
+    def __init__(self, tokenizer: Any):
+        self.size = len(tokenizer)
+        self.mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
+        texts, ids = StopStringCriteria.clean_tokenizer_vocab(tokenizer, stop_string_matching_mode=self.mode)
+        self.texts: dict[int, Text] = dict(zip(ids, texts, strict=True))
+        self.beginnings = {text[:end] for text in texts for end in range(1, len(text) + 1)}
+
+    def can_end(self, stop: Text) -> bool:
+        """Return whether some token begins with an end of the stop string, or contains it."""
+        return any(stop[begin:] in self.beginnings for begin in range(len(stop))) or any(
+            stop in text for text in self.texts.values()
+        )
+
+
+_known: WeakKeyDictionary[Any, _Vocabulary] = WeakKeyDictionary()
+
+
+def _vocabulary(tokenizer: Any) -> _Vocabulary:
+    known = _known.get(tokenizer)
+    if known is None or known.size != len(tokenizer):  # tokens may be added
+        known = _known[tokenizer] = _Vocabulary(tokenizer)
+    return known
+
+
+class StopStrings(StoppingCriteria):
+    """Criterion that is met where ``StopStringCriteria`` is, at the first token that completes a stop string.
+
+    That class matches every token of the vocabulary with every place of every stop string before it begins, which takes
+    minutes for a few thousand characters. This one searches the text of the last tokens.
+    """
+
+    per_row = True  # it has no state, and treats every row by itself
+
+    def __init__(self, tokenizer: Any, stop_strings: str | Sequence[str]):
+        """Take the tokenizer whose tokens are looked at, and strings.
+
+        Raises:
+            ValueError: the tokenizer has no token with which one of the strings could end.
+        """
+        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        vocabulary = _vocabulary(tokenizer)
+        self._texts = vocabulary.texts
+        self._stops = StopStringCriteria._get_stop_strings_for_matching(tuple(strings), vocabulary.mode)
+        self._most = max(map(len, self._stops))  # tokens that are looked at
+        if not any(map(vocabulary.can_end, self._stops)):
+            raise ValueError("no token of the tokenizer ends with a part of one of them")
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return for each row whether its last token completes a stop string.  -> [batch] bool"""
+        found = [self._is_complete(row) for row in input_ids[:, -self._most :].tolist()]
+        return torch.tensor(found, device=input_ids.device)
+
+    def _is_complete(self, tokens: list[int]) -> bool:
+        texts: list[Text] = []
+        for token in reversed(tokens):
+            if (text := self._texts.get(token)) is None:  # such as padding of the vocabulary: nothing goes across it
+                break
+            texts.append(text)
+        if not texts:
+            return False
+        before = sum(map(len, texts[1:]))
+        joined = texts[0][:0].join(reversed(texts))
+        # A match must end inside of the last token.
+        return any(joined.find(stop, max(before - len(stop) + 1, 0)) >= 0 for stop in self._stops)
