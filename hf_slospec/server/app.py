@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +15,11 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 import hf_slospec
 from hf_slospec.errors import (
-    InputModel,
     InvalidInputError,
     InvalidTypeError,
     NotRunningError,
@@ -30,44 +29,36 @@ from hf_slospec.errors import (
     describe_fault,
 )
 from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.server.access import AccessOptions, Client, OwnPagesOnly
 from hf_slospec.server.answers import Answer, error_body
 from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, LoadBody, SamplingBody, TokenizeBody
+from hf_slospec.server.chat_templates import ChatTemplates
 from hf_slospec.server.choices import Choice, NothingToDecode, Piece, merged
 from hf_slospec.server.engine import Decoding, Order, ServedEngine
 from hf_slospec.server.messages import PlainParts, TemplateParts
 from hf_slospec.server.orders import (
     PromptInputs,
-    SLOLimits,
-    asked_slos,
     chat_prompt,
     end_tokens,
     num_top_logprobs,
     order_of,
     prompt_of,
 )
-from hf_slospec.serving.telemetry import PREFIX, Collector
+from hf_slospec.serving.telemetry import Collector
 
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_AFTER_S = 1
-PREFIX_PATTERN = "^[a-zA-Z_:][a-zA-Z0-9_:]*$"
 BODY_S = 30.0  # until a request's body has arrived
 OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that need no API key where there are keys
 
 
-class ServerSettings(InputModel):
+class ServerSettings(AccessOptions):
     """Settings of the HTTP application."""
 
-    model_config = ConfigDict(frozen=True)
-
     model_name: str
-    api_keys: dict[str, SLOLimits] = Field(
-        default_factory=dict, description="SLO limits by key; empty: no key is asked for."
-    )
-    limits: SLOLimits = SLOLimits()
-    allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may call the server (CORS).")
     max_body_bytes: Annotated[int, Field(ge=1024)] = 2**23
-    metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
+    secret: bytes = Field(default_factory=partial(secrets.token_bytes, 32), repr=False)  # of the salts of texts
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
@@ -78,6 +69,8 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    if not settings.api_keys:
+        app.add_middleware(OwnPagesOnly, allowed_origins=settings.allowed_origins, allowed_hosts=settings.allowed_hosts)
     for kind in (HTTPException, Fault):  # of the framework, as for a path that is not there, and of keys
         app.add_exception_handler(kind, _answer_fault)
     definitions: dict[str, Any] = {}
@@ -139,28 +132,17 @@ class _Server:
 
     def __init__(self, engine: ServedEngine, settings: ServerSettings):
         self.engine, self.settings, self.begun = engine, settings, int(time.time())
+        self.templates = ChatTemplates(settings.special_tokens)
 
     # ---- before the endpoints
 
     async def check_key(self, request: Request) -> None:
-        """Check the request's API key and set its limits; raises Fault without a valid key where there are keys."""
-        request.state.limits = self.settings.limits
-        if self.settings.api_keys:
-            found = self._limits_of(request.headers.get("authorization", ""))
-            if found is None:
-                body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
-                raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
-            request.state.limits = found
-
-    def _limits_of(self, header: str) -> SLOLimits | None:
-        """Return the limits of the key in an Authorization header, in a time that does not depend on the key."""
-        scheme, _, key_given = header.partition(" ")
-        given = key_given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # as headers are read
-        found = None
-        for key, limits in self.settings.api_keys.items():
-            if hmac.compare_digest(key.encode(), given):
-                found = limits
-        return found
+        """Set the request's client; raises Fault without a valid API key where there are keys."""
+        header = request.headers.get("authorization", "")
+        request.state.client = self.settings.client(header, self.settings.secret)
+        if request.state.client is None:
+            body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+            raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """Return the validated body.
@@ -168,6 +150,10 @@ class _Server:
         Raises:
             Fault: it is too large or too late, no JSON, or invalid.
         """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":  # pages cannot send that one without having asked first
+            text = f"the header Content-Type must be application/json, got {media_type or 'none'}"
+            raise Fault(415, error_body(text, "invalid_request_error"))
         received = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -203,7 +189,7 @@ class _Server:
         def prompts() -> list[PromptInputs]:
             return [
                 chat_prompt(
-                    body.messages, self.engine, add_generation_prompt=body.add_generation_prompt,
+                    body.messages, self.engine, self.templates, add_generation_prompt=body.add_generation_prompt,
                     continue_final_message=body.continue_final_message,
                     tools=body.shown_tools,
                     template_kwargs=body.chat_template_kwargs,
@@ -226,11 +212,12 @@ class _Server:
             body.options.continuous_usage_stats,
         )  # fmt: skip
         choices: list[Choice] = []
-        slos = request.state.limits.apply(asked_slos(body, request.headers))
+        client: Client = request.state.client
+        terms = client.arguments(body, request.headers)
         prompts = await asyncio.to_thread(make_prompts)
         try:
             for prompt in prompts:
-                orders = [order_of(body, prompt, slos, self.engine, number) for number in range(body.n)]
+                orders = [order_of(body, prompt, terms, self.engine, number) for number in range(body.n)]
                 echo = await self._echo(body, prompt.tokens)
                 for order in orders:
                     order = replace(order, request_id=answer.id)
@@ -325,7 +312,7 @@ class _Server:
         body = await self._read(request, TokenizeBody)
         if body.messages is not None:
             chat = partial(chat_prompt, add_generation_prompt=body.add_generation_prompt)
-            ids = (await asyncio.to_thread(chat, body.messages, self.engine)).tokens
+            ids = (await asyncio.to_thread(chat, body.messages, self.engine, self.templates)).tokens
         else:
             tokenize = partial(self.engine.tokenizer, add_special_tokens=body.add_special_tokens)
             ids = (await asyncio.to_thread(tokenize, body.prompt))["input_ids"]

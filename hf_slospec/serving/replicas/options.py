@@ -10,18 +10,18 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InputModel, InvalidInputError
-from hf_slospec.server.app import PREFIX_PATTERN, ServerSettings
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.server.access import OPTIONS, AccessOptions
+from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.server.serve import EMBEDDED
 from hf_slospec.serving.loading import ModelOptions
-from hf_slospec.serving.telemetry import PREFIX
 from hf_slospec.tiny.load import DTYPES, SIZES
 
 MODEL_OPTIONS = [field.name for field in fields(ModelOptions) if field.name != "images"]  # replicas take no images
 
 
-class ReplicaOptions(InputModel):
+class ReplicaOptions(AccessOptions):
     """Options of :func:`~hf_slospec.serving.replicas.app`; those of the models are those of ``hf_slospec serve``."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -39,10 +39,6 @@ class ReplicaOptions(InputModel):
     config: SLOSpecConfig = SLOSpecConfig()
 
     model_name: str | None = Field(None, description="Name that clients ask for. Default: target.")
-    api_keys: dict[str, SLOLimits] = Field(default_factory=dict, description="SLO limits by API key.")
-    limits: SLOLimits = SLOLimits()
-    allowed_origins: tuple[str, ...] = ()
-    metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
 
     replicas: int = Field(1, ge=1, description="Replicas at the start, and without autoscaling always.")
     max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
@@ -125,13 +121,8 @@ class ReplicaOptions(InputModel):
     @property
     def settings(self) -> ServerSettings:
         """Return the settings of the HTTP application."""
-        return ServerSettings(
-            model_name=self.name,
-            api_keys=self.api_keys,
-            limits=self.limits,
-            allowed_origins=self.allowed_origins,
-            metrics_prefix=self.metrics_prefix,
-        )
+        own = {name: getattr(self, name) for name in OPTIONS}
+        return ServerSettings(model_name=self.name, api_keys=self.api_keys, **own)
 
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
