@@ -48,7 +48,7 @@ class ChatTemplates:
 
         Raises:
             InvalidInputError: the template drops what was given, or texts have special tokens that are refused.
-        """  # fmt: skip
+        """
         _check_variables(maker, variables)
         options = {
             "tools": tools, "add_generation_prompt": add_generation_prompt,

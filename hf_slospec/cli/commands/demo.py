@@ -33,6 +33,9 @@ def demo(
             envvar="HF_SLOSPEC_DEMO_PASSWORD", help="Required of visitors; preferably set by the environment variable."
         ),
     ] = None,
+    no_password: Annotated[
+        bool, typer.Option("--no-password", help="Let other machines in without a password.")
+    ] = False,
     server: Annotated[
         str | None, typer.Option(help="URL of a running `hf_slospec serve`, in place of models in this process.")
     ] = None,
@@ -60,7 +63,7 @@ def demo(
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console, ("gradio",), MISSING):
         models = ModelOptions(target, assistant, drafter, size, dtype, device)
-        serve(Options(models, host, port, password, server, api_key), console.print)
+        serve(Options(models, host, port, password, no_password, server, api_key), console.print)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
