@@ -35,6 +35,8 @@ START_S = 240.0
         (["--metrics-prefix", "no name"], "metrics_prefix"),
         (["--api-key-file", "keys.json"], "strictest_tpot"),
         (["--response-template", "template.json"], "--response-template"),
+        (["--special-tokens", "forbid"], "special_tokens"),
+        (["--lowest-priority", "1"], "--lowest-priority"),
     ],
 )
 def test_what_is_refused_before_it_listens(

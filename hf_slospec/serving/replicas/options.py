@@ -29,7 +29,7 @@ class ReplicaOptions(AccessOptions):
     target: str | None = Field(None, description="A model from the Hub or a folder. None: the embedded target.")
     assistant: str | None = Field(None, description="Its draft model; target needs it, or drafter.")
     drafter: str | None = Field(None, description="What drafts, in place of a draft model; see load_drafter.")
-    share_texts: bool = Field(False, description="Suffix trees hold other requests' outputs of the same cache_salt.")
+    share_texts: bool = Field(False, description="Suffix trees hold outputs of other requests of the same key.")
     size: str = Field("tiny", description="Of the embedded target: tiny, 0.1B, ...")
     dtype: str = "fast"
     device: str = "cpu"
