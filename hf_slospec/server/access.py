@@ -25,18 +25,18 @@ ANY = "*"  # among allowed origins or hosts
 PREFIX_PATTERN = "^[a-zA-Z_:][a-zA-Z0-9_:]*$"
 
 
-class Client:
-    """Sender of a request: what its API key allows, and what tells its texts from those of other keys."""
+class Tenant:
+    """Clients with one API key: what they may ask for, and what tells their texts from those of other keys."""
 
     def __init__(self, limits: SLOLimits, key: str, secret: bytes):
         """``key`` is empty where all clients are one tenant; ``secret`` is the server's own."""
         self.limits, self._key, self._secret = limits, key, secret
 
     def arguments(self, body: SamplingBody, headers: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of ``submit`` that depend on the client.
+        """Return the arguments of ``submit`` that depend on the tenant.
 
         Raises:
-            InvalidInputError: the request asks for more than the client may have.
+            InvalidInputError: the request asks for more than the key allows.
         """
         self.limits.check_priority(body.priority)
         return self.limits.apply(asked_slos(body, headers)) | {"cache_salt": self.salt(body.cache_salt)}
@@ -68,8 +68,8 @@ class AccessOptions(InputModel):
     )
     metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
 
-    def client(self, header: str, secret: bytes) -> Client | None:
-        """Return the client with this Authorization header, in a time that does not depend on the key.
+    def tenant(self, header: str, secret: bytes) -> Tenant | None:
+        """Return the tenant of an Authorization header, in a time that does not depend on the key.
 
         Args:
             secret: of the server; the same in all of its processes.
@@ -78,13 +78,13 @@ class AccessOptions(InputModel):
             None if the key is missing or wrong.
         """
         if not self.api_keys:
-            return Client(self.limits, "", secret)
+            return Tenant(self.limits, "", secret)
         scheme, _, key_given = header.partition(" ")
         given = key_given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # as headers are read
         found = None
         for key, limits in self.api_keys.items():
             if hmac.compare_digest(key.encode(), given):
-                found = Client(limits, "" if self.share_prefixes else key, secret)
+                found = Tenant(limits, "" if self.share_prefixes else key, secret)
         return found
 
 

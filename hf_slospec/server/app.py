@@ -29,7 +29,7 @@ from hf_slospec.errors import (
     describe_fault,
 )
 from hf_slospec.models.sampling import TokenLogprobs
-from hf_slospec.server.access import AccessOptions, Client, OwnPagesOnly
+from hf_slospec.server.access import AccessOptions, OwnPagesOnly, Tenant
 from hf_slospec.server.answers import Answer, error_body
 from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, LoadBody, SamplingBody, TokenizeBody
 from hf_slospec.server.chat_templates import ChatTemplates
@@ -137,10 +137,10 @@ class _Server:
     # ---- before the endpoints
 
     async def check_key(self, request: Request) -> None:
-        """Set the request's client; raises Fault without a valid API key where there are keys."""
+        """Set the request's tenant; raises Fault without a valid API key where there are keys."""
         header = request.headers.get("authorization", "")
-        request.state.client = self.settings.client(header, self.settings.secret)
-        if request.state.client is None:
+        request.state.tenant = self.settings.tenant(header, self.settings.secret)
+        if request.state.tenant is None:
             body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
             raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
 
@@ -212,8 +212,8 @@ class _Server:
             body.options.continuous_usage_stats,
         )  # fmt: skip
         choices: list[Choice] = []
-        client: Client = request.state.client
-        terms = client.arguments(body, request.headers)
+        tenant: Tenant = request.state.tenant
+        terms = tenant.arguments(body, request.headers)
         prompts = await asyncio.to_thread(make_prompts)
         try:
             for prompt in prompts:

@@ -132,7 +132,7 @@ def chat_prompt(
 
 
 def order_of(body: SamplingBody, made: PromptInputs, terms: dict[str, Any], engine: ServedEngine, choice: int) -> Order:
-    """Return the order of one choice of a request; ``terms`` are the arguments that depend on the client.
+    """Return the order of one choice of a request; ``terms`` are the arguments that depend on the tenant.
 
     Raises:
         InvalidInputError: a field cannot be served.

@@ -153,7 +153,7 @@ def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecG
 def test_router_knows_prefixes_by_the_salts_of_their_keys() -> None:
     index, prompt = PrefixIndex(), list(range(64))
     options = ServerSettings(model_name="tiny", api_keys=KEYS)
-    one, other = (options.client(f"Bearer {key}", options.secret) for key in KEYS)
+    one, other = (options.tenant(f"Bearer {key}", options.secret) for key in KEYS)
     assert one is not None and other is not None
     index.record("replica", prompt, one.salt(""))
     assert index.num_known(["replica"], prompt, one.salt("")) == [64]
@@ -165,9 +165,9 @@ def test_salts_are_those_of_one_server_and_the_same_in_all_of_its_fronts() -> No
     copy = options.model_copy()  # as every front gets one
 
     def salt(settings: ServerSettings) -> str:
-        client = settings.client(f"Bearer {ONE}", settings.secret)
-        assert client is not None
-        return client.salt("own")
+        tenant = settings.tenant(f"Bearer {ONE}", settings.secret)
+        assert tenant is not None
+        return tenant.salt("own")
 
     assert salt(options) == salt(copy) != salt(others)
 
