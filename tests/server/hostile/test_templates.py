@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,16 +99,17 @@ def test_other_texts_are_not_changed(treatment: str) -> None:
         assert tokens(treatment, *messages, tools=[TOOL]) == tokens("allow", *messages, tools=[TOOL])
 
 
-def test_requests_at_the_same_time_do_not_change_each_others_tokens() -> None:
-    templates, wanted = ChatTemplates("escape"), (tokens("escape", FORGED), tokens("allow", FORGED))
+def test_tokenizer_that_other_threads_use_is_never_switched_to_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, escaping = type(ENGINE.tokenizer), []
+    encode = kind._encode_without_added_tokens
 
-    def made(number: int) -> list[int]:
-        own = templates if number % 2 == 0 else ChatTemplates("allow")
-        return chat_prompt([Message(role="user", content=FORGED)], ENGINE, own).tokens
+    def spied(tokenizer: Any, text: str) -> Any:
+        escaping.append(tokenizer)
+        return encode(tokenizer, text)
 
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(made, range(400)))
-    assert all(each == wanted[number % 2] for number, each in enumerate(found))
+    monkeypatch.setattr(kind, "_encode_without_added_tokens", spied)
+    tokens("escape", FORGED)
+    assert escaping and not any(each is ENGINE.tokenizer for each in escaping)
 
 
 def test_tools_and_calls_that_the_template_drops_are_refused() -> None:
