@@ -132,7 +132,7 @@ class Users:
     async def rubbish(self) -> str:
         content = self.rng.choice([b"{", b"\xff\xfe", b"[" * 50_000, b'{"prompt": 1e999}', b'{"prompt": "x", "n": -1}'])
         path = self.rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/nowhere"])
-        answer = await self.client.post(path, content=content)
+        answer = await self.client.post(path, content=content, headers={"Content-Type": "application/json"})
         self.statuses[answer.status_code] += 1
         return "refused" if 400 <= answer.status_code < 500 else "WRONG"
 

@@ -16,7 +16,9 @@ from hf_slospec.demo.generator import DemoGenerator, LocalGenerator
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
 from hf_slospec.demo.remote import RemoteGenerator
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.speculator import clock
+from hf_slospec.serving.addresses import is_loopback
 from hf_slospec.serving.loading import ModelOptions, size_and_place
 from hf_slospec.serving.log_level import only_errors_logged
 
@@ -38,8 +40,20 @@ class Options:
     host: str | None = None  # None: GRADIO_SERVER_NAME, or else only this machine
     port: int | None = None
     password: str | None = None
+    allows_no_password: bool = False
     server: str | None = None  # URL of a running server, in place of models in this process
     api_key: str | None = None  # that the server asks for
+
+    def check_open(self) -> None:
+        """Raise InvalidInputError if other machines could come in without a password, unless that is allowed."""
+        host = self.host or os.environ.get("GRADIO_SERVER_NAME") or "localhost"
+        if self.password == "":
+            raise InvalidInputError("--password is empty; leave it out, or give one")
+        if not is_loopback(host) and self.password is None and not self.allows_no_password:
+            raise InvalidInputError(
+                f"--host {host} lets other machines in; give --password (better by the variable "
+                "HF_SLOSPEC_DEMO_PASSWORD), or --no-password to let all of them in"
+            )
 
 
 def serve(options: Options, report: Callable[[str], None] = print) -> None:
@@ -62,9 +76,10 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
 
     Raises:
         ImportError: gradio is not installed.
-        InvalidInputError: an option is invalid.
+        InvalidInputError: an option is invalid, or the page would be open to other machines without a password.
         NotRunningError: the server does not answer.
     """
+    options.check_open()
     os.environ.update(NO_TELEMETRY)  # before gradio is imported
     from hf_slospec.demo.layout import EMBEDDED, Page
 

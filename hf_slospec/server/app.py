@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 import hf_slospec
 from hf_slospec.errors import (
-    InputModel,
     InvalidInputError,
     InvalidTypeError,
     NotRunningError,
@@ -32,16 +31,16 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
     describe_fault,
 )
+from hf_slospec.server.access import AccessOptions, OwnPagesOnly, Tenant
 from hf_slospec.server.answers import Answer, error_body, slo_headers
 from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, LoadBody, SamplingBody, TokenizeBody
+from hf_slospec.server.chat_templates import ChatTemplates
 from hf_slospec.server.choices import Choice, Echo, Piece, PromptOnly, merged
 from hf_slospec.server.engine import Decoding, Order, ServedEngine
-from hf_slospec.server.limits import LimitError, RequestLimits
+from hf_slospec.server.limits import LimitError
 from hf_slospec.server.messages import PlainParts, TemplateParts
 from hf_slospec.server.orders import (
     PromptInputs,
-    SLOLimits,
-    asked_slos,
     chat_prompt,
     end_tokens,
     num_top_logprobs,
@@ -50,7 +49,7 @@ from hf_slospec.server.orders import (
 )
 from hf_slospec.server.schemas import SchemaCheck
 from hf_slospec.server.work import BusyError
-from hf_slospec.serving.telemetry import PREFIX, Collector
+from hf_slospec.serving.telemetry import Collector
 
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
@@ -58,24 +57,15 @@ T = TypeVar("T")
 InPool = Callable[..., Awaitable[Any]]  # calls a function with arguments in a thread of the pool, in its client's turn
 LONG_PIECE = 64  # tokens whose log probabilities take long to write
 RETRY_AFTER_S = 1
-PREFIX_PATTERN = "^[a-zA-Z_:][a-zA-Z0-9_:]*$"
 BODY_S = 30.0  # until a request's body has arrived
 OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that need no API key where there are keys
 
 
-class ServerSettings(InputModel):
+class ServerSettings(AccessOptions):
     """Settings of the HTTP application."""
 
-    model_config = ConfigDict(frozen=True)
-
     model_name: str
-    api_keys: dict[str, SLOLimits] = Field(
-        default_factory=dict, description="SLO limits by key; empty: no key is asked for."
-    )
-    limits: SLOLimits = SLOLimits()
-    allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may call the server (CORS).")
-    bounds: RequestLimits = RequestLimits()
-    metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
+    secret: bytes = Field(default_factory=partial(secrets.token_bytes, 32), repr=False)  # of the salts of texts
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
@@ -90,6 +80,8 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    if not settings.api_keys:
+        app.add_middleware(OwnPagesOnly, allowed_origins=settings.allowed_origins, allowed_hosts=settings.allowed_hosts)
     for kind in (HTTPException, Fault):  # of the framework, as for a path that is not there, and of keys
         app.add_exception_handler(kind, _answer_fault)
     definitions: dict[str, Any] = {}
@@ -156,29 +148,19 @@ class _Server:
         self.bounds, self.schemas = settings.bounds, SchemaCheck(settings.bounds)
         self.counts: Counter[str] = Counter()  # clients that left, readers that were cut
         self.refused: Counter[str] = Counter()  # requests, by the limit that they exceeded
+        self.templates = ChatTemplates(settings.special_tokens)
 
     # ---- before the endpoints
 
     async def check_key(self, request: Request) -> None:
-        """Check the request's API key and set its limits; raises Fault without a valid key where there are keys."""
-        request.state.limits = self.settings.limits
-        request.state.client = request.client.host if request.client is not None else ""
-        if self.settings.api_keys:
-            found = self._limits_of(request.headers.get("authorization", ""))
-            if found is None:
-                body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
-                raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
-            request.state.client, request.state.limits = found
-
-    def _limits_of(self, header: str) -> tuple[str, SLOLimits] | None:
-        """Return a name and the limits of an Authorization header's key, in a time that does not depend on the key."""
-        scheme, _, key_given = header.partition(" ")
-        given = key_given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # as headers are read
-        found = None
-        for number, (key, limits) in enumerate(self.settings.api_keys.items()):
-            if hmac.compare_digest(key.encode(), given):
-                found = f"key {number}", limits
-        return found
+        """Set the request's tenant; raises Fault without a valid API key where there are keys."""
+        header = request.headers.get("authorization", "")
+        request.state.tenant = self.settings.tenant(header, self.settings.secret)
+        if request.state.tenant is None:
+            body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+            raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
+        address = request.client.host if request.client is not None else ""
+        request.state.client = request.state.tenant.name or address  # clients take turns by it
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """Return the validated body.
@@ -187,6 +169,10 @@ class _Server:
             Fault: it is too large or too late, no JSON, or invalid.
             LimitError: it asks for too much.
         """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":  # pages cannot send that one without having asked first
+            text = f"the header Content-Type must be application/json, got {media_type or 'none'}"
+            raise Fault(415, error_body(text, "invalid_request_error"))
         received = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -242,7 +228,8 @@ class _Server:
 
         def prompt() -> PromptInputs:
             return chat_prompt(
-                body.messages, self.engine, self.bounds, add_generation_prompt=body.add_generation_prompt,
+                body.messages, self.engine, self.bounds, self.templates,
+                add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 tools=body.shown_tools,
                 template_kwargs=body.chat_template_kwargs,
@@ -265,11 +252,12 @@ class _Server:
             body.options.continuous_usage_stats,
         )  # fmt: skip
         in_pool = partial(self._in_pool, request)
-        slos = request.state.limits.apply(asked_slos(body, request.headers))
+        tenant: Tenant = request.state.tenant
+        terms = tenant.arguments(body, request.headers)
         if isinstance(body, ChatBody) and body.json_schema is not None:
             await self.schemas.check(request.state.client, body.json_schema)
         prompts = [await in_pool(make) for make in make_prompts]
-        orders = [[order_of(body, prompt, slos, self.engine, i) for i in range(body.n)] for prompt in prompts]
+        orders = [[order_of(body, prompt, terms, self.engine, i) for i in range(body.n)] for prompt in prompts]
         choices: list[Choice] = []
         try:
             for own in orders:
@@ -370,7 +358,11 @@ class _Server:
     def _tokenized(self, body: TokenizeBody) -> Response:
         if body.messages is not None:
             made = chat_prompt(
-                body.messages, self.engine, self.bounds, add_generation_prompt=body.add_generation_prompt
+                body.messages,
+                self.engine,
+                self.bounds,
+                self.templates,
+                add_generation_prompt=body.add_generation_prompt,
             )
             ids = made.tokens
         else:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from hf_slospec.generate.slo import LEAST_S
 from hf_slospec.server.images import ImageBudget, check_data_url
 
+TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
 LEAST_TEMPERATURE = 1e-3  # logits that are divided by less overflow
 # A list is refused at its first fault: a million faults would take gigabytes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
@@ -316,6 +317,8 @@ class ChatBody(SamplingBody):
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         if self.max_tokens == 0:
             raise ValueError("max_tokens must be at least 1")
+        if self.add_special_tokens:
+            raise ValueError(TEMPLATE_ADDS)
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
             raise ValueError("response_format ends the output with the JSON; leave ignore_eos and min_tokens out")
         return self
@@ -350,6 +353,10 @@ class TokenizeBody(BaseModel):
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            raise ValueError(TEMPLATE_ADDS)
+        if self.prompt is not None and "add_generation_prompt" in self.model_fields_set:
+            raise ValueError("add_generation_prompt belongs to messages, and prompt was given")
         return self
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from pydantic import Field
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
+from hf_slospec.server.chat_templates import ChatTemplates
 from hf_slospec.server.engine import Order, ServedEngine, model_end_tokens
 from hf_slospec.server.images import ImageBudget
 from hf_slospec.server.limits import RequestLimits
@@ -27,12 +27,13 @@ SLO_HEADERS = {
 
 
 class SLOLimits(InputModel):
-    """SLOs of requests that ask for none, and the strictest ones that may be asked for; seconds, None: no limit."""
+    """SLOs of requests that ask for none, and the most that requests may ask for; SLOs in seconds, None: no limit."""
 
     default_tpot: float | None = Field(None, gt=0)
     strictest_tpot: float | None = Field(None, gt=0)
     default_ttft: float | None = Field(None, gt=0)
     strictest_ttft: float | None = Field(None, gt=0)
+    lowest_priority: int | None = Field(None, le=0)  # lower is earlier, and requests that ask for none have 0
 
     def apply(self, asked: dict[str, float | None]) -> dict[str, float | None]:
         """Return ``slo_tpot`` and ``slo_ttft`` of a request; InvalidInputError if they are stricter than allowed."""
@@ -43,6 +44,11 @@ class SLOLimits(InputModel):
                 raise InvalidInputError(f"slo_{name} must be at least {strictest:g} s here, got {value:g}")
             found[f"slo_{name}"] = getattr(self, f"default_{name}") if value is None else value
         return found
+
+    def check_priority(self, priority: int) -> None:
+        """Raise InvalidInputError if a request would be served earlier than allowed."""
+        if self.lowest_priority is not None and priority < self.lowest_priority:
+            raise InvalidInputError(f"priority must be at least {self.lowest_priority} here, got {priority}")
 
 
 def asked_slos(body: SamplingBody, headers: Mapping[str, str]) -> dict[str, float | None]:
@@ -91,6 +97,7 @@ def chat_prompt(
     messages: list[Message],
     engine: ServedEngine,
     limits: RequestLimits,
+    templates: ChatTemplates,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -108,21 +115,17 @@ def chat_prompt(
     maker: Any = engine.processor if has_images else engine.tokenizer
     if getattr(maker, "chat_template", None) is None:
         raise InvalidInputError("the model has no chat template; use /v1/completions, or start with --chat-template")
-    own = inspect.signature(maker.apply_chat_template).parameters
-    as_tensors = {"return_tensors": "pt", "tokenize": True} if has_images else {}
-    if refused := [name for name in template_kwargs or {} if name in own]:
-        raise InvalidInputError(
-            f"chat_template_kwargs: {', '.join(refused)} cannot be given; only the template's own can"
-        )
+    as_tensors = {"return_tensors": "pt"} if has_images else {}
     budget = ImageBudget(lambda number: limits.check("pixels", number, "messages", "pixels of all images"))
+    shown = [message.for_template(budget if has_images else None) for message in messages]
     try:
-        found = maker.apply_chat_template(
-            [message.for_template(budget if has_images else None) for message in messages],
-            tools=tools, return_dict=True, add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message, **as_tensors, **template_kwargs or {},
+        found = templates.apply(
+            maker, shown, template_kwargs or {}, tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message, return_dict=True, tokenize=True, **as_tensors,
         )  # fmt: skip
     except REFUSALS as error:
-        if isinstance(error, InvalidInputError):  # of an image
+        if isinstance(error, InvalidInputError):  # of an image, or of what the template drops
             raise
         raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
     beside = tensors_of_one(found) if has_images else {"inputs": found["input_ids"]}
@@ -133,17 +136,15 @@ def chat_prompt(
     return PromptInputs(ids, beside)
 
 
-def order_of(
-    body: SamplingBody, made: PromptInputs, slos: dict[str, float | None], engine: ServedEngine, choice: int
-) -> Order:
-    """Return the order of one choice of a request.
+def order_of(body: SamplingBody, made: PromptInputs, terms: dict[str, Any], engine: ServedEngine, choice: int) -> Order:
+    """Return the order of one choice of a request; ``terms`` are the arguments that depend on the tenant.
 
     Raises:
         InvalidInputError: a field cannot be served.
     """
-    prompt, arguments = made.tokens, _sampling(body, engine.generation_config) | slos | made.beside
+    prompt, arguments = made.tokens, _sampling(body, engine.generation_config) | terms | made.beside
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
-    arguments |= {"priority": body.priority, "best_effort": body.best_effort, "cache_salt": body.cache_salt}
+    arguments |= {"priority": body.priority, "best_effort": body.best_effort}
     if body.seed is not None:
         arguments["seed"] = (body.seed + choice) % SEEDS
     arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None

@@ -16,16 +16,17 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
+from hf_slospec.server.access import OPTIONS
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.connections import ImpatientProtocol, SignalledServer
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import SLOLimits
+from hf_slospec.serving.addresses import is_loopback
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.loading import ModelOptions, size_and_place
 from hf_slospec.serving.telemetry import PREFIX
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
 DRAIN_S = 30  # that requests have to finish after the first signal
 KEYS = TypeAdapter(dict[str, SLOLimits])
 SWITCH_S = 5e-4  # after which Python's threads take turns; the default of 5 ms delays every chunk that is sent by that
@@ -52,6 +53,9 @@ class ServeOptions:
     limits: SLOLimits = field(default_factory=SLOLimits)
     bounds: RequestLimits = field(default_factory=RequestLimits)
     config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
+    allowed_hosts: tuple[str, ...] = ()
+    share_prefixes: bool = False
+    special_tokens: str = "allow"
 
     @property
     def name(self) -> str:
@@ -61,18 +65,16 @@ class ServeOptions:
     @property
     def settings(self) -> ServerSettings:
         """Return the settings of the HTTP application; raises InvalidInputError."""
-        return ServerSettings(
-            model_name=self.name,
-            api_keys=self.keys(),
-            limits=self.limits,
-            bounds=self.bounds,
-            allowed_origins=self.allowed_origins,
-            metrics_prefix=self.metrics_prefix,
-        )
+        return ServerSettings(model_name=self.name, api_keys=self.keys(), **self.access)
+
+    @property
+    def access(self) -> dict[str, Any]:
+        """Options of :class:`~hf_slospec.server.access.AccessOptions`, except for the keys."""
+        return {name: getattr(self, name) for name in OPTIONS} | {"allowed_hosts": (self.host, *self.allowed_hosts)}
 
     def check_open(self) -> None:
         """Raise InvalidInputError if other machines could send requests without a key, unless that is allowed."""
-        if self.host not in LOCAL and not self.keys() and not self.allows_no_key:
+        if not is_loopback(self.host) and not self.keys() and not self.allows_no_key:
             raise InvalidInputError(
                 f"--host {self.host} lets other machines in; give --api-key, or --no-api-key to serve all of them"
             )

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
-from hf_slospec.demo import cards, layout
+from hf_slospec.demo import cards, layout, serve
 from hf_slospec.demo.generator import POLICIES, LocalGenerator
 from hf_slospec.demo.highlight import HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
 from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, shares, tokens_per_s
-from hf_slospec.demo.serve import password_check, plain_tpot_s
+from hf_slospec.demo.serve import Options, password_check, plain_tpot_s
 from hf_slospec.demo.sessions import (
     CONFIG,
     MAX_SIMULATED,
@@ -338,6 +338,32 @@ def test_only_the_password_opens() -> None:
     assert opens("anybody", "sésame")
     assert not opens("anybody", "")
     assert not opens("sésame", "sesame")
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (["--host", "0.0.0.0"], {}, "--no-password"),
+        (["--host", "::"], {}, "--no-password"),
+        ([], {"GRADIO_SERVER_NAME": "0.0.0.0"}, "--no-password"),
+        (["--host", "0.0.0.0", "--password", ""], {}, "empty"),
+        (["--password", ""], {}, "empty"),
+    ],
+)
+def test_other_machines_need_a_password(
+    options: list[str], environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "local_generator", None)  # nothing is loaded
+    result = CliRunner(env=environment | {"COLUMNS": "300"}).invoke(app, ["demo", *options])
+    assert result.exit_code == 2 and said in result.output
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(host="127.0.0.1"), Options(host="::1"), Options(host="0.0.0.0", password="x"),
+                Options(host="0.0.0.0", allows_no_password=True)]
+)  # fmt: skip
+def test_this_machine_needs_no_password_and_the_operator_may_let_all_in(options: Options) -> None:
+    options.check_open()
 
 
 def test_the_command_says_that_gradio_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

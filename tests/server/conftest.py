@@ -21,6 +21,7 @@ from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import SLOLimits
 
 CHAT_TEMPLATE = (
+    "{% if tools %}# tools\n{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}# {{ message.role }}\n{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant\n{% endif %}"
 )

@@ -82,7 +82,7 @@ def test_bad_fields_are_named(served: Served, path: str, body: dict[str, Any], n
 )  # fmt: skip
 def test_what_is_no_json_is_refused(served: Served, content: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        answer = served.client.post(path, content=content)
+        answer = served.client.post(path, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
 
@@ -177,7 +177,7 @@ def test_silent_connections_are_closed_and_hold_up_no_request(
         for number, each in enumerate(silent):
             each.settimeout(60.0)
             if number % 2:
-                each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")  # and no more of the head
+                each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")  # and no more of the head
         with httpx.Client(base_url=url, timeout=120.0) as client:
             body = {"prompt": "x", "max_tokens": 40, "min_tokens": 40, "temperature": 0}
             for _ in range(3):  # longer than the patience, and on one connection
@@ -206,7 +206,8 @@ def test_bodies_that_do_not_arrive_are_given_up(served: Served, monkeypatch: pyt
     monkeypatch.setattr(app_module, "BODY_S", 0.3)
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60.0) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 50"
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{{".encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 

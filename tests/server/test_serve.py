@@ -45,6 +45,8 @@ START_S = 240.0
         (["--request-limits", '{"prompt": 3}'], "--request-limits: prompt"),
         (["--api-key-file", "keys.json"], "strictest_tpot"),
         (["--response-template", "template.json"], "--response-template"),
+        (["--special-tokens", "forbid"], "special_tokens"),
+        (["--lowest-priority", "1"], "--lowest-priority"),
     ],
 )
 def test_what_is_refused_before_it_listens(

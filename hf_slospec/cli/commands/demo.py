@@ -33,6 +33,9 @@ def demo(
             envvar="HF_SLOSPEC_DEMO_PASSWORD", help="Required of visitors; preferably set by the environment variable."
         ),
     ] = None,
+    no_password: Annotated[
+        bool, typer.Option("--no-password", help="Let other machines in without a password.")
+    ] = False,
     server: Annotated[
         str | None, typer.Option(help="URL of a running `hf_slospec serve`, in place of models in this process.")
     ] = None,
@@ -64,7 +67,7 @@ def demo(
         from hf_slospec.serving.loading import ModelOptions
 
         models = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
-        serve(Options(models, host, port, password, server, api_key), console.print)
+        serve(Options(models, host, port, password, no_password, server, api_key), console.print)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -33,8 +33,8 @@ def serve(
         bool,
         typer.Option(
             "--share-texts",
-            help="With suffix: draft from other requests' outputs, too, those with the same cache_salt, whatever their "
-            "key; requests without a salt have the same one. Response times may then tell clients about others' texts.",
+            help="With suffix: draft from other requests' outputs, too, those of the same key and cache_salt. Response "
+            "times may then tell users of one key about each other's texts.",
         ),
     ] = False,
     images: Annotated[
@@ -52,12 +52,27 @@ def serve(
     ] = [],  # noqa: B006  read only
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help='JSON with SLO limits by key: {"KEY": {"default_tpot": 0.1, "strictest_tpot": 0.02}}.'),
+        typer.Option(
+            help='JSON with limits by key: {"KEY": {"default_tpot": 0.1, "strictest_tpot": 0.02, "lowest_priority": 0}}'
+        ),
     ] = None,
     no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Serve other machines without a key.")] = False,
     allowed_origin: Annotated[
         list[str], typer.Option(help="Origin of web pages that may call the server (CORS); repeatable.")
     ] = [],  # noqa: B006
+    allowed_hosts: Annotated[
+        list[str],
+        typer.Option(help="Name by which clients without a key may call, beside localhost and addresses; repeatable."),
+    ] = [],  # noqa: B006
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes", help="Share K/V and texts between keys; clients can then find out others' texts."
+        ),
+    ] = False,
+    special_tokens: Annotated[
+        str, typer.Option(help="Of texts in chats: allow as control tokens, refuse, or escape as plain text.")
+    ] = "allow",
     chat_template: Annotated[Path | None, typer.Option(help="File with a chat template (Jinja).")] = None,
     response_template: Annotated[
         Path | None,
@@ -79,6 +94,9 @@ def serve(
     default_slo_tpot: Annotated[float | None, typer.Option(help="SLO of requests without one, in seconds.")] = None,
     strictest_slo_tpot: Annotated[
         float | None, typer.Option(help="Stricter SLOs are refused, in seconds per token.")
+    ] = None,
+    lowest_priority: Annotated[
+        int | None, typer.Option(max=0, help="Lower numbers, which are served earlier, are refused. Default: none.")
     ] = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Serve with so many replicas on Ray; RAY_ADDRESS names a cluster.")
@@ -105,7 +123,9 @@ def serve(
 
         if images and replicas is not None:
             raise InvalidInputError("--images cannot be combined with --replicas, which take no images")
-        limits = SLOLimits(default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot)
+        limits = SLOLimits(
+            default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot, lowest_priority=lowest_priority
+        )
         options = ServeOptions(
             ModelOptions(
                 target, assistant, drafter, size, dtype, device, allow_pickle, share_texts, images, allow_missing
@@ -113,6 +133,7 @@ def serve(
             host, port, served_model_name, tuple(api_key), api_key_file, no_api_key, tuple(allowed_origin),
             chat_template, response_template, root_path, metrics_prefix, limits,
             RequestLimits.of_option("--request-limits", request_limits), settings_of(config),
+            tuple(allowed_hosts), share_prefixes, special_tokens,
         )  # fmt: skip
         say = partial(console.print, markup=False, highlight=False)
         if replicas is None:

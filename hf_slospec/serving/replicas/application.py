@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.serve import SWITCH_S
 from hf_slospec.serving.replicas.front import ReplicatedEngine
+from hf_slospec.serving.replicas.loopback import keep_replica_on_loopback
 from hf_slospec.serving.replicas.options import ReplicaOptions
 from hf_slospec.serving.replicas.replica import ModelReplica
 from hf_slospec.serving.replicas.running import running_replicas
@@ -30,6 +31,7 @@ class Front:
     def __init__(self, models: DeploymentHandle, settings: ServerSettings):
         """Take a handle of the replicas; the application is made once one of them runs."""
         sys.setswitchinterval(SWITCH_S)
+        keep_replica_on_loopback()
         self.models, self.settings = models, settings
 
     async def __serve_build_asgi_app__(self) -> Any:

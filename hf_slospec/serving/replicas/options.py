@@ -10,20 +10,19 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InputModel, InvalidInputError
-from hf_slospec.server.app import PREFIX_PATTERN, ServerSettings
-from hf_slospec.server.limits import RequestLimits
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.server.access import OPTIONS, AccessOptions
+from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.orders import SLOLimits
 from hf_slospec.serving.devices import AUTO
 from hf_slospec.serving.loading import ModelOptions
-from hf_slospec.serving.telemetry import PREFIX
 from hf_slospec.tiny.load import DTYPES
 from hf_slospec.tiny.shapes import SIZES
 
 MODEL_OPTIONS = [field.name for field in fields(ModelOptions) if field.name != "images"]  # replicas take no images
 
 
-class ReplicaOptions(InputModel):
+class ReplicaOptions(AccessOptions):
     """Options of :func:`~hf_slospec.serving.replicas.app`; those of the models are those of ``hf_slospec serve``."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -31,7 +30,7 @@ class ReplicaOptions(InputModel):
     target: str | None = Field(None, description="A model from the Hub or a folder. None: the embedded target.")
     assistant: str | None = Field(None, description="Its draft model; without one, and without drafter: prompt lookup.")
     drafter: str | None = Field(None, description="What drafts, in place of a draft model; see load_drafter.")
-    share_texts: bool = Field(False, description="Suffix trees hold other requests' outputs of the same cache_salt.")
+    share_texts: bool = Field(False, description="Suffix trees hold outputs of other requests of the same key.")
     size: str = Field("tiny", description="Of the embedded target: tiny, 0.1B, ...")
     dtype: str = "fast"
     device: str = Field(AUTO, description="auto: CUDA where the replica has a GPU, see gpus, else the CPU.")
@@ -44,11 +43,6 @@ class ReplicaOptions(InputModel):
     config: SLOSpecConfig = SLOSpecConfig()
 
     model_name: str | None = Field(None, description="Name that clients ask for. Default: target.")
-    api_keys: dict[str, SLOLimits] = Field(default_factory=dict, description="SLO limits by API key.")
-    limits: SLOLimits = SLOLimits()
-    bounds: RequestLimits = RequestLimits()
-    allowed_origins: tuple[str, ...] = ()
-    metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
 
     replicas: int = Field(1, ge=1, description="Replicas at the start, and without autoscaling always.")
     max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
@@ -132,14 +126,8 @@ class ReplicaOptions(InputModel):
     @property
     def settings(self) -> ServerSettings:
         """Return the settings of the HTTP application."""
-        return ServerSettings(
-            model_name=self.name,
-            api_keys=self.api_keys,
-            limits=self.limits,
-            bounds=self.bounds,
-            allowed_origins=self.allowed_origins,
-            metrics_prefix=self.metrics_prefix,
-        )
+        own = {name: getattr(self, name) for name in OPTIONS}
+        return ServerSettings(model_name=self.name, api_keys=self.api_keys, **own)
 
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:

@@ -19,6 +19,7 @@ from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SL
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.serve import SWITCH_S
 from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.replicas.loopback import keep_replica_on_loopback
 from hf_slospec.serving.replicas.messages import (
     LOAD,
     Answer,
@@ -43,6 +44,7 @@ class ModelReplica:
     def __init__(self, options: ReplicaOptions):
         """Load the models, measure them, and start the batcher."""
         sys.setswitchinterval(SWITCH_S)
+        keep_replica_on_loopback()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.options = options

@@ -22,6 +22,7 @@ from hf_slospec.models.heads.loading import LOADING_ERRORS
 from hf_slospec.models.hub import hub_options
 from hf_slospec.server.serve import ServeOptions, requests_to_try
 from hf_slospec.serving.replicas.application import app
+from hf_slospec.serving.replicas.loopback import on_loopback
 from hf_slospec.serving.replicas.options import MODEL_OPTIONS, ReplicaOptions
 
 APP = "hf_slospec"
@@ -43,10 +44,7 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
         config=options.config,
         model_name=options.model_name,
         api_keys=options.keys(),
-        limits=options.limits,
-        bounds=options.bounds,
-        allowed_origins=options.allowed_origins,
-        metrics_prefix=options.metrics_prefix,
+        **options.access,
         replicas=replicas,
         cpus=(cores / replicas if replicas > cores else cores // replicas) if is_local else 1.0,
         threads=max(cores // replicas, 1) if is_local else None,
@@ -122,17 +120,20 @@ def _join_or_start(options: ReplicaOptions) -> str | None:
     # Serve's controller ends a proxy that is not ready after 5 s, as on a busy machine, and does not try again.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     if "RAY_ADDRESS" in os.environ:
-        ray.init(log_to_driver=False)
+        with on_loopback():  # the address may be that of such a Ray
+            ray.init(log_to_driver=False)
         return None
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need short paths
-    ray.init(
-        address="local",
-        num_cpus=math.ceil(options.replicas * options.cpus) + FRONT_CPUS,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        _temp_dir=folder,
-    )
+    with on_loopback() as address:
+        ray.init(
+            address="local",
+            num_cpus=math.ceil(options.replicas * options.cpus) + FRONT_CPUS,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address=address,
+            _temp_dir=folder,
+        )
     return folder
 
 

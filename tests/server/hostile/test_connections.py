@@ -50,18 +50,18 @@ def test_leaving_while_uploading_is_no_fault(served: Served, caplog: pytest.LogC
     before = metrics_of(served.client)["clients_left_total"]
     with caplog.at_level(logging.WARNING):
         connection = connected(served.url)
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+        )
         connection.close()
         wait_until(lambda: metrics_of(served.client)["clients_left_total"] == before + 1)
     assert not caplog.records
 
 
 def test_a_body_with_two_lengths_is_refused(served: Served) -> None:
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     with connected(served.url) as connection:
-        connection.sendall(head + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(head + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = b""
         while part := connection.recv(4096):
             answer += part
@@ -95,7 +95,7 @@ def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
     try:
         wait_until(lambda: is_listening(port))
         with connected(url) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while b"begun" not in answer:
                 answer += connection.recv(1024)

@@ -261,7 +261,7 @@ def test_answers_are_those_of_the_local_server(
         found = []
         for own in (local, engine):
             app = make_app(own, ServerSettings(model_name="tiny"))
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
                 response = await client.post(path, json=body)
             found.append((response.status_code, _plain(response.text)))
         return found
@@ -300,7 +300,7 @@ def _without_floats(answer: Any) -> Any:
 def test_metrics_of_all_replicas_are_in_one_place(engine: ReplicatedEngine, handle: FakeHandle) -> None:
     async def metrics() -> str:
         app = make_app(engine, ServerSettings(model_name="tiny"))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return (await client.get("/metrics")).text
 
     text = asyncio.run(metrics())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -131,6 +132,16 @@ def test_answers_are_those_of_generate_and_a_burst_uses_all_replicas(url: str, p
         line.split('replica="')[1].split('"')[0] for line in text.splitlines() if "num_requests_running{" in line
     }
     assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
+
+
+def test_other_machines_reach_none_of_rays_ports(url: str) -> None:
+    addresses = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = process.net_connections(kind="inet")
+            addresses += [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]
+    assert len(addresses) > 2 * OPTIONS.replicas, "each replica has two, and the node has some"
+    assert all(address.removeprefix("::ffff:").startswith("127.") for address in addresses), addresses
 
 
 def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url: str, pair: Any) -> None:
