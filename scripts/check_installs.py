@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -81,7 +80,8 @@ class Environment:
             (self.packages / "base.pth").write_text(f"{base.packages}\n")
         self.settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.settings |= {"HF_HUB_OFFLINE": "1", "HF_ASSETS_CACHE": str(folder.parent / "profiles"), "COLUMNS": "300"}
-        self.settings["OMP_NUM_THREADS"] = "1"  # two environments are checked at once
+        # Two are checked at once, beside the tests; a Ray node has 30 s to start unless told otherwise.
+        self.settings |= {"OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "300"}
         pip = [self.python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
         subprocess.run([*pip, "-c", ROOT / "constraints.txt", requirement], check=True, env=self.settings)
 
@@ -104,7 +104,7 @@ class Environment:
 
     @contextlib.contextmanager
     def serving(self, line: str, path: str) -> Iterator[str]:
-        """Run a command that serves until ``path`` answers, yield its address, and interrupt the command."""
+        """Run a command that serves until ``path`` answers, yield its address, and end the command."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -120,8 +120,8 @@ class Environment:
                     assert server.poll() is None and time.monotonic() < ends, f"{line} does not answer"
                     time.sleep(0.2)
                 yield address
-                server.send_signal(signal.SIGINT)
-                server.wait(60)
+                server.terminate()  # an interrupt is ignored by processes that a shell started in the background
+                server.wait(START_S)
             except BaseException:
                 output.seek(0)
                 print(f"{self.folder.name}: {line}:\n{output.read()}")
