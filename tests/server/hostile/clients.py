@@ -44,7 +44,10 @@ def sent(
 ) -> socket.socket:
     """Send a request, and return the connection, on which the answer may be waited for, or not."""
     content, own = json.dumps(body).encode(), connected(url, receive_bytes)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     own.sendall(head.encode() + content)
     return own
 
