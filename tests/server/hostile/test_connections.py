@@ -51,7 +51,8 @@ def test_leaving_while_uploading_is_no_fault(served: Served, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         connection = connected(served.url)
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 50\r\n\r\n{"
         )
         connection.close()
         wait_until(lambda: metrics_of(served.client)["clients_left_total"] == before + 1)
@@ -59,7 +60,10 @@ def test_leaving_while_uploading_is_no_fault(served: Served, caplog: pytest.LogC
 
 
 def test_a_body_with_two_lengths_is_refused(served: Served) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    )
     with connected(served.url) as connection:
         connection.sendall(head + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = b""
