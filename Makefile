@@ -10,7 +10,7 @@ COMPILE = $(VENV)/bin/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib hf_
 NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
 
 # Folders whose tests load no model.
-FAST_TESTS = tests/algo tests/engine tests/policies tests/sim tests/repository/test_layers.py \
+FAST_TESTS = tests/algo tests/engine tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
 .PHONY: run check quick-tests test pytest hostile lint docs resolution installs bench notebooks clean
@@ -36,7 +36,7 @@ pytest: $(VENV)/installed-dev
 
 # Ten minutes of hostile clients; `make pytest` has a short form.
 hostile: $(VENV)/installed-dev
-	HOSTILE_MINUTES=10 $(VENV)/bin/python -m pytest tests/server/hostile
+	HOSTILE_MINUTES=10 $(VENV)/bin/python -m pytest tests/serving/openai/hostile
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

@@ -22,8 +22,8 @@ import torch
 
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.cpu.prepacked import PrepackedLayers
-from hf_slospec.models.cpu.threads import release_openmp_threads
+from hf_slospec.models.device.threads import release_openmp_threads
+from hf_slospec.models.linear.prepacked import PrepackedLayers
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES
 

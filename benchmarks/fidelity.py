@@ -29,10 +29,10 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.cli.profiling import profile
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.sim.hardware import Hardware, HardwareFile
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.texts import Library, RecordedText
-from hf_slospec.sim.workload import Job
+from hf_slospec.lab.hardware import Hardware, HardwareFile
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.texts import Library, RecordedText
+from hf_slospec.lab.workload import Job
 
 
 class RecordedGenerator:

@@ -23,7 +23,7 @@ import httpx
 import psutil
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.server.limits import RequestLimits
+from hf_slospec.serving.openai.limits import RequestLimits
 
 NUM, LEAVE_S, REST_S = 6, 2.0, 30.0
 ANSWER_S, GROWTH = 2.0, 1.10  # goals

@@ -74,9 +74,9 @@ import sys, threading, asyncio, json, socket, uvicorn
 sys.path.insert(0, sys.argv[1])
 from benchmarks.http_overhead import direct
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
-from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.engine import LocalEngine
-from hf_slospec.server.serve import SWITCH_S
+from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.serving.openai.serve import SWITCH_S
 import torch
 torch.set_num_threads(1)
 sys.setswitchinterval(SWITCH_S)

@@ -17,14 +17,14 @@ import numpy as np
 import typer
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.sim.comparison import Load
-from hf_slospec.sim.hardware import HARDWARE
-from hf_slospec.sim.intervals import interval_of
-from hf_slospec.sim.outcomes import Run
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
-from hf_slospec.sim.texts import TextModel
-from hf_slospec.sim.workload import Job, poisson
+from hf_slospec.lab.comparison import Load
+from hf_slospec.lab.hardware import HARDWARE
+from hf_slospec.lab.intervals import interval_of
+from hf_slospec.lab.outcomes import Run
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import config_of
+from hf_slospec.lab.texts import TextModel
+from hf_slospec.lab.workload import Job, poisson
 
 SYSTEMS = {
     "auto": 'auto {"admission": "fcfs", "max_batch": 256, "prefill_chunk": 2048}',

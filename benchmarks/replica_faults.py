@@ -24,8 +24,8 @@ import torch
 
 from hf_slospec import SLOSpecConfig, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.serving.replicas import ReplicaOptions
-from hf_slospec.serving.replicas.start import served
+from hf_slospec.replicas import ReplicaOptions
+from hf_slospec.replicas.start import served
 
 PORT = 8517
 TIMEOUT_S = 600.0

@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.sim.comparison import COLOURS, MARKERS, Load
-from hf_slospec.sim.hardware import HARDWARE
-from hf_slospec.sim.intervals import interval_of
-from hf_slospec.sim.routers import OURS, ROUTERS
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
-from hf_slospec.sim.texts import TextModel
-from hf_slospec.sim.workload import Job, Kind, arrivals, jobs_of, mix_of
+from hf_slospec.lab.comparison import COLOURS, MARKERS, Load
+from hf_slospec.lab.hardware import HARDWARE
+from hf_slospec.lab.intervals import interval_of
+from hf_slospec.lab.routers import OURS, ROUTERS
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import config_of
+from hf_slospec.lab.texts import TextModel
+from hf_slospec.lab.workload import Job, Kind, arrivals, jobs_of, mix_of
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
 SYSTEM, BASELINE = "auto", "shortest-queue"

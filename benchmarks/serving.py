@@ -36,7 +36,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.sim.intervals import draw, scaled, wilson
+from hf_slospec.lab.intervals import draw, scaled, wilson
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES
 

@@ -31,7 +31,7 @@ RATE = 500  # samples per second
 NEW_TOKENS = 48
 # Patterns of stack frames, "function (file:line)", by part of a step.
 FORWARD = [
-    ("linear layers", r"torch/nn/modules/linear\.py|hf_slospec/models/cpu/(prepacked|packed_layers|kernels)\.py"),
+    ("linear layers", r"torch/nn/modules/linear\.py|hf_slospec/models/linear/(prepacked|packed_layers|kernels)\.py"),
     ("attention", "hf_slospec/models/attention/"),
     ("norms", r"Norm\.forward \("),
     ("rotary embedding", r"rotary|rotate_half"),

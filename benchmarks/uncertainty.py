@@ -21,13 +21,13 @@ import typer
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.sim.comparison import Load
-from hf_slospec.sim.hardware import HARDWARE, Hardware
-from hf_slospec.sim.models import SlowedClock, VirtualClock
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of
-from hf_slospec.sim.texts import TextModel
-from hf_slospec.sim.workload import Job, poisson
+from hf_slospec.lab.comparison import Load
+from hf_slospec.lab.hardware import HARDWARE, Hardware
+from hf_slospec.lab.models import SlowedClock, VirtualClock
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import config_of
+from hf_slospec.lab.texts import TextModel
+from hf_slospec.lab.workload import Job, poisson
 
 OURS, LENGTHS = "auto", (1, 2, 3, 5, 8)
 LIMITS = {"max_batch": 256, "admission": "fcfs", "prefill_chunk": 2048, "max_width": 1}

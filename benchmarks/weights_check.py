@@ -20,8 +20,8 @@ import torch
 
 import hf_slospec
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.cuda.device_calls import synchronize
-from hf_slospec.models.weights_version import digest
+from hf_slospec.models.device.device_calls import synchronize
+from hf_slospec.models.inspection.weights_version import digest
 from hf_slospec.tiny.load import load_pair
 
 TOKENS = 64

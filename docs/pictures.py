@@ -25,13 +25,13 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.select import best_ratio_nodes
 from hf_slospec.algo.tree import ROOT, Forest
 from hf_slospec.algo.urgency import urgency
+from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention.dense import masked_attention
-from hf_slospec.models.drafters.assistant import AssistantDrafter
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 HERE = Path(__file__).parent
 PROFILE = HERE.parent / "benchmarks" / "results" / "profile-cpu-2core-0.6B-bf16.json"

@@ -3,11 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_slospec.models.cpu.memory import limit_kernels
+from hf_slospec.models.device.host_memory import limit_kernels
 
 if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.algo.tree import TokenTree as TokenTree
     from hf_slospec.config import SLOSpecConfig as SLOSpecConfig
+    from hf_slospec.drafters.methods import DraftMethod as DraftMethod
     from hf_slospec.engine.chrome_trace import write_chrome_trace as write_chrome_trace
     from hf_slospec.engine.costs import StepCosts as StepCosts
     from hf_slospec.engine.events import PhaseTimes as PhaseTimes
@@ -41,9 +42,8 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.generate.enable import enable as enable
     from hf_slospec.generate.load_drafter import load_drafter as load_drafter
     from hf_slospec.generate.slo import SLOStage as SLOStage
-    from hf_slospec.models.drafters.methods import DraftMethod as DraftMethod
-    from hf_slospec.models.memory import MemoryUse as MemoryUse
-    from hf_slospec.models.weights_version import weights_changed as weights_changed
+    from hf_slospec.models.device.memory import MemoryUse as MemoryUse
+    from hf_slospec.models.inspection.weights_version import weights_changed as weights_changed
     from hf_slospec.serving.generator import SLOSpecGenerator as SLOSpecGenerator
     from hf_slospec.serving.handle import RequestHandle as RequestHandle
     from hf_slospec.serving.handle import RequestResult as RequestResult
@@ -72,9 +72,9 @@ _NAMES = {
     "generate.enable": "disable enable",
     "generate.load_drafter": "load_drafter",
     "generate.slo": "SLOStage",
-    "models.drafters.methods": "DraftMethod",
-    "models.memory": "MemoryUse",
-    "models.weights_version": "weights_changed",
+    "drafters.methods": "DraftMethod",
+    "models.device.memory": "MemoryUse",
+    "models.inspection.weights_version": "weights_changed",
     "serving.generator": "SLOSpecGenerator",
     "serving.handle": "RequestHandle RequestResult",
     "serving.telemetry": "Percentiles Stats",

@@ -26,9 +26,9 @@ from train_tiny_pair import Trainer, encode_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
 from hf_slospec import load_tiny_pair
-from hf_slospec.models.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
-from hf_slospec.models.heads.head import DraftHead, own_modules
-from hf_slospec.models.heads.mtp import MtpHead
+from hf_slospec.drafters.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
+from hf_slospec.drafters.heads.head import DraftHead, own_modules
+from hf_slospec.drafters.heads.mtp import MtpHead
 
 PROMPT_LEN, ROWS_PER_CALL = 48, 512
 EVAL_ROWS, EVAL_LEVELS = 64, 6

@@ -30,7 +30,7 @@ def _settings() -> Iterator[None]:
     from transformers.utils import logging
 
     from hf_slospec.generate.speculator import MEASURE_S
-    from hf_slospec.models.cpu import kernel_choice
+    from hf_slospec.models.linear import cpu_kernel_choice as kernel_choice
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

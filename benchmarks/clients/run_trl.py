@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_slospec
-from hf_slospec.models.cpu.packed_weight import PackedWeight
+from hf_slospec.models.linear.packed_weight import PackedWeight
 
 WAYS = {  # dtype of the weights, and settings of the trainer
     "fp32, adamw_torch_fused": (torch.float32, {"optim": "adamw_torch_fused", "bf16": False}),

@@ -26,14 +26,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.sim.hardware import HARDWARE, Hardware, lines
-from hf_slospec.sim.intervals import draw, interval_of, scaled, wilson
-from hf_slospec.sim.outcomes import METRICS
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of, is_oracle
-from hf_slospec.sim.texts import Library, TextModel
-from hf_slospec.sim.traces import read_trace
-from hf_slospec.sim.workload import Job, early_ends, gamma, jobs_of, mix_of
+from hf_slospec.lab.hardware import HARDWARE, Hardware, lines
+from hf_slospec.lab.intervals import draw, interval_of, scaled, wilson
+from hf_slospec.lab.outcomes import METRICS
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import config_of, is_oracle
+from hf_slospec.lab.texts import Library, TextModel
+from hf_slospec.lab.traces import read_trace
+from hf_slospec.lab.workload import Job, early_ends, gamma, jobs_of, mix_of
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 BASE_TPOT_S = 0.030  # of the 70B model, almost without load
@@ -45,7 +45,7 @@ OURS = ("auto", 'auto {"admission": "fcfs", "prefill": "first", "prefill_chunk":
 # Knows acceptance. With a smaller batch more requests wait, which the metric does not count; BEST is the best of all.
 ORACLES = ("oracle", 'oracle {"max_batch": 24}', 'oracle {"max_batch": 16}',
            'oracle {"admission": "fcfs", "prefill": "chunked", "prefill_chunk": 256}')  # fmt: skip
-BEST, BOUND = "oracle, best", "bound"  # the latter of any schedule, see hf_slospec.sim.bounds
+BEST, BOUND = "oracle, best", "bound"  # the latter of any schedule, see hf_slospec.lab.bounds
 FIGURES = ("attainment", "goodput", "throughput", "tokens_per_request_and_step", "tpot_ms", "ttft_s", "ttft_p99_s",
            "nodes_per_step", "depth")  # fmt: skip
 PLOTTED = {"auto": "auto", "adaserve": "AdaServe", "oracle": "oracle", BEST: BEST, BOUND: BOUND}
@@ -54,7 +54,7 @@ FIXED = ("vllm", "vllm-spec4", "vllm-spec6", "vllm-spec8")  # of which the best 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters that the paper does not publish, except the step times of the model (hf_slospec.sim.hardware)."""
+    """Parameters that the paper does not publish, except the step times of the model (hf_slospec.lab.hardware)."""
 
     acceptance: float = 0.84  # of a drafted token; figure 12 fits 0.83-0.84
     spread: float = 12.0  # of the acceptance of requests

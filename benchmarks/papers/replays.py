@@ -11,12 +11,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_slospec.sim.bounds import Bounds
-from hf_slospec.sim.hardware import Hardware
-from hf_slospec.sim.intervals import Interval, share_closed
-from hf_slospec.sim.systems import config_of
-from hf_slospec.sim.texts import Library
-from hf_slospec.sim.workload import Job
+from hf_slospec.lab.bounds import Bounds
+from hf_slospec.lab.hardware import Hardware
+from hf_slospec.lab.intervals import Interval, share_closed
+from hf_slospec.lab.systems import config_of
+from hf_slospec.lab.texts import Library
+from hf_slospec.lab.workload import Job
 
 Key = tuple[Any, ...]  # of strings and numbers
 Figures = dict[str, Any]

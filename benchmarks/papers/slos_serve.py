@@ -26,20 +26,20 @@ from rich.table import Table
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.sim.comparison import Load
-from hf_slospec.sim.hardware import HARDWARE, lines
-from hf_slospec.sim.intervals import interval_of
-from hf_slospec.sim.outcomes import METRICS
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of, is_oracle
-from hf_slospec.sim.texts import TextModel
-from hf_slospec.sim.workload import Job, arrivals, jobs_of, mix_of
+from hf_slospec.lab.comparison import Load
+from hf_slospec.lab.hardware import HARDWARE, lines
+from hf_slospec.lab.intervals import interval_of
+from hf_slospec.lab.outcomes import METRICS
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import config_of, is_oracle
+from hf_slospec.lab.texts import TextModel
+from hf_slospec.lab.workload import Job, arrivals, jobs_of, mix_of
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
 ATTAINED = 0.9
 PRECISION = 1.08  # ratio of the two rates that are interpolated
 OURS, THEIRS = "auto", "slos-serve"
-BOUND = "bound"  # no schedule attains more at any rate, see hf_slospec.sim.bounds
+BOUND = "bound"  # no schedule attains more at any rate, see hf_slospec.lab.bounds
 BEST = "oracle, best"  # the oracle with the higher capacity, by seed
 SYSTEMS = {
     "vLLM": "vllm",

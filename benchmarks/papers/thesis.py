@@ -24,15 +24,15 @@ from rich.table import Table
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.policies.papers.static_tree import StaticTreePolicy
-from hf_slospec.sim.bounds import Bounds
-from hf_slospec.sim.comparison import Load
-from hf_slospec.sim.hardware import Hardware, lines
-from hf_slospec.sim.intervals import interval_of
-from hf_slospec.sim.outcomes import Run
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.texts import TextModel
-from hf_slospec.sim.workload import Job
+from hf_slospec.lab.bounds import Bounds
+from hf_slospec.lab.comparison import Load
+from hf_slospec.lab.hardware import Hardware, lines
+from hf_slospec.lab.intervals import interval_of
+from hf_slospec.lab.outcomes import Run
+from hf_slospec.lab.policies.static_tree import StaticTreePolicy
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.texts import TextModel
+from hf_slospec.lab.workload import Job
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers-thesis.json"
 PUBLISHED = {"dynamic": (36, 51, 116, 209, 376, 709), "static": (32, 91, 147, 221, 273, 319)}  # tokens per second

@@ -24,13 +24,13 @@ from replays import Figures, bounds_of, resumed, shares_closed
 
 from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.sim.comparison import Load
-from hf_slospec.sim.hardware import MAX_TOKENS, Hardware, curve, lines
-from hf_slospec.sim.intervals import interval_of
-from hf_slospec.sim.simulation import Simulation
-from hf_slospec.sim.systems import config_of, is_oracle
-from hf_slospec.sim.texts import TextModel
-from hf_slospec.sim.workload import Job, poisson
+from hf_slospec.lab.comparison import Load
+from hf_slospec.lab.hardware import MAX_TOKENS, Hardware, curve, lines
+from hf_slospec.lab.intervals import interval_of
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import config_of, is_oracle
+from hf_slospec.lab.texts import TextModel
+from hf_slospec.lab.workload import Job, poisson
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "papers" / "turbospec.txt"
 SPAN_S = 120.0  # of arrivals; unpublished, inferred from the growth of latencies with the load

@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 import hf_slospec
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.models.cuda.device_calls import synchronize
-from hf_slospec.models.drafters.methods import AssistantMethod, DraftMethod
-from hf_slospec.models.machine import cpu_info, native_dtypes
+from hf_slospec.drafters.methods import AssistantMethod, DraftMethod
+from hf_slospec.lab.texts import RecordedText
+from hf_slospec.models.device.device_calls import synchronize
+from hf_slospec.models.device.machine import cpu_info, native_dtypes
 from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.sim.texts import RecordedText
 
 OURS = "hf_slospec"
 PREPACK_OFF = "hf_slospec, prepack off"  # CPU only

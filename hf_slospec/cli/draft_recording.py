@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from hf_slospec.sim.texts import RecordedText
+from hf_slospec.lab.texts import RecordedText
 
 NUM_CHILDREN = 8
 

@@ -11,10 +11,10 @@ import torch
 from hf_slospec.cli import benchmark
 from hf_slospec.cli.budget import Show, TimeBudget
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.generate.divergence import DivergenceReport, divergence_report, first_difference
-from hf_slospec.models.compatibility.running import trained_len
-from hf_slospec.models.drafters.methods import DraftMethod
+from hf_slospec.models.packed.running import trained_len
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.tiny.load import Pair
 

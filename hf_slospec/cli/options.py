@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.drafters.named import NAMES
 from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
 from hf_slospec.extras import need
-from hf_slospec.models.drafters.named import NAMES
 from hf_slospec.tiny.shapes import SHAPES
 
 TargetModel = Annotated[

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.drafters.methods import LookupMethod, assistant_method
+from hf_slospec.drafters.prompt_lookup import MAX_NGRAM
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, UnsupportedModelError, UnsupportedOptionError
@@ -28,9 +30,7 @@ from hf_slospec.generate.validation import (
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.cpu.packed_layers import restore_weights
-from hf_slospec.models.drafters.methods import LookupMethod, assistant_method
-from hf_slospec.models.drafters.prompt_lookup import MAX_NGRAM
+from hf_slospec.models.linear.packed_layers import restore_weights
 
 
 @dataclass

@@ -21,7 +21,7 @@ from hf_slospec.generate.load_drafter import Drafting
 from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_causal_lm, check_flag, configured
-from hf_slospec.models.cpu.packed_layers import restore_weights
+from hf_slospec.models.linear.packed_layers import restore_weights
 
 
 def enable(

@@ -9,12 +9,11 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_slospec.engine.protocols import Drafter
-from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
-from hf_slospec.generate.validation import check_causal_lm, check_one_way, check_tokenizer
-from hf_slospec.models.checkpoints import load_model
-from hf_slospec.models.compatibility.running import input_device, vocab_size
-from hf_slospec.models.drafters.methods import (
+from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.drafters.heads.head import DraftHead
+from hf_slospec.drafters.heads.loading import LOADING_ERRORS, Checkpoint, layout_of, open_checkpoint
+from hf_slospec.drafters.heads.unsupported import check_is_causal_lm
+from hf_slospec.drafters.methods import (
     AssistantMethod,
     DraftMethod,
     HeadMethod,
@@ -24,13 +23,14 @@ from hf_slospec.models.drafters.methods import (
     assistant_method,
     model_before_last,
 )
-from hf_slospec.models.drafters.named import NAMED, NAMES
-from hf_slospec.models.drafters.translation import TokenTranslation
-from hf_slospec.models.heads.dflash import DFlashHead
-from hf_slospec.models.heads.head import DraftHead
-from hf_slospec.models.heads.loading import LOADING_ERRORS, Checkpoint, layout_of, open_checkpoint
-from hf_slospec.models.heads.unsupported import check_is_causal_lm
-from hf_slospec.models.hub import hub_options, loading_hint
+from hf_slospec.drafters.named import NAMED, NAMES
+from hf_slospec.drafters.translation import TokenTranslation
+from hf_slospec.engine.protocols import Drafter
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
+from hf_slospec.generate.validation import check_causal_lm, check_one_way, check_tokenizer
+from hf_slospec.models.inspection.checkpoints import load_model
+from hf_slospec.models.inspection.hub import hub_options, loading_hint
+from hf_slospec.models.packed.running import input_device, vocab_size
 
 logger = logging.getLogger(__name__)
 

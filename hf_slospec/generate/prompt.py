@@ -11,10 +11,10 @@ from transformers.generation import GenerationConfig
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
-from hf_slospec.models.ranks import whole
+from hf_slospec.models.inspection.ranks import whole
+from hf_slospec.models.packed.prefilled_prompts import cached_layers, cached_tensors
 from hf_slospec.models.recurrent.stock_cache import read_states, write_states
-from hf_slospec.models.whole_prompts import cached_layers, cached_tensors
+from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.generate.prepare import Call
+from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
 from hf_slospec.models.sampling import TokenLogprobs
-from hf_slospec.models.whole_prompts import sees_later_tokens
 
 
 class PromptLogprobs:

@@ -20,8 +20,8 @@ from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.stop_strings import StopStrings
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
 from hf_slospec.models.sampling import Record, StockSampler
+from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 
 class Stops:

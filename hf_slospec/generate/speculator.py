@@ -11,6 +11,7 @@ from weakref import WeakSet
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
@@ -18,11 +19,10 @@ from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.compatibility.features import check_features
-from hf_slospec.models.compatibility.running import vocab_size
-from hf_slospec.models.drafters.methods import DraftMethod, Room
-from hf_slospec.models.memory import MemoryUse
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.device.memory import MemoryUse
+from hf_slospec.models.packed.features_trial import check_features
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.running import vocab_size
 from hf_slospec.models.target import FeatureReader, PackedTarget, Sampler
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory

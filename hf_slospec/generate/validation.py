@@ -28,7 +28,7 @@ from hf_slospec.errors import (
 from hf_slospec.generate.rows import Rows
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.length_rope import varying_ropes
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.packed.model import PackedModel
 
 # Keyword arguments from stock that are handled here, or that do not affect the text.
 PREPARED = {

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.models.compatibility.running import vocab_size
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.running import vocab_size
+from hf_slospec.models.packed.prefilled_prompts import Prefilled, cached_tensors, own_cache, sees_later_tokens
 from hf_slospec.models.recurrent.stock_cache import StateLayer, read_states
-from hf_slospec.models.whole_prompts import Prefilled, cached_tensors, own_cache, sees_later_tokens
 
 
 def names_beside_text(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:

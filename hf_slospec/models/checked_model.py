@@ -9,15 +9,15 @@ from typing import Any
 from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.models.compatibility.hooks import changing_hooks
-from hf_slospec.models.compatibility.running import autocast_dtype, check_embeds_tokens, evaluating, input_device
-from hf_slospec.models.compatibility.trial import check_by_trial, counts_padding
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
-from hf_slospec.models.cpu.threads import release_openmp_threads, warn_if_oversubscribed
-from hf_slospec.models.machine import log_idle_gpu
-from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.ranks import Ranks
+from hf_slospec.models.device.machine import log_idle_gpu
+from hf_slospec.models.device.threads import release_openmp_threads, warn_if_oversubscribed
+from hf_slospec.models.inspection.hooks import changing_hooks
+from hf_slospec.models.inspection.ranks import Ranks
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.running import autocast_dtype, check_embeds_tokens, evaluating, input_device
+from hf_slospec.models.packed.trial import check_by_trial, counts_padding
 
 
 class CheckedModel:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from hf_slospec.algo.acceptance import SHARPNESS
 from hf_slospec.engine.request import Request
-from hf_slospec.models.memory import is_out_of_memory
+from hf_slospec.models.device.memory import is_out_of_memory
 from hf_slospec.models.sampling import Processor, StockSampler, processed
 
 logger = logging.getLogger(__name__)

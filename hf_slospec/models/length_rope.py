@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.cuda.transfer import to_device
-from hf_slospec.models.replaced import Place, ReplacedAttributes
+from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.inspection.replaced_attributes import Place, ReplacedAttributes
 
 KINDS = ("longrope", "dynamic")
 

@@ -13,8 +13,8 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.models.cuda.transfer import to_device
-from hf_slospec.models.memory import is_out_of_memory
+from hf_slospec.models.device.memory import is_out_of_memory
+from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.noise import GeneratorNoise
 
 # input_ids [1, length] int64 (None if it is never read), scores [num_nodes, vocab] f32 -> scores, same shape

@@ -14,13 +14,13 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.models.compatibility.trial import relative_error, tolerance
-from hf_slospec.models.cuda.transfer import to_device
-from hf_slospec.models.kv_cache.request_sequences import MIN_SHARED, RequestSequences
-from hf_slospec.models.memory import as_memory_error
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.device.memory import as_memory_error
+from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.trial import relative_error, tolerance
+from hf_slospec.models.packed.prefilled_prompts import Prefilled
 from hf_slospec.models.sampling import PendingChoices
-from hf_slospec.models.whole_prompts import Prefilled
+from hf_slospec.models.sequences.request_sequences import MIN_SHARED, RequestSequences
 
 # Times the trial's tolerance: one token of a mixture of experts may be routed elsewhere, where the trial takes medians.
 WHOLE_TOLERANCE = 4.0

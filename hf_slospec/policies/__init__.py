@@ -8,19 +8,19 @@ from collections.abc import Callable
 from hf_slospec.engine.checked_policy import CheckedPolicy
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Policy
+from hf_slospec.lab.policies.adaspec import AdaSpecPolicy
+from hf_slospec.lab.policies.sequoia import SequoiaPolicy
+from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
+from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
+from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
+from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
+from hf_slospec.lab.policies.static_tree import StaticTreePolicy
+from hf_slospec.lab.policies.thesis import ThesisPolicy, ThesisSLOPolicy
+from hf_slospec.lab.policies.tree_shapes import SPECINFER
+from hf_slospec.lab.policies.turbospec import TurboSpecPolicy
+from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
 from hf_slospec.policies.fixed import FixedPolicy
-from hf_slospec.policies.papers.adaserve import AdaServePolicy
-from hf_slospec.policies.papers.adaspec import AdaSpecPolicy
-from hf_slospec.policies.papers.sequoia import SequoiaPolicy
-from hf_slospec.policies.papers.slos_serve import SLOsServePolicy
-from hf_slospec.policies.papers.smartspec import SmartSpecPolicy
-from hf_slospec.policies.papers.smartspec_confidence import ConfidencePolicy
-from hf_slospec.policies.papers.smartspec_tree import HeadsPolicy
-from hf_slospec.policies.papers.static_tree import StaticTreePolicy
-from hf_slospec.policies.papers.thesis import ThesisPolicy, ThesisSLOPolicy
-from hf_slospec.policies.papers.tree_shapes import SPECINFER
-from hf_slospec.policies.papers.turbospec import TurboSpecPolicy
 from hf_slospec.policies.settings import PolicyName, PolicySettings, Settings
 
 BASELINES: dict[PolicyName, Callable[[PolicySettings, StepCosts], Policy]] = {  # all but auto

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from hf_slospec.policies.papers.options import OPTIONS, PolicyOptions, policies_with
+from hf_slospec.lab.policies.options import OPTIONS, PolicyOptions, policies_with
 
 PolicyName = Literal[
     "auto",

@@ -9,7 +9,7 @@ import torch
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.models.machine import cpu_info
+from hf_slospec.models.device.machine import cpu_info
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.tiny.embedded import load_tiny_pair, tiny_prompts
 

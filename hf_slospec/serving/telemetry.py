@@ -15,7 +15,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import NotGuaranteedError
-from hf_slospec.models.memory import MemoryUse
+from hf_slospec.models.device.memory import MemoryUse
 
 RECENT = 1024  # finished requests that percentiles are taken over
 PREFIX = "hf_slospec:"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_slospec.drafters.heads.loading import load_head
+from hf_slospec.drafters.methods import DraftMethod, HeadMethod
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.models.drafters.methods import DraftMethod, HeadMethod
-from hf_slospec.models.heads.loading import load_head
 from hf_slospec.tiny.inflate import inflate_head
 
 FOLDER = Path(__file__).parent / "pair"

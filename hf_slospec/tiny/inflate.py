@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_slospec.drafters.heads.eagle3 import Eagle3Head
+from hf_slospec.drafters.heads.head import own_modules
+from hf_slospec.drafters.heads.mtp import MtpHead
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.models.heads.eagle3 import Eagle3Head
-from hf_slospec.models.heads.head import own_modules
-from hf_slospec.models.heads.mtp import MtpHead
 from hf_slospec.tiny.placement import Placement
 from hf_slospec.tiny.shapes import Shape
 

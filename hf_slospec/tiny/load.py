@@ -13,13 +13,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hf_slospec.drafters.heads.loading import LOADING_ERRORS
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.models.checkpoints import load_model
-from hf_slospec.models.cpu.kernels import works
-from hf_slospec.models.cpu.threads import available_cores
-from hf_slospec.models.heads.loading import LOADING_ERRORS
-from hf_slospec.models.hub import hub_options, loading_hint
-from hf_slospec.models.machine import native_dtypes
+from hf_slospec.models.device.machine import native_dtypes
+from hf_slospec.models.device.threads import available_cores
+from hf_slospec.models.inspection.checkpoints import load_model
+from hf_slospec.models.inspection.hub import hub_options, loading_hint
+from hf_slospec.models.linear.cpu_kernels import works
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, SIZES
@@ -60,7 +60,7 @@ def load_pair(
     this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
     read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
     named; with ``images`` it is loaded with its image encoder. ``allow_missing`` is that of
-    :func:`~hf_slospec.models.checkpoints.load_model`. No weight requires a gradient.
+    :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient.
 
     Raises:
         InvalidInputError: an option is invalid; the message has the names of the command line.

@@ -10,9 +10,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from hf_slospec.sim.hardware import HARDWARE
-from hf_slospec.sim.texts import Library, TextModel
-from hf_slospec.sim.workload import Job
+from hf_slospec.lab.hardware import HARDWARE
+from hf_slospec.lab.texts import Library, TextModel
+from hf_slospec.lab.workload import Job
 from tests.support.paths import ROOT
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from benchmarks import gpu as checking
 from hf_slospec.cli import benchmark, profiling
-from hf_slospec.cli import gpu_check as checking
 from hf_slospec.cli.app import app
 from hf_slospec.tiny.embedded import load_tiny_pair
 from tests.support.fuzzing import fuzzed

@@ -17,20 +17,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_slospec import (
-    Divergence,
-    DivergenceReport,
-    InvalidInputError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-    load_tiny_pair,
-    tiny_prompts,
-)
-from hf_slospec.cli import gpu_check as checking
-from hf_slospec.cli.app import app
-from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
-from hf_slospec.cli.commands import gpu_check as command
-from hf_slospec.cli.gpu_check import (
+from benchmarks import gpu as checking
+from benchmarks.gpu import (
     Plan,
     bandwidth,
     check,
@@ -43,22 +31,34 @@ from hf_slospec.cli.gpu_check import (
     speed,
     tables,
 )
-from hf_slospec.cli.gpu_check import identity as identity_phase
-from hf_slospec.cli.gpu_check.bandwidth import datasheet_bandwidth
-from hf_slospec.cli.gpu_check.budget import Budget
-from hf_slospec.cli.gpu_check.comparison import order_of
-from hf_slospec.cli.gpu_check.contestants import COMPILED, CONTINUOUS, names_at
-from hf_slospec.cli.gpu_check.continuous import ContinuousBatching
-from hf_slospec.cli.gpu_check.counts import counting
-from hf_slospec.cli.gpu_check.failures import outcome_of
-from hf_slospec.cli.gpu_check.floor import weight_bytes
-from hf_slospec.cli.gpu_check.limits import TimedOutError, at_most
-from hf_slospec.cli.gpu_check.profiling import count_events
-from hf_slospec.cli.gpu_check.resuming import is_done
-from hf_slospec.cli.gpu_check.speed import MIN_WARM_UP, Repeats, compare, measure
-from hf_slospec.cli.gpu_check.suite import gpu_tests
-from hf_slospec.models.attention import kernel_choice
-from hf_slospec.models.cuda.graphs import Graphs
+from benchmarks.gpu import identity as identity_phase
+from benchmarks.gpu.bandwidth import datasheet_bandwidth
+from benchmarks.gpu.budget import Budget
+from benchmarks.gpu.comparison import order_of
+from benchmarks.gpu.contestants import COMPILED, CONTINUOUS, names_at
+from benchmarks.gpu.continuous import ContinuousBatching
+from benchmarks.gpu.counts import counting
+from benchmarks.gpu.failures import outcome_of
+from benchmarks.gpu.floor import weight_bytes
+from benchmarks.gpu.limits import TimedOutError, at_most
+from benchmarks.gpu.profiling import count_events
+from benchmarks.gpu.resuming import is_done
+from benchmarks.gpu.speed import MIN_WARM_UP, Repeats, compare, measure
+from benchmarks.gpu.suite import gpu_tests
+from hf_slospec import (
+    Divergence,
+    DivergenceReport,
+    InvalidInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    load_tiny_pair,
+    tiny_prompts,
+)
+from hf_slospec.cli.app import app
+from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
+from hf_slospec.cli.commands import gpu_check as command
+from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
+from hf_slospec.models.device.graphs import Graphs
 from tests.support.flash_stand_in import StandIn
 from tests.support.graph_stand_in import Tapes
 

@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hf_slospec.cli.app import app
-from hf_slospec.sim import comparison
+from hf_slospec.lab import comparison
 
 RUN = CliRunner(env={"COLUMNS": "200"})
 SMALL = ["--number", "6", "--system", "auto", "--system", "vllm"]

@@ -31,11 +31,11 @@ from hf_slospec.demo.remote import RemoteGenerator, RemoteHandle, _split
 from hf_slospec.demo.serve import Options, plain_tpot_s, prepare
 from hf_slospec.demo.sessions import DemoSessions
 from hf_slospec.demo.stream import RETRY_S
-from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.engine import LocalEngine
+from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.engine import LocalEngine
 from tests.demo.test_demo import LONG, SHORT, WAIT_S, Clock, at, until
-from tests.server.conftest import KEY, Served, generator, guarded, listening, served
-from tests.server.test_completions import alone, text_of
+from tests.serving.openai.conftest import KEY, Served, generator, guarded, listening, served
+from tests.serving.openai.test_completions import alone, text_of
 
 __all__ = ["generator", "guarded", "served"]  # fixtures
 PROMPT = tiny_prompts()[0][:120]

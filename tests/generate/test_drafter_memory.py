@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hf_slospec import Plan, Request, SLOSpecGenerator
+from hf_slospec.drafters.features import FeatureDrafter, FeatureQueue
+from hf_slospec.drafters.methods import HeadMethod
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.models.drafters.features import FeatureDrafter, FeatureQueue
-from hf_slospec.models.drafters.methods import HeadMethod
-from hf_slospec.models.packed import PackedModel
-from tests.models.heads.checkpoints import target_of
+from hf_slospec.models.packed.model import PackedModel
+from tests.drafters.heads.checkpoints import target_of
 from tests.support.feature_heads import DRAFTS_ALWAYS, random_head
 from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 

@@ -105,7 +105,7 @@ def test_draft_on_another_device() -> None:
 
 
 def test_a_model_that_cannot_hold_a_tree_stays_as_it_was() -> None:
-    """The other families are refused in tests/models/compatibility/test_families.py."""
+    """The other families are refused in tests/models/packed/test_families.py."""
     model = RwkvForCausalLM(RwkvConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(UnsupportedModelError, match=r"RwkvForCausalLM .*keeps states"):
         hf_slospec.enable(model, tiny_model("llama"))

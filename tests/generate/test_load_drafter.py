@@ -24,9 +24,9 @@ from hf_slospec import (
     load_drafter,
     load_tiny_pair,
 )
+from hf_slospec.drafters.methods import DraftMethod, HeadMethod
 from hf_slospec.generate.enable import decoder_of
-from hf_slospec.models.drafters.methods import DraftMethod, HeadMethod
-from tests.models.heads.checkpoints import (
+from tests.drafters.heads.checkpoints import (
     GROUPED,
     HIDDEN,
     eagle3_fields,

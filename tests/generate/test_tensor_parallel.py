@@ -11,7 +11,7 @@ import torch
 from transformers.distributed import DistributedConfig
 
 from hf_slospec import UnsupportedModelError, enable, load_tiny_pair
-from hf_slospec.models.ranks import Ranks
+from hf_slospec.models.inspection.ranks import Ranks
 from tests.support import tensor_parallel
 from tests.support.tensor_parallel import OPTIONS, generated
 from tests.support.tiny_models import tiny_model

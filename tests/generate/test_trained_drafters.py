@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, disable, enable, load_drafter, load_tiny_drafter, load_tiny_pair
-from hf_slospec.models.cpu.packed_layers import Released
-from hf_slospec.models.drafters.methods import HeadMethod
-from hf_slospec.models.packed import PackedModel
-from tests.models.heads.checkpoints import target_of
+from hf_slospec.drafters.methods import HeadMethod
+from hf_slospec.models.linear.packed_layers import Released
+from hf_slospec.models.packed.model import PackedModel
+from tests.drafters.heads.checkpoints import target_of
 from tests.support.feature_heads import DRAFTS_ALWAYS, FOLDERS, random_head
 from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
 from tests.support.tiny_models import assert_same_as_stock, ragged_prompts

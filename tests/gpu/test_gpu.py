@@ -21,10 +21,10 @@ from hf_slospec import (
     tiny_prompts,
 )
 from hf_slospec.models.attention import TreeAttention
-from hf_slospec.models.attention.kernels import FlashKernel
-from hf_slospec.models.fused.kernels import rotate
+from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.fused.layers import FusedLayers
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.fused.triton_kernels import rotate
+from hf_slospec.models.packed.model import PackedModel
 from tests.support.attention_rows import ROWS, TREES
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_slospec import InvalidInputError, SLOSpecGenerator, UnsupportedModelError, enable, load_drafter
-from hf_slospec.models.checkpoints import load_model
+from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.serving.loading import ModelOptions
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.gemma4 import tiny_assistant, tiny_target

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from hf_slospec import InvalidInputError, SLOSpecGenerator
-from hf_slospec.models.hub import hub_options, loading_hint
+from hf_slospec.models.inspection.hub import hub_options, loading_hint
 
 
 @pytest.fixture

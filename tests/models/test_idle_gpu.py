@@ -10,7 +10,7 @@ import torch
 
 from hf_slospec import enable
 from hf_slospec.models import checked_model
-from hf_slospec.models.machine import log_idle_gpu
+from hf_slospec.models.device.machine import log_idle_gpu
 from tests.support.tiny_models import tiny_model
 
 

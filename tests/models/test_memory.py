@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_slospec.models.memory import free_memory
+from hf_slospec.models.device.memory import free_memory
 
 STAT = "anon 5\ninactive_file 300\n"
 OLD_STAT = "inactive_file 1\ntotal_inactive_file 100\n"

@@ -12,12 +12,12 @@ import torch
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.models import weights_version
-from hf_slospec.models.compatibility.fingerprint import Fingerprint
-from hf_slospec.models.cpu.packed_weight import PackedWeight
-from hf_slospec.models.new_tokens import chain
-from hf_slospec.models.packed import PackedModel
-from hf_slospec.models.weights_version import digest
+from hf_slospec.models.inspection import weights_version
+from hf_slospec.models.inspection.fingerprint import Fingerprint
+from hf_slospec.models.inspection.weights_version import digest
+from hf_slospec.models.linear.packed_weight import PackedWeight
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.new_tokens import chain
 from tests.support.kernels import WORKING, force_kernel
 from tests.support.tiny_models import tiny_model
 

@@ -10,7 +10,7 @@ import pytest
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.policies.papers.adaserve import AdaServePolicy
+from hf_slospec.policies.adaserve import AdaServePolicy
 from tests.support.toy_engine import commit
 from tests.support.toy_models import (
     VOCAB,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.lab.policies.options import AdaServeOptions, ThesisOptions
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from hf_slospec.policies.papers.options import AdaServeOptions, ThesisOptions
 from hf_slospec.policies.settings import PolicyName
 from tests.support.paths import ROOT
 from tests.support.policy_costs import costs, late, requests_of

@@ -93,11 +93,11 @@ def test_every_arrow_up_is_found(lower: int) -> None:
     ("module", "name"),
     [
         ("hf_slospec.algo.tree", "torch"),
-        ("hf_slospec.sim.oracle", "transformers.models"),
-        ("hf_slospec.sim.oracle", "hf_slospec.models.packed"),
-        ("hf_slospec.sim.oracle", "hf_slospec"),
-        ("hf_slospec.models.packed", "hf_slospec.sim"),
-        ("hf_slospec.models.packed", "hf_slospec"),
+        ("hf_slospec.lab.oracle", "transformers.models"),
+        ("hf_slospec.lab.oracle", "hf_slospec.models.packed.model"),
+        ("hf_slospec.lab.oracle", "hf_slospec"),
+        ("hf_slospec.models.packed.model", "hf_slospec.lab"),
+        ("hf_slospec.models.packed.model", "hf_slospec"),
         ("hf_slospec.serving.batcher", "transformers.generation.utils"),
     ],
 )

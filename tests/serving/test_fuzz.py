@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.engine.request import Progress
-from hf_slospec.models.cpu.packed_layers import restore_weights
-from hf_slospec.policies.papers.options import OPTIONS
+from hf_slospec.lab.policies.options import OPTIONS
+from hf_slospec.models.linear.packed_layers import restore_weights
 from hf_slospec.policies.settings import PolicyName
 from tests.support.fuzzing import HUGE, fuzzed, mostly, some_of
 from tests.support.generate_arguments import SEED, SLO, VALID, called, check_like_stock, seconds

@@ -15,10 +15,10 @@ from PIL import Image
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.generate.speculator import MEASURE_S
-from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.engine import LocalEngine
-from hf_slospec.server.limits import RequestLimits
-from tests.server.conftest import listening
+from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.serving.openai.limits import RequestLimits
+from tests.serving.openai.conftest import listening
 from tests.support.served_pair import WAIT_S
 from tests.support.tiny_image_models import IMAGE, PATCH, SIDE, prompts_with_images, tiny_image_model
 

@@ -10,7 +10,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import PackedBatch, Span
 from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape, Stored
-from hf_slospec.models.new_tokens import tree_after_chain
+from hf_slospec.models.packed.new_tokens import tree_after_chain
 
 TREES = [
     TokenTree.root_only(3),

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_slospec.models.cuda import graphs
+from hf_slospec.models.device import graphs
 from tests.support import cuda_tensors
 from tests.support.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
 from tests.support.graph_stand_in import Tape

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.cuda import sync_guard
+from hf_slospec.models.device import sync_guard
 from tests.support.graph_stand_in import OpaqueStandIn, Tape, each, tensors_in
 
 aten = torch.ops.aten

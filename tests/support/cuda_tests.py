@@ -15,15 +15,16 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.drafters import beam
+from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.models.attention import FlashAttention, kernel_choice, packing, sdpa_attention
-from hf_slospec.models.attention.kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
-from hf_slospec.models.cuda import graphs
-from hf_slospec.models.cuda.deferred import DeferredFlags
-from hf_slospec.models.cuda.graphs import CudaGraphs, Run
-from hf_slospec.models.drafters import beam
-from hf_slospec.models.drafters.assistant import AssistantDrafter
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.attention import FlashAttention, packing, sdpa_attention
+from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
+from hf_slospec.models.attention.flash_kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
+from hf_slospec.models.device import graphs
+from hf_slospec.models.device.deferred import DeferredFlags
+from hf_slospec.models.device.graphs import CudaGraphs, Run
+from hf_slospec.models.packed.model import PackedModel
 from tests.support.attention_rows import TREES, case
 from tests.support.graph_bench import Bench
 from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model

@@ -14,12 +14,12 @@ from ray.exceptions import RayError
 
 from hf_slospec.algo.routing import Need
 from hf_slospec.engine.request import Progress
-from hf_slospec.server.engine import Order
-from hf_slospec.serving.replicas import replica as replica_module
-from hf_slospec.serving.replicas.front import ReplicatedEngine
-from hf_slospec.serving.replicas.messages import Offer
-from hf_slospec.serving.replicas.options import ReplicaOptions
-from hf_slospec.serving.replicas.replica import ModelReplica
+from hf_slospec.replicas import replica as replica_module
+from hf_slospec.replicas.failover import ReplicatedEngine
+from hf_slospec.replicas.messages import Offer
+from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.replica import ModelReplica
+from hf_slospec.serving.openai.engine import Order
 from tests.support.served_pair import CONFIG
 
 

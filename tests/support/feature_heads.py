@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config
 
 from hf_slospec import Plan, Request, SLOSpecConfig, TokenTree
-from hf_slospec.models.drafters.features import FeatureDrafter
-from hf_slospec.models.heads.dflash import DFlashHead
-from hf_slospec.models.heads.loading import load_head
-from tests.models.heads.checkpoints import (
+from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.drafters.heads.loading import load_head
+from tests.drafters.heads.checkpoints import (
     CONFIGS,
     HIDDEN,
     eagle3_tensors,

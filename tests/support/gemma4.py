@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_slospec.models.checkpoints import assistants_can_be_built
+from hf_slospec.models.inspection.checkpoints import assistants_can_be_built
 from tests.support.tiny_models import GROUPED, WINDOW, sharpened
 
 KINDS = ["sliding_attention", "full_attention"]

@@ -10,9 +10,9 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.cuda.graphs import Graphs
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.device.graphs import Graphs
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 CPU = torch.device("cpu")
 TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.cuda.transfer import map_tensors
+from hf_slospec.models.device.transfer import map_tensors
 from tests.support.flash_stand_in import StandIn
 
 # Of arguments that hold no tensors, those that are frequent.

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from hf_slospec.models.cpu import kernel_choice
-from hf_slospec.models.cpu.kernel_choice import SIZES, Choice
-from hf_slospec.models.cpu.kernels import DTYPES, PACKING, Kernel, works
+from hf_slospec.models.linear import cpu_kernel_choice as kernel_choice
+from hf_slospec.models.linear.cpu_kernel_choice import SIZES, Choice
+from hf_slospec.models.linear.cpu_kernels import DTYPES, PACKING, Kernel, works
 
 WORKING = [(name, dtype) for name in PACKING for dtype in DTYPES[name] if works(name, dtype)]
 

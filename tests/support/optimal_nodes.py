@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_slospec.algo.tree import Forest, IntArray, TokenTree
-from hf_slospec.policies.papers.adaserve_selection import count_until, expected_tokens
+from hf_slospec.policies.adaserve_selection import count_until, expected_tokens
 
 
 def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget: int) -> list[IntArray] | None:

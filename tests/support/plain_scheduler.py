@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.admission import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s
 from hf_slospec.engine.scheduling.continuous import LAST_RANK, STARVING, ContinuousScheduler
+from hf_slospec.engine.scheduling.guarantees import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s
 
 
 class PlainScheduler(ContinuousScheduler):

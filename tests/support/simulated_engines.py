@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from hf_slospec.assembly import Parts, continuous_engine
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
@@ -19,8 +21,6 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import MAX_SITS, ContinuousScheduler
 from hf_slospec.engine.step import Engine
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.models.drafters.assistant import AssistantDrafter
-from hf_slospec.models.drafters.prompt_lookup import PromptLookupDrafter
 from hf_slospec.models.target import PackedTarget
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory

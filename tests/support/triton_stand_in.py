@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hf_slospec.models.attention import tree_kernels
 from hf_slospec.models.attention.dense import dense_attention
 from hf_slospec.models.attention.tree_plan import TreePlan
-from hf_slospec.models.fused import kernels as fused_kernels
+from hf_slospec.models.fused import triton_kernels as fused_kernels
 
 
 def tree_attention_stand_in(

@@ -62,8 +62,8 @@ def bench(
     Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
     from hf_slospec.cli import benchmark
+    from hf_slospec.lab.texts import Recording
     from hf_slospec.serving.loading import ModelOptions, size_and_place
-    from hf_slospec.sim.texts import Recording
     from hf_slospec.tiny.embedded import tiny_prompts
 
     check_outputs(None, trace, record, json_path)

@@ -16,7 +16,7 @@ from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.tiny.shapes import SIZES
 
 if TYPE_CHECKING:
-    from hf_slospec.cli.gpu_check import Plan
+    from benchmarks.gpu import Plan
 
 MAX_DIGITS = 6  # of a batch size
 
@@ -51,8 +51,8 @@ def gpu_check(
 
     Example:  hf_slospec gpu-check --budget-s 120 --json result.json
     """
+    from benchmarks import gpu as checking
     from hf_slospec.cli import benchmark
-    from hf_slospec.cli import gpu_check as checking
 
     check_outputs(None, json_path)
     sizes = tuple(dict.fromkeys(shapes.replace(" ", "").split(",")))

@@ -115,11 +115,11 @@ def serve(
     console = Console(stderr=True, soft_wrap=True)
     with errors_shown(console):
         need("serve" if replicas is None else "ray", "the server")
-        from hf_slospec.server.limits import RequestLimits
-        from hf_slospec.server.orders import SLOLimits
-        from hf_slospec.server.serve import ServeOptions
-        from hf_slospec.server.serve import serve as run
         from hf_slospec.serving.loading import ModelOptions
+        from hf_slospec.serving.openai.limits import RequestLimits
+        from hf_slospec.serving.openai.orders import SLOLimits
+        from hf_slospec.serving.openai.serve import ServeOptions
+        from hf_slospec.serving.openai.serve import serve as run
 
         if images and replicas is not None:
             raise InvalidInputError("--images cannot be combined with --replicas, which take no images")
@@ -139,6 +139,6 @@ def serve(
         if replicas is None:
             run(options, say)
             return
-        from hf_slospec.serving.replicas.start import serve_replicas
+        from hf_slospec.replicas.start import serve_replicas
 
         serve_replicas(options, replicas, say)

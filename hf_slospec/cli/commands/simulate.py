@@ -10,16 +10,16 @@ import typer
 
 from hf_slospec.cli.options import ResultPath, check_outputs, console, write_results
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.lab import comparison
+from hf_slospec.lab.hardware import HARDWARE, hardware_of
+from hf_slospec.lab.outcomes import METRICS, write_requests
+from hf_slospec.lab.routers import OURS, ROUTERS
+from hf_slospec.lab.systems import SYSTEMS, config_of
+from hf_slospec.lab.texts import Recording, TextModel
+from hf_slospec.lab.traces import read_trace
+from hf_slospec.lab.workload import ARRIVALS, MIXES, jobs_of, mix_of
+from hf_slospec.lab.workload import arrivals as arrival_times
 from hf_slospec.serving.log_level import only_errors_logged
-from hf_slospec.sim import comparison
-from hf_slospec.sim.hardware import HARDWARE, hardware_of
-from hf_slospec.sim.outcomes import METRICS, write_requests
-from hf_slospec.sim.routers import OURS, ROUTERS
-from hf_slospec.sim.systems import SYSTEMS, config_of
-from hf_slospec.sim.texts import Recording, TextModel
-from hf_slospec.sim.traces import read_trace
-from hf_slospec.sim.workload import ARRIVALS, MIXES, jobs_of, mix_of
-from hf_slospec.sim.workload import arrivals as arrival_times
 
 DEFAULT_RATE = 2.0  # requests per second
 

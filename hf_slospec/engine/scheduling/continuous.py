@@ -13,7 +13,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
-from hf_slospec.engine.scheduling.admission import (
+from hf_slospec.engine.scheduling.guarantees import (
     MAX_CANDIDATES,
     guaranteeable,
     planned_tpot_slo_s,

@@ -6,8 +6,8 @@ from collections import Counter
 
 from hf_slospec.algo.routing import Need, ReplicaLoad
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.admission import MAX_STEP, tightest_tpot_slo_s
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.guarantees import MAX_STEP, tightest_tpot_slo_s
 
 
 def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:

@@ -9,7 +9,7 @@ import numpy as np
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling import PrefillName
-from hf_slospec.engine.scheduling.admission import prefill_deadline_s
+from hf_slospec.engine.scheduling.guarantees import prefill_deadline_s
 
 IN_TIME = 0.95  # share of the time to its deadline within which a prompt should be processed
 SLOWDOWN = 5.0  # multiple of its time alone within which a prompt without deadline should be (SLOs-Serve's loose SLO)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.admission import tightest_tpot_slo_s
+from hf_slospec.engine.scheduling.guarantees import tightest_tpot_slo_s
 
 SLACK = 16  # removed entries that a heap may hold beside as many again as there are requests
 

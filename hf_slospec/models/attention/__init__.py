@@ -6,7 +6,11 @@ from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
 from hf_slospec.models.attention.gathered import GatheredForward, MaskSource, own_attention
 from hf_slospec.models.attention.hook import active_forward
-from hf_slospec.models.attention.packed_batch import (
+from hf_slospec.models.attention.packing import MAX_DENSE
+from hf_slospec.models.attention.positions import Positions, given_positions
+from hf_slospec.models.attention.sdpa import sdpa_attention
+from hf_slospec.models.attention.tree_attention import TreeAttention
+from hf_slospec.models.batch.packed_batch import (
     FIRST_SEEN,
     AttentionLayer,
     NewTokens,
@@ -14,10 +18,6 @@ from hf_slospec.models.attention.packed_batch import (
     PlannedBatch,
     Span,
 )
-from hf_slospec.models.attention.packing import MAX_DENSE
-from hf_slospec.models.attention.positions import Positions, given_positions
-from hf_slospec.models.attention.sdpa import sdpa_attention
-from hf_slospec.models.attention.tree_attention import TreeAttention
 
 __all__ = [
     "FIRST_SEEN",

@@ -11,9 +11,9 @@ import torch
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention, kernel_for
-from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_attention import TreeAttention, why_no_kernel
+from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_slospec.models.attention.packed_batch import PackedBatch, PlannedBatch
+from hf_slospec.models.batch.packed_batch import PackedBatch, PlannedBatch
 
 
 def dense_attention(

@@ -6,13 +6,13 @@ import logging
 
 import torch
 
-from hf_slospec.models.attention.kernel_choice import kernel_on
-from hf_slospec.models.attention.kernels import FlashKernel
+from hf_slospec.models.attention.flash_kernel_choice import kernel_on
+from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
-from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
 from hf_slospec.models.attention.sdpa import sdpa_attention
-from hf_slospec.models.cuda.transfer import aligned
+from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
+from hf_slospec.models.device.transfer import aligned
 
 logger = logging.getLogger(__name__)
 

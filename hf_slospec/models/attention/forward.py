@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention.backends import Backend
-from hf_slospec.models.attention.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Slots
 from hf_slospec.models.attention.positions import Positions
+from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Slots
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.forward import RecurrentForward
 

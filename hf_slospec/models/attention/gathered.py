@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_slospec.models.attention.packed_batch import PackedBatch, Slots
 from hf_slospec.models.attention.positions import Positions
-from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.batch.packed_batch import PackedBatch, Slots
+from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.kv_cache.pool import KVPool
 
 MASKING = ("eager", "sdpa")  # attention implementations that read a mask

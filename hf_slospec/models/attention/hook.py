@@ -19,8 +19,8 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_slospec.models.inspection.replaced_attributes import Place, ReplacedAttributes
 from hf_slospec.models.recurrent.calls import MIXERS, Mixer
-from hf_slospec.models.replaced import Place, ReplacedAttributes
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # of a layer: its output and attention weights
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from hf_slospec.models.attention.kernels import FlashKernel, KernelUnavailable
+from hf_slospec.models.attention.flash_kernels import FlashKernel, KernelUnavailable
 from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.device.transfer import to_device
 
 
 def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.models.attention.packed_batch import PackedBatch, Span
-from hf_slospec.models.cuda.bucket_sizes import bucket_for
+from hf_slospec.models.batch.packed_batch import PackedBatch, Span
+from hf_slospec.models.device.bucket_sizes import bucket_for
 
 MAX_DENSE = 64  # longer chains are causal entries, as the work of a dense block is quadratic in its tokens
 # A kernel runs one thread block per entry and head: long ranges are cut until there are enough (an estimate).

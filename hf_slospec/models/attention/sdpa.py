@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_slospec.models.attention.dense import dense_attention
-from hf_slospec.models.attention.packed_batch import PackedBatch, PlannedBatch
-from hf_slospec.models.cuda.transfer import aligned
+from hf_slospec.models.batch.packed_batch import PackedBatch, PlannedBatch
+from hf_slospec.models.device.transfer import aligned
 
 _KERNELS_LOCK = threading.Lock()  # torch's choice of kernels is one of the process, restored at the end of a context
 

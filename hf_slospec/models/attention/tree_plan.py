@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.models.attention.packed_batch import PackedBatch, Span
+from hf_slospec.models.batch.packed_batch import PackedBatch, Span
 
 MIN_ROWS, MAX_ROWS = 16, 64  # of a tile: the least that tensor cores take, and what registers suffice for
 MIN_WIDTH = 16  # of a padded mask

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
-from hf_slospec.models.machine import digest, kept_file, machine, write_atomically
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.device.machine import digest, kept_file, machine, write_atomically
+from hf_slospec.models.packed.model import PackedModel
 
 MAX_S = 1e4  # seconds of a forward that a profile may claim
 MAX_TOKENS = 2**20  # of a forward

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_slospec.models.attention.kernels import HALF
-from hf_slospec.models.replaced import Place, ReplacedAttributes
+from hf_slospec.models.attention.flash_kernels import HALF
+from hf_slospec.models.inspection.replaced_attributes import Place, ReplacedAttributes
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def _norm(adds_one: bool) -> Fused:
     def forward(original: Fused, module: Any, states: torch.Tensor) -> Any:
         if not states.is_contiguous() or states.dtype not in HALF:
             return original(module, states)
-        from hf_slospec.models.fused.kernels import rms_norm
+        from hf_slospec.models.fused.triton_kernels import rms_norm
 
         return rms_norm(states, module.weight, _eps(module), adds_one)
 
@@ -163,7 +163,7 @@ def _gated_mlp(original: Fused, module: Any, states: torch.Tensor) -> Any:
     activation = _activations().get(type(module.act_fn))
     if activation is None:
         return original(module, states)
-    from hf_slospec.models.fused.kernels import gated_activation
+    from hf_slospec.models.fused.triton_kernels import gated_activation
 
     gate, up = module.gate_proj(states), module.up_proj(states)
     return module.down_proj(gated_activation(gate.contiguous(), up.contiguous(), activation))
@@ -173,7 +173,7 @@ def _gated_mlp(original: Fused, module: Any, states: torch.Tensor) -> Any:
 def _activations() -> dict[type, int]:
     from transformers.activations import GELUTanh, SiLUActivation
 
-    from hf_slospec.models.fused.kernels import GELU_TANH, SILU
+    from hf_slospec.models.fused.triton_kernels import GELU_TANH, SILU
 
     return {SiLUActivation: SILU, nn.SiLU: SILU, GELUTanh: GELU_TANH}
 
@@ -183,6 +183,6 @@ def _rotary(original: Fused, query: Any, key: Any, cos: Any, sin: Any, *args: An
     is_plain = not (args or kwargs) and query.dim() == 4 and cos.dim() == 3 and len(query) == len(cos) == 1
     if not is_plain or set(shapes) != {cos.shape[-1]} or query.stride(-1) != 1 or key.stride(-1) != 1:
         return original(query, key, cos, sin, *args, **kwargs)
-    from hf_slospec.models.fused.kernels import rotate
+    from hf_slospec.models.fused.triton_kernels import rotate
 
     return rotate(query, key, cos.contiguous(), sin.contiguous())

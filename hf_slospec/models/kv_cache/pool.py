@@ -12,7 +12,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.recurrent.states import RecurrentStates
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from hf_slospec.models.attention.packed_batch import Span
+from hf_slospec.models.batch.packed_batch import Span
 from hf_slospec.models.recurrent.calls import (
     CONVOLUTION,
     DELTA_RULES,

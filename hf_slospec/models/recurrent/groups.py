@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_slospec.models.attention.packed_batch import Span
-from hf_slospec.models.cuda.transfer import to_device
+from hf_slospec.models.batch.packed_batch import Span
+from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.recurrent.calls import Key
 from hf_slospec.models.recurrent.operators import Inputs, Snapshots, Updates, Whole, parents, windows
 from hf_slospec.models.recurrent.states import RecurrentStates

@@ -11,8 +11,8 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
-from hf_slospec.engine.scheduling.admission import MAX_CANDIDATES
 from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, MAX_SITS, MIN_CHUNK, ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.guarantees import MAX_CANDIDATES
 from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory

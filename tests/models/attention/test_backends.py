@@ -18,19 +18,12 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.models.attention import (
-    FlashAttention,
-    PackedBatch,
-    Span,
-    kernel_choice,
-    masked_attention,
-    packing,
-    sdpa_attention,
-)
+from hf_slospec.models.attention import FlashAttention, PackedBatch, Span, masked_attention, packing, sdpa_attention
+from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.kernel_trial import attention_with_lse
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.kv_cache.pool import CachedSequence
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.packed.model import PackedModel
 from tests.support import flash_stand_in
 from tests.support.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
 from tests.support.flash_stand_in import StandIn

@@ -10,8 +10,8 @@ import torch
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import TreeAttention, tree_attention, tree_kernels
 from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
-from hf_slospec.models.cuda.transfer import signature
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.device.transfer import signature
+from hf_slospec.models.packed.model import PackedModel
 from tests.support.attention_rows import BRANCHING, CHAIN, ROOT, case
 from tests.support.tiny_models import tiny_model
 from tests.support.triton_stand_in import tree_attention_stand_in

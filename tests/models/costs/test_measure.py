@@ -7,7 +7,7 @@ import pytest
 
 from hf_slospec.models.costs import measure as measure_module
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT, NEEDED, REPEATS, SLOPES, Measured, Size, measure
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.packed.model import PackedModel
 from tests.support.tiny_models import tiny_model
 
 

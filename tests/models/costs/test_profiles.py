@@ -18,7 +18,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.generate.speculator import CheckedModel
 from hf_slospec.models.costs import profiles
 from hf_slospec.models.costs.profiles import identity, load_profile, save_profile
-from hf_slospec.models.packed import PackedModel
+from hf_slospec.models.packed.model import PackedModel
 from tests.support.fuzzing import fuzzed
 from tests.support.tiny_models import tiny_model
 

@@ -17,8 +17,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_slospec.models.fused import layers
-from hf_slospec.models.fused.kernels import GELU_TANH, SILU, gated_activation, rms_norm, rotate
 from hf_slospec.models.fused.layers import FusedLayers
+from hf_slospec.models.fused.triton_kernels import GELU_TANH, SILU, gated_activation, rms_norm, rotate
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")

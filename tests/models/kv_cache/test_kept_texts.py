@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.request import Request
-from hf_slospec.models.kv_cache import request_sequences as module
-from hf_slospec.models.kv_cache.kept_texts import KeptText, KeptTexts, num_common
 from hf_slospec.models.kv_cache.pool import CachedSequence
-from hf_slospec.models.kv_cache.request_sequences import RequestSequences
+from hf_slospec.models.sequences import request_sequences as module
+from hf_slospec.models.sequences.kept_texts import KeptText, KeptTexts, num_common
+from hf_slospec.models.sequences.request_sequences import RequestSequences
 from tests.models.kv_cache.test_request_sequences import MAX_NODES, Packed
 from tests.support.toys import SEEDS
 

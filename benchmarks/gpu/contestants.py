@@ -1,0 +1,95 @@
+"""The methods that are compared."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import CompileConfig
+
+from benchmarks.gpu.continuous import ContinuousBatching
+from benchmarks.gpu.variants import VARIANTS
+from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, GenerateCall, Method
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.models.packed.model import PackedModel
+
+COMPILED = "generate, static cache, compiled"
+CONTINUOUS = "continuous batching"
+IMPORTANT = (PLAIN, OURS, COMPILED, ASSISTED)  # measured first, in this order
+BY_COMPILING = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")  # attributes that generate sets
+
+
+class SameAsError(Exception):
+    """A variant has the same effective settings as another one."""
+
+
+def names_at(batch: int) -> list[str]:
+    """Return the names of all methods at a batch size, most important first."""
+    names = dict.fromkeys((*IMPORTANT, CONTINUOUS, *VARIANTS))
+    return [name for name in names if name != ASSISTED or batch == 1]  # it supports no larger batch
+
+
+@contextlib.contextmanager
+def contestant(bench: Bench, batch: int, name: str) -> Iterator[tuple[Method, dict[str, Any]]]:
+    """Yield a method and the settings that it chose, which may be completed by calls; release all that it keeps.
+
+    Raises:
+        SameAsError: on this machine it would be the same as one before it.
+    """
+    target, facts = bench.target, dict[str, Any]()
+    run: GenerateCall = bench.stock()
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    with contextlib.ExitStack() as stack:
+        if name in VARIANTS:
+            facts |= _effective(target, VARIANTS[name])
+            if (other := _same_as(target, name, facts)) is not None:
+                raise SameAsError(other)
+            run = bench.ours(VARIANTS[name])
+        elif name == ASSISTED:
+            run = bench.stock(assistant_model=bench.draft)
+        elif name == COMPILED:
+            run = bench.stock(cache_implementation="static", compile_config=CompileConfig())
+            stack.callback(_forget_compiled, target)
+        elif name == CONTINUOUS:
+            continuous = ContinuousBatching(target, batch, bench.prompt_tokens, bench.new_tokens)
+            run, around = _with_facts(continuous, facts), continuous.running
+            stack.callback(continuous.close)
+        yield Method(name, batch, run, around), facts
+        if name == COMPILED:
+            facts["compiled"] = hasattr(target, "_compiled_call")  # only on a GPU
+
+
+def _effective(target: Any, config: SLOSpecConfig) -> dict[str, Any]:
+    packed = PackedModel(target, config.attention, config.prepack, config.cuda_graphs)
+    return {"attention": packed.backend.__name__, "cuda_graphs": packed.has_graphs}
+
+
+def _same_as(target: Any, name: str, facts: dict[str, Any]) -> str | None:
+    """Return an earlier variant with the same effective settings."""
+    by_machine = {"attention", "cuda_graphs"}
+    for other, config in list(VARIANTS.items())[: list(VARIANTS).index(name)]:
+        if config.model_dump(exclude=by_machine) == VARIANTS[name].model_dump(exclude=by_machine):
+            with contextlib.suppress(UnsupportedOptionError):  # the other one is refused here
+                if _effective(target, config) == facts:
+                    return other
+    return None
+
+
+def _with_facts(continuous: ContinuousBatching, facts: dict[str, Any]) -> GenerateCall:
+    def run(encoded: dict[str, torch.Tensor]) -> torch.Tensor:
+        facts.update(continuous.facts)
+        return continuous(encoded)
+
+    return run
+
+
+def _forget_compiled(target: Any) -> None:
+    """Free what the compiled forward keeps, such as its CUDA graphs."""
+    for attribute in BY_COMPILING:
+        target.__dict__.pop(attribute, None)
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds, for nothing where nothing was compiled
+        torch.compiler.reset()

@@ -1,0 +1,128 @@
+"""Device operations and host waits of hf_slospec's steps, by phase."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function, supported_activities
+
+from benchmarks.gpu.contestants import contestant
+from benchmarks.gpu.counts import counting, replaced
+from benchmarks.gpu.failures import outcome_of
+from benchmarks.gpu.limits import TimedOutError, at_most
+from hf_slospec.cli.benchmark import OURS, Bench
+from hf_slospec.engine.step import Engine
+from hf_slospec.models.packed.model import PackedModel
+
+PREFIX = "hf_slospec "
+STEP, LEVEL = "step", "draft level"
+METHODS = {
+    STEP: (Engine, "step"),
+    "draft": (Engine, "_draft"),
+    "select": (Engine, "_select"),
+    "verify": (Engine, "_verify"),
+    "commit": (Engine, "_commit"),
+    "forward": (PackedModel, "_run"),
+}
+KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}  # on the device
+WARM_UP = 4  # calls
+
+Span = tuple[float, float]  # begin and end, in the trace's microseconds
+
+
+def profile(bench: Bench, batch: int, limit_s: float, on_hang: Callable[[], None]) -> dict[str, Any]:
+    """Record a call of hf_slospec's default by a profiler, after some calls without; see :func:`count_events`."""
+    wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & supported_activities()
+    try:
+        with at_most(limit_s, on_hang), contestant(bench, batch, OURS) as (method, _), ExitStack() as stack:
+            for _ in range(WARM_UP):
+                bench.time(method, 0)
+            for name, (owner, attribute) in METHODS.items():
+                stack.enter_context(replaced(owner, attribute, _labelled(PREFIX + name)))
+            with counting() as counts, torch.profiler.profile(activities=list(wanted)) as profiler:
+                bench.time(method, 0)
+            with tempfile.TemporaryDirectory() as folder:
+                profiler.export_chrome_trace(path := str(Path(folder) / "trace.json"))
+                trace = json.loads(Path(path).read_text())["traceEvents"]
+    except TimedOutError as error:
+        return {"status": "timed out", "reason": str(error)}
+    except Exception as error:  # noqa: BLE001  recorded
+        return outcome_of(error)
+    return {"status": "measured", "counts": counts.as_record()} | count_events(trace)
+
+
+def count_events(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Count the events of a Chrome trace by the phase of the host that caused them.
+
+    Returns:
+        ``steps`` and ``draft_levels``, the number of each; and ``per_step`` and ``per_draft_level``: by phase, mean
+        numbers of ``kernels``, ``copies`` and ``fills`` on the device, ``operators`` of torch that the host ran, and
+        ``waits`` of the host for the device.
+    """
+    events = [event for event in trace if event.get("ph") == "X"]
+    spans = _spans(events)
+    callers = {  # correlation id -> when the host caused it
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    counted = {name: Counter[str]() for name in spans}
+    for event in events:
+        kind, at = _kind(event), event["ts"]
+        if kind is None:
+            continue
+        if kind in KINDS.values():
+            at = callers.get(event.get("args", {}).get("correlation"), at)
+        for name, own in spans.items():
+            index = bisect.bisect_right(own, (at, float("inf"))) - 1
+            counted[name][kind] += index >= 0 and at <= own[index][1]
+    num_steps, num_levels = len(spans[STEP]), len(spans[LEVEL])
+    return {
+        "steps": num_steps,
+        "draft_levels": num_levels,
+        "per_step": {name: _mean(counted[name], num_steps) for name in spans if name not in (LEVEL, "forward")},
+        "per_draft_level": _mean(counted[LEVEL], num_levels),
+    }
+
+
+def _spans(events: list[dict[str, Any]]) -> dict[str, list[Span]]:
+    """Return the sorted spans of the host's phases; forwards while drafting are draft levels."""
+    spans: dict[str, list[Span]] = {name: [] for name in (*METHODS, LEVEL)}
+    for event in events:
+        name = str(event.get("name", "")).removeprefix(PREFIX)
+        if event.get("cat") == "user_annotation" and name in METHODS:
+            spans[name].append((event["ts"], event["ts"] + event["dur"]))
+    for own in spans.values():
+        own.sort()
+    spans[LEVEL] = [span for span in spans["forward"] if any(a <= span[0] and span[1] <= b for a, b in spans["draft"])]
+    return spans
+
+
+def _kind(event: dict[str, Any]) -> str | None:
+    category, name = event.get("cat"), str(event.get("name", ""))
+    if category in ("cuda_runtime", "cuda_driver"):
+        return "waits" if "Synchronize" in name else None
+    return "operators" if category == "cpu_op" else KINDS.get(str(category))
+
+
+def _mean(counted: Counter[str], number: int) -> dict[str, float]:
+    return {kind: round(count / number, 2) for kind, count in counted.items() if count}
+
+
+def _labelled(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with record_function(label):
+                return method(*args, **kwargs)
+
+        return run
+
+    return wrap

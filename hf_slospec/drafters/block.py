@@ -1,0 +1,152 @@
+"""Drafting with heads that predict a block of tokens at a time (DFlash), by trees of their predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from hf_slospec.algo.best_first import best_first_tree
+from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.coupling import Coupling, coupled
+from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.packed.model import PackedModel
+
+
+class BlockDrafter(FeatureDrafter):
+    """Trees of a block head's predictions (:class:`DFlashHead`): one forward for all levels."""
+
+    def __init__(
+        self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
+    ):
+        """Begin without requests; see :class:`FeatureDrafter`."""
+        super().__init__(packed, max(max_nodes, packed.model.block_size), vocab_size, max_slots, max_kept)
+
+    @property
+    def head(self) -> DFlashHead:
+        """The network."""
+        head: DFlashHead = self.packed.model
+        return head
+
+    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        self._process([request for request in requests if self.features.num_waiting(request)])
+        self.sequences.reserve(requests)
+        parts = [block_tokens(self.head, self.sequences.of(request), request.tokens) for request in requests]
+        found = self.sequences.forward(parts, block_rows(self.head, len(requests), plan.depth)).logits
+        logits = found[:, : self.vocab_size].view(len(requests), -1, min(found.shape[-1], self.vocab_size))
+        return block_trees(requests, logits, plan)
+
+    def _process(self, requests: Sequence[Request]) -> None:
+        """Cache the K/V of all features that wait."""
+        if not requests:
+            return
+        self.sequences.reserve(requests)
+        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
+        lengths = [len(own) for own in features]
+        combined = self.head.combine(torch.cat(features).to(self.packed.device)).split(lengths)
+        sequences = [self.sequences.of(request) for request in requests]
+        parts = [context_tokens(*part) for part in zip(sequences, begins, combined, strict=True)]
+        self.sequences.forward(parts, torch.empty(0, dtype=torch.int64))
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.length += length
+
+
+def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor) -> NewTokens:
+    """Return tokens of the text that follow those in a head's cache, given by their features.
+
+    They have no logits. Their K and V are kept by raising the length of the sequence, as after a prefill.
+
+    Args:
+        begin: place of the first one in the text.
+        combined: [num_tokens, hidden], what the head's ``combine`` returned.
+    """
+    num_tokens = len(combined)
+    positions = torch.arange(begin, begin + num_tokens)
+    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    return NewTokens(sequence, torch.zeros(num_tokens, dtype=torch.int64), positions, mask, combined, is_chain=True)
+
+
+def block_tokens(head: DFlashHead, sequence: CachedSequence, text: Sequence[int]) -> NewTokens:
+    """Return a block: the last token of a text, whose other tokens are in the head's cache, and mask tokens."""
+    size = head.block_size
+    tokens = torch.full((size,), head.mask_token_id)
+    tokens[0] = text[-1]
+    positions = torch.arange(len(text) - 1, len(text) - 1 + size)
+    everything = torch.ones(size, size, dtype=torch.bool)
+    mask, windowed_mask = (
+        everything if sees_later else everything.tril() for sees_later in (head.sees_later, head.sees_later_in_window)
+    )
+    return NewTokens(sequence, tokens, positions, mask, windowed_mask=windowed_mask if head.is_windowed else None)
+
+
+def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
+    """Return the tokens of a packed batch of blocks that predict the first ``depth`` positions after the roots.
+
+    Returns:
+        [num_requests * min(depth, block_size - 1)] int64, block after block.
+    """
+    firsts = head.block_size * torch.arange(num_requests)
+    return (firsts[:, None] + torch.arange(1, min(depth + 1, head.block_size))).flatten()
+
+
+def block_marginals(
+    requests: Sequence[Request], logits: torch.Tensor, num_candidates: int
+) -> tuple[IntArray, FloatArray]:
+    """Return the most probable tokens of every position, by one copy from the device.
+
+    Positions of sampled requests are coupled to the noise that will choose their tokens. Processors that read the text
+    get the first candidates of the positions before.
+
+    Args:
+        logits: [num_requests, depth, vocab], of the positions after the roots.
+        num_candidates: tokens per position; fewer in a smaller vocabulary.
+
+    Returns:
+        Tokens [num_requests, depth, num_candidates] int64, most probable first, and their probabilities f64.
+    """
+    ranked = _coupled_positions(requests, logits).float()
+    best = ranked.topk(min(num_candidates, ranked.shape[-1]), dim=-1)
+    logprobs = best.values - ranked.logsumexp(-1, keepdim=True)
+    # Rounding may put a certain token's probability above 1; positions without a possible token have none.
+    logprobs = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    tokens, values = torch.stack((best.indices.double(), logprobs.double())).cpu().numpy()
+    return tokens.astype(np.int64), np.minimum.accumulate(np.exp(values), axis=-1)
+
+
+def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -> list[TokenTree]:
+    """Return candidate trees: the ``plan.depth * plan.width`` most probable prefixes of each block's predictions.
+
+    Args:
+        logits: [num_requests, depth, vocab], of the positions after the roots; those below ``plan.depth`` are not used.
+    """
+    max_nodes = plan.depth * plan.width
+    tokens, probs = block_marginals(requests, logits[:, : plan.depth], max_nodes)
+    return [
+        best_first_tree(request.tokens[-1], own_tokens, own_probs, max_nodes)
+        for request, own_tokens, own_probs in zip(requests, tokens, probs, strict=True)
+    ]
+
+
+def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits by which tokens are ranked at every position.  -> [num_requests, depth, vocab]"""
+    if not any(isinstance(request.noise, Coupling) for request in requests):
+        return logits
+    levels: list[torch.Tensor] = []  # [num_requests, vocab] each
+    for depth in range(logits.shape[1]):
+        level = coupled(requests, depth, logits[:, depth : depth + 1], partial(_favourites, levels))
+        levels.append(level[:, 0])
+    return torch.stack(levels, dim=1)
+
+
+def _favourites(levels: Sequence[torch.Tensor], place: int) -> torch.Tensor:
+    """Return the first candidates of one request's positions so far, as a path.  -> [1, depth] int64"""
+    if not levels:
+        return torch.empty(1, 0, dtype=torch.int64)
+    return torch.stack([level[place].argmax() for level in levels])[None]

@@ -1,0 +1,101 @@
+"""Drafting with a trained head (EAGLE-3, MTP), which reads hidden states of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.drafters.beam import beam_search
+from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.heads.head import DraftHead
+from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.packed.new_tokens import draft_nodes
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNetwork:
+    """Inputs and outputs of a head (:class:`Network`)."""
+
+    head: DraftHead
+    vocab_size: int  # of the target
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """Tokens of a reduced vocabulary; None: the head's are the target's."""
+        ids = self.head.target_ids
+        return None if ids is None else Vocabulary(ids, self.vocab_size)
+
+    def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return embeddings and hidden states side by side, [1, num_tokens, embedding + hidden]."""
+        assert states is not None, "a head returns hidden states"
+        return {"inputs_embeds": torch.cat((self.head.embed_tokens(tokens), states), dim=-1)[None]}
+
+    def scores(self, found: torch.Tensor) -> Scores:
+        """Return logits and hidden states, which a head returns side by side."""
+        logits, states = found[..., : -self.head.hidden_size], found[..., -self.head.hidden_size :]
+        return Scores(logits if self.head.target_ids is not None else logits[..., : self.vocab_size], states)
+
+
+class HeadDrafter(FeatureDrafter):
+    """Beam search on the predictions of a head (:class:`DraftHead`), whose K/V cache has an entry per known feature."""
+
+    @property
+    def head(self) -> DraftHead:
+        """The network."""
+        head: DraftHead = self.packed.model
+        return head
+
+    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        network, rows = HeadNetwork(self.head, self.vocab_size), self.packed.num_draft_rows(len(requests))
+        return beam_search(requests, plan, network, partial(self._run, requests), self.packed.device, rows)
+
+    def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
+        """Forward the last layer of the beam; of the roots, the entries of all features that wait."""
+        found: Beam | Scores
+        if level.is_root:
+            found = self._process(requests, level)
+            return found
+        sequences = [self.sequences.of(request) for request in requests]
+        # The entry of a token stands at the place of the token before it, whose feature it takes.
+        places = [len(request.tokens) - 2 for request in requests]
+        parts = draft_nodes(self.packed, sequences, places, level.sizes)
+        found = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
+        return found
+
+    def _process(self, requests: Sequence[Request], level: Level | None = None) -> Any:
+        """Cache the entries of all features that wait; return the level's outputs for each request's last entry."""
+        self.sequences.reserve(requests)
+        for request in requests:
+            if not self.features.num_waiting(request):  # after a step that was undone the last entry is wanted again
+                self.sequences.of(request).length -= 1
+        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
+        lengths = [len(own) for own in features]
+        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        tokens = [r.tokens[begin + 1 : end + 1] for r, begin, end in zip(requests, begins, ends, strict=True)]
+        ids = to_device(torch.tensor([token for own in tokens for token in own]), self.packed.device)
+        hidden = self.head.combine(torch.cat(features).to(self.packed.device))
+        inputs = torch.cat((self.head.embed_tokens(ids), hidden), dim=-1).split(lengths)
+        parts = []
+        for request, begin, own_ids, embeds in zip(requests, begins, ids.split(lengths), inputs, strict=True):
+            own = self.sequences.of(request)
+            positions = self.packed.clamp_positions(torch.arange(begin, begin + len(embeds)))
+            causal = torch.from_numpy(np.tri(len(embeds), dtype=np.bool_))
+            parts.append(NewTokens(own, own_ids, positions, causal, embeds, is_chain=True))
+        last_rows = torch.from_numpy(np.cumsum(lengths) - 1)
+        if level is None:
+            found: Any = self.sequences.forward(parts, last_rows)
+        else:
+            found = self.sequences.draft(parts, last_rows, level)
+        for request, length in zip(requests, lengths, strict=True):
+            self.sequences.of(request).length += length
+        return found

@@ -1,0 +1,134 @@
+"""EAGLE-3 heads: one Llama layer over the embeddings of tokens and combined hidden states of three target layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from hf_slospec.drafters.heads.head import DraftHead
+
+
+@dataclass(frozen=True)
+class Eagle3Settings:
+    """Settings of an EAGLE-3 head, apart from the shape of its layer."""
+
+    feature_layers: tuple[int, ...]  # hidden states of the target, numbered as in its output_hidden_states
+    target_hidden_size: int
+    draft_vocab_size: int
+    norm_before_residual: bool = False  # the residual is the normed hidden state
+    norm_output: bool = False  # the next level takes the normed hidden state
+    norm_before_fc: bool = False  # one norm over the features side by side
+    fc_norm: bool = False  # one norm per feature
+
+
+class Eagle3Layer(nn.Module):
+    """Llama layer whose attention reads an embedding and a hidden state side by side."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.hidden_norm = LlamaRMSNorm(size, eps=eps)
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plain = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * size, plain.out_features, bias=plain.bias is not None))
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """Return the hidden states before the final norm.
+
+        Args:
+            embeds: [batch, num_tokens, hidden].
+            hidden: [batch, num_tokens, hidden].
+            attention: further arguments of the attention module.
+
+        Returns:
+            [batch, num_tokens, hidden].
+        """
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        attended, _ = self.self_attn(torch.cat((self.input_layernorm(embeds), normed), dim=-1), **attention)
+        hidden = residual + attended
+        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 network with the parameter names of published checkpoints."""
+
+    kind = "EAGLE-3 head"
+
+    def __init__(self, config: LlamaConfig, settings: Eagle3Settings, embed_tokens: nn.Module):
+        """Make a network with random weights.
+
+        Args:
+            config: of the layer; its ``vocab_size`` is the target's.
+            settings: of the network.
+            embed_tokens: the target's embeddings, or the head's own, of the layer's hidden size.
+        """
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        num_features = len(settings.feature_layers)
+        features_size = num_features * settings.target_hidden_size
+        self.settings, self.feature_layers = settings, settings.feature_layers
+        self.embed_tokens = embed_tokens
+        if settings.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(features_size, eps=eps)
+        if settings.fc_norm:
+            norms = [LlamaRMSNorm(settings.target_hidden_size, eps=eps) for _ in range(num_features)]
+            self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(features_size, size, bias=False)
+        self.midlayer = Eagle3Layer(config, settings.norm_before_residual)
+        self.norm = LlamaRMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, settings.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.register_buffer("target_ids", None, persistent=False)
+
+    def set_vocabulary(self, target_ids: torch.Tensor) -> None:
+        """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
+        assert target_ids.shape == (self.settings.draft_vocab_size,), "one target id per draft id"
+        self.target_ids = target_ids
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.settings.target_hidden_size
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        if self.settings.norm_before_fc:
+            features = self.input_norm(features)
+        if self.settings.fc_norm:
+            parts = features.split(self.settings.target_hidden_size, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        hidden: torch.Tensor = self.fc(features)
+        return hidden
+
+    def run(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: Any,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.midlayer(
+            embeds,
+            hidden,
+            position_embeddings=self.rotary_emb(hidden, position_ids),
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+        )
+        normed = self.norm(hidden)
+        return normed, normed if self.settings.norm_output else hidden
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the layers that heads take features from if their config names none: an early, a middle and a late one."""
+    return 2, num_layers // 2, num_layers - 3

@@ -1,0 +1,419 @@
+"""Loading of published drafting heads: recognised by config and tensor names, checked against the target, read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers.modeling_layers import MtpModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.drafters.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
+from hf_slospec.drafters.heads.head import DraftHead, own_modules
+from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
+from hf_slospec.drafters.heads.unsupported import refuse_unsupported_head
+from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, SLOSpecError, UnsupportedModelError
+from hf_slospec.models.inspection.checkpoints import listed, not_finite
+from hf_slospec.models.inspection.hub import hub_options
+from hf_slospec.models.packed.running import input_device, vocab_size
+
+# There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
+LOADING_ERRORS = (
+    OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MTP_PREFIX = "mtp."
+# Copies of the target's modules, and buffers that are computed.
+IGNORED = (
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+    "rotary_emb.inv_freq",
+    "midlayer.self_attn.rotary_emb.inv_freq",
+)
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+Head = TypeVar("Head", bound=DraftHead | DFlashHead)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A folder with config.json and safetensors files."""
+
+    source: str  # as errors name it
+    config: dict[str, Any]
+    files: dict[str, Path]  # of the tensors, by name
+
+    def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """Return the tensors whose names begin with ``prefix``, by the rest of their names."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path in dict.fromkeys(self.files.values()):
+            with safe_open(path, framework="pt") as file:
+                names = [name for name, own in self.files.items() if own == path and name.startswith(prefix)]
+                tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        return tensors
+
+
+class Layout(NamedTuple):
+    """A published layout of heads."""
+
+    name: str
+    recognises: Callable[[Checkpoint], bool]
+    load: Callable[[Checkpoint, PreTrainedModel], DraftHead | DFlashHead]
+
+
+def load_head(path: str, target: PreTrainedModel) -> DraftHead | DFlashHead:
+    """Return the drafting head in a folder or Hub repository, in the target's dtype and on its device.
+
+    Raises:
+        InvalidInputError: there is no such folder or repository.
+        UnsupportedModelError: the files are pickled, incomplete or in none of the layouts in ``LAYOUTS``.
+        IncompatibleDraftError: the head was made for another target.
+    """
+    checkpoint = open_checkpoint(path)
+    if (layout := layout_of(checkpoint)) is not None:
+        return layout.load(checkpoint, target)
+    kind = checkpoint.config.get("speculators_model_type") or checkpoint.config.get("architectures")
+    raise UnsupportedModelError(
+        f"{path} ({kind}) is no drafting head that can be loaded; these are: {', '.join(one.name for one in LAYOUTS)}"
+    )
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout | None:
+    """Return the layout of a head's checkpoint; None if it is not one of a known head.
+
+    Raises:
+        UnsupportedModelError: it is a head of a known format that is not loaded.
+    """
+    refuse_unsupported_head(checkpoint)
+    return next((layout for layout in LAYOUTS if layout.recognises(checkpoint)), None)
+
+
+def load_mtp(target: PreTrainedModel) -> DraftHead:
+    """Return the multi-token prediction layer that was published with the target.
+
+    Raises:
+        InvalidInputError: the target's own checkpoint is not found.
+        UnsupportedModelError: the checkpoint has no MTP layer, or not one that can be loaded.
+        IncompatibleDraftError: the MTP layer is not of the target's shape.
+    """
+    source = str(target.config.name_or_path)
+    if getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
+        try:
+            mtp: Any = MtpModel.from_pretrained(target)
+        except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise UnsupportedModelError(f"transformers cannot load the MTP layers of {source!r}: {error}") from error
+        shipped = ShippedMtpHead(target, mtp.to(input_device(target)))
+        shipped.train(False)
+        return shipped
+    if not source:
+        raise InvalidInputError("the target was not loaded from a folder or repository, which would have an MTP layer")
+    checkpoint = open_checkpoint(source)
+    if not _is_mtp(checkpoint):
+        raise UnsupportedModelError(f"{source} has no MTP layer: there is no tensor named {MTP_PREFIX}fc.weight")
+    return _load_mtp(checkpoint, target)
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+    """Return the checkpoint in a folder, or else in the Hub repository of this name; read no tensor."""
+    folder = Path(source)
+    if not os.path.isdir(source):
+        options = hub_options(source)
+        try:
+            folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], **options))
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(
+                f"{source!r} is neither a folder nor a repository that can be read: {error}"
+            ) from error
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+        why = f"{', '.join(pickled)} may run code when it is read" if pickled else "there are none"
+        raise UnsupportedModelError(
+            f"{source} must hold safetensors files: {why}; save its tensors as model.safetensors"
+        )
+    if not (folder / "config.json").exists():
+        raise UnsupportedModelError(f"{source} has no config.json")
+    files: dict[str, Path] = {}
+    try:
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise UnsupportedModelError(f"{source} has a file that cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{source}: config.json must hold an object")
+    return Checkpoint(source, config, files)
+
+
+def _is_speculators_eagle3(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("speculators_model_type") == "eagle3"
+
+
+def _load_speculators_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
+    config = checkpoint.config
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
+    return _load_eagle3(checkpoint, target, config["transformer_layer_config"], config, layer_ids)
+
+
+def _is_eagle3(checkpoint: Checkpoint) -> bool:
+    is_named = any("eagle3" in str(name).lower() for name in checkpoint.config.get("architectures") or ())
+    return "speculators_model_type" not in checkpoint.config and (
+        is_named or "midlayer.hidden_norm.weight" in checkpoint.files
+    )
+
+
+def _load_published_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
+    config = checkpoint.config
+    options = config | (config.get("eagle_config") or {})
+    if options.get("use_aux_hidden_state") is False:
+        raise UnsupportedModelError(
+            f"{checkpoint.source} reads one hidden state, as EAGLE-2 does; EAGLE-3 reads several"
+        )
+    outputs_of = options.get("eagle_aux_hidden_state_layer_ids") or options.get("target_layer_ids")  # not inputs
+    return _load_eagle3(checkpoint, target, config, options, outputs_of and [layer + 1 for layer in outputs_of])
+
+
+def _is_mtp(checkpoint: Checkpoint) -> bool:
+    return f"{MTP_PREFIX}fc.weight" in checkpoint.files
+
+
+def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
+    own, theirs = _hidden_size(target), checkpoint.config.get("hidden_size")
+    if theirs not in (None, own):
+        raise IncompatibleDraftError(f"{checkpoint.source} is for a hidden size of {theirs}; the target's is {own}")
+    tensors = _with_joined_experts(checkpoint.read(MTP_PREFIX))
+    return _filled(checkpoint, target, lambda: MtpHead(target), tensors, IncompatibleDraftError)
+
+
+def _is_dflash(checkpoint: Checkpoint) -> bool:
+    is_named = any("dflash" in str(name).lower() for name in checkpoint.config.get("architectures") or ())
+    return is_named or "dflash_config" in checkpoint.config
+
+
+def _load_dflash(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
+    source, fields = checkpoint.source, checkpoint.config
+    _check_vocabulary(source, fields.get("vocab_size"), target)
+    unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
+    config = _read_config(source, Qwen3Config, unread | {"target_hidden_size": _hidden_size(target)})
+    tensors = {name: tensor for name, tensor in checkpoint.read().items() if name not in IGNORED}
+    own_embeddings, own_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    if not own_embeddings:
+        _check_embeddings(source, config.hidden_size, target)
+
+    def build() -> DFlashHead:
+        embeddings = None if own_embeddings else target.get_input_embeddings()
+        return DFlashHead(config, embeddings, None if own_head else target.get_output_embeddings())
+
+    head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
+    _check_layers(source, head.feature_layers, _num_layers(target))
+    return head
+
+
+LAYOUTS = (
+    Layout("EAGLE-3 in the layout of speculators", _is_speculators_eagle3, _load_speculators_eagle3),
+    Layout("EAGLE-3 (LlamaForCausalLMEagle3)", _is_eagle3, _load_published_eagle3),
+    Layout("DFlash", _is_dflash, _load_dflash),
+    Layout("an MTP layer (mtp.*)", _is_mtp, _load_mtp),
+)
+
+
+def _load_eagle3(
+    checkpoint: Checkpoint,
+    target: PreTrainedModel,
+    layer: Mapping[str, Any],
+    options: Mapping[str, Any],
+    feature_layers: list[int] | None,
+) -> Eagle3Head:
+    """Return an EAGLE-3 head.
+
+    Args:
+        checkpoint: of the head.
+        target: the model it drafts for.
+        layer: fields of the layer's config.
+        options: fields of the head's config.
+        feature_layers: numbered as in output_hidden_states; None: those of a config that names none.
+    """
+    source, num_layers = checkpoint.source, _num_layers(target)
+    config = _config_of_layer(source, layer)
+    _check_vocabulary(source, config.vocab_size, target)
+    layers = default_feature_layers(num_layers) if feature_layers is None else tuple(feature_layers)
+    _check_layers(source, layers, num_layers)
+
+    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in checkpoint.read().items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in IGNORED}
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    draft_vocab = int(options.get("draft_vocab_size") or config.vocab_size)
+    target_ids = _target_ids(source, d2t, t2d, draft_vocab, config.vocab_size)
+    settings = Eagle3Settings(
+        layers,
+        _hidden_size(target),
+        draft_vocab,
+        norm_before_residual=bool(options.get("norm_before_residual")),
+        norm_output=bool(options.get("norm_output")),
+        norm_before_fc=bool(options.get("norm_before_fc")) or "input_norm.weight" in tensors,
+        fc_norm=bool(options.get("fc_norm")) or "fc_norm.0.weight" in tensors,
+    )
+    has_embeddings = "embed_tokens.weight" in tensors
+    _check_features(source, settings, tensors)
+    if not has_embeddings:
+        _check_embeddings(source, config.hidden_size, target)
+
+    def build() -> Eagle3Head:
+        embeddings = nn.Embedding(config.vocab_size, config.hidden_size) if has_embeddings else None
+        return Eagle3Head(config, settings, embeddings or target.get_input_embeddings())
+
+    head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
+    if target_ids is not None:
+        head.set_vocabulary(target_ids.to(input_device(target)))
+    return head
+
+
+def _config_of_layer(source: str, fields: Mapping[str, Any]) -> LlamaConfig:
+    if (kind := fields.get("model_type", "llama")) != "llama":
+        raise UnsupportedModelError(f"{source} has a layer of type {kind!r}; only Llama layers can be loaded")
+    if (num_layers := fields.get("num_hidden_layers", 1)) != 1:
+        raise UnsupportedModelError(f"{source} has {num_layers} layers; only heads of one layer can be loaded")
+    _check_window(source, fields)
+    config: LlamaConfig = _read_config(source, LlamaConfig, {**fields, "sliding_window": None})
+    rope: Any = config.rope_parameters
+    if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise UnsupportedModelError(f"{source} has rotary embeddings of unknown type {rope['rope_type']!r}")
+    return config
+
+
+def _check_window(source: str, fields: Mapping[str, Any]) -> None:
+    """Refuse a layer with a sliding window, which the kinds of layers tell where the config names them."""
+    kinds, window = fields.get("layer_types"), fields.get("sliding_window")
+    slides = window is not None and fields.get("use_sliding_window", True)
+    if "sliding_attention" in kinds if kinds else slides:
+        raise UnsupportedModelError(
+            f"{source} has a layer with a sliding window of {window} tokens; only heads that attend to all tokens can "
+            "be loaded"
+        )
+
+
+def _read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
+    try:
+        return kind.from_dict(dict(fields))
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise UnsupportedModelError(f"{source} has an invalid config: {error}") from error
+
+
+def _check_vocabulary(source: str, size: int | None, target: PreTrainedModel) -> None:
+    if size != vocab_size(target):
+        raise IncompatibleDraftError(
+            f"{source} is for a vocabulary of {size} tokens; the target's has {vocab_size(target)}"
+        )
+
+
+def _check_layers(source: str, layers: tuple[int, ...], num_layers: int) -> None:
+    if not all(0 <= one <= num_layers for one in layers):
+        raise IncompatibleDraftError(
+            f"{source} reads the hidden states {layers} of a target that has 0 to {num_layers}"
+        )
+
+
+def _check_embeddings(source: str, size: int, target: PreTrainedModel) -> None:
+    if size != _hidden_size(target):
+        raise IncompatibleDraftError(
+            f"{source} has a hidden size of {size} and no embeddings of its own; the target's have "
+            f"{_hidden_size(target)}"
+        )
+
+
+def _check_features(source: str, settings: Eagle3Settings, tensors: Mapping[str, torch.Tensor]) -> None:
+    size, num_features = settings.target_hidden_size, len(settings.feature_layers)
+    if "fc.weight" in tensors and (width := tensors["fc.weight"].shape[1]) != num_features * size:
+        raise IncompatibleDraftError(
+            f"{source} reads {width} features; {num_features} hidden states of the target have {num_features * size}"
+        )
+
+
+def _target_ids(
+    source: str, d2t: torch.Tensor | None, t2d: torch.Tensor | None, draft_vocab: int, vocab: int
+) -> torch.Tensor | None:
+    """Return the checked target ids of a draft vocabulary, [draft_vocab] int64; None if they are the same ids."""
+    if d2t is None:
+        if draft_vocab != vocab:
+            raise UnsupportedModelError(f"{source} drafts {draft_vocab} of {vocab} tokens, and has no tensor d2t")
+        return None
+    if d2t.shape != (draft_vocab,):
+        raise UnsupportedModelError(f"d2t of {source} has shape {tuple(d2t.shape)}; it must be ({draft_vocab},)")
+    target_ids = torch.arange(draft_vocab) + d2t.long()
+    if not bool(((target_ids >= 0) & (target_ids < vocab)).all()) or len(target_ids.unique()) != draft_vocab:
+        raise IncompatibleDraftError(f"d2t of {source} does not map to {draft_vocab} different ids of 0 to {vocab - 1}")
+    if t2d is not None and (t2d.shape != (vocab,) or not torch.equal(t2d.nonzero()[:, 0], target_ids.sort().values)):
+        raise IncompatibleDraftError(f"d2t and t2d of {source} do not name the same tokens")
+    return target_ids
+
+
+def _filled(
+    checkpoint: Checkpoint,
+    target: PreTrainedModel,
+    build: Callable[[], Head],
+    tensors: Mapping[str, torch.Tensor],
+    error: type[SLOSpecError],
+) -> Head:
+    """Return a head with these tensors; raise ``error`` if they are not those that it needs, before it is built."""
+    with torch.device("meta"):
+        expected = own_modules(build(), target).state_dict()
+    faults = [
+        f"{what} {', '.join(sorted(names))}"
+        for what, names in (
+            ("it lacks", expected.keys() - tensors.keys()),
+            ("it has unknown", tensors.keys() - expected.keys()),
+        )
+        if names
+    ]
+    faults += [
+        f"{name} has shape {tuple(tensors[name].shape)} and not {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name].shape
+    ]
+    if faults:
+        raise error(f"the tensors of {checkpoint.source} do not fit: {'; '.join(faults)}")
+    if names := not_finite(tensors.items()):
+        raise UnsupportedModelError(f"{checkpoint.source} holds NaN or infinite weights, in {listed(names)}")
+    device = input_device(target)
+    with torch.device(device):
+        head = build()
+    own = {name: tensor.to(device, target.dtype) for name, tensor in tensors.items()}
+    own_modules(head, target).load_state_dict(own, assign=True)
+    head.train(False)
+    return head
+
+
+def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with the weights of single experts joined, as transformers' modules have them."""
+    joined: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
+        else:
+            joined[name] = tensor
+    for name, own in experts.items():
+        gate, up, down = ([own[part][index] for index in sorted(own[part])] for part in ("gate", "up", "down"))
+        pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+        joined[f"{name}.gate_up_proj"], joined[f"{name}.down_proj"] = torch.stack(pairs), torch.stack(down)
+    return joined
+
+
+def _num_layers(target: PreTrainedModel) -> int:
+    return int(target.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _hidden_size(target: PreTrainedModel) -> int:
+    return int(target.config.get_text_config(decoder=True).hidden_size)

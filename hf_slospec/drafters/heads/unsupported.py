@@ -1,0 +1,100 @@
+"""Published drafting heads that cannot be loaded: known by config and tensor names, and refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_slospec.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from hf_slospec.drafters.heads.loading import Checkpoint
+
+CAUSAL_LMS = {
+    name
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    for name in ([names] if isinstance(names, str) else names)
+}
+LOADED = "EAGLE-3 with one Llama layer, DFlash of z-lab and SpecForge, and MTP layers"
+
+
+class Format(NamedTuple):
+    """A published format of heads that is not loaded."""
+
+    name: str
+    recognises: Callable[[Checkpoint], bool]
+
+
+def architectures(checkpoint: Checkpoint) -> list[str]:
+    """Return the class names in a checkpoint's config."""
+    names: Any = checkpoint.config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+
+def refuse_unsupported_head(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModelError for a head of a known format that is not loaded, before it is taken for another."""
+    for kind in FORMATS:
+        if kind.recognises(checkpoint):
+            raise UnsupportedModelError(
+                f"{checkpoint.source} is {kind.name}, which cannot be loaded; these heads can: {LOADED}"
+            )
+
+
+def check_is_causal_lm(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModelError unless the files are those of a causal LM, as far as names tell."""
+    source, names = checkpoint.source, architectures(checkpoint)
+    if (kind := checkpoint.config.get("speculators_model_type")) is not None:
+        raise UnsupportedModelError(f"{source} is a head of type {kind!r} of speculators, which cannot be loaded")
+    if "fc.weight" in checkpoint.files:
+        raise UnsupportedModelError(
+            f"{source} is an EAGLE-1, EAGLE-2 or HASS head, which cannot be loaded: it has fc.weight, and is no "
+            f"EAGLE-3; these heads can: {LOADED}"
+        )
+    if names and not any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names):
+        raise UnsupportedModelError(
+            f"{source} is neither a known head nor a causal LM: its class is {', '.join(names)}; these heads can be "
+            f"loaded: {LOADED}"
+        )
+
+
+def _named(*parts: str) -> Callable[[Checkpoint], bool]:
+    return lambda checkpoint: any(part in name.lower() for name in architectures(checkpoint) for part in parts)
+
+
+def _section(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
+    found = checkpoint.config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _projects_as(kind: str) -> Callable[[Checkpoint], bool]:
+    return lambda checkpoint: str(_section(checkpoint, "dflash_config").get("projector_type")).lower() == kind
+
+
+def _speculators(*kinds: str) -> Callable[[Checkpoint], bool]:
+    return lambda checkpoint: checkpoint.config.get("speculators_model_type") in kinds
+
+
+def _has(*tensors: str) -> Callable[[Checkpoint], bool]:
+    return lambda checkpoint: any(name.startswith(tensors) for name in checkpoint.files)
+
+
+FORMATS = (
+    Format("a DSpark or DFlash head of DeepSpec", _named("dsparkmodel")),
+    Format("a DSpark head of speculators", _speculators("dspark")),
+    Format("a DSpark head of SpecForge", _projects_as("dspark")),
+    Format("a DSpark head", _has("markov_head.", "markov_w1.")),
+    Format("a Domino head", _projects_as("domino")),
+    Format("a DFlash2 head of speculators", _speculators("dflash2")),
+    Format("a DFlash2 head", _named("dflash2")),
+    Format("a DFlash2 head", _has("candidate_selector.")),
+    Format("a DFlash head of speculators, with its layers in transformer_layer_config", _speculators("dflash")),
+    Format("a P-EAGLE head of speculators", _speculators("peagle", "p_eagle", "p-eagle")),
+    Format("a P-EAGLE head, which drafts several tokens by mask_hidden", _has("mask_hidden", "model.mask_hidden")),
+    Format("a Medusa head", _has("medusa_head.")),
+    Format("a Medusa head", _named("medusa")),
+    Format("a Hydra head", _named("hydra")),
+    Format("an MLP speculator", _named("mlpspeculator")),
+    Format("a MuseGlimmer assistant", _named("museglimmerassistant")),
+)

@@ -1,0 +1,51 @@
+"""Drafters that are known by a name, which is all that ``drafter=`` and ``--drafter`` need; loads nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_slospec.drafters.methods import DraftMethod
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """A drafter that is made from its name.
+
+    Args:
+        make: takes the target, and whether outputs of other requests may be drafted from.
+        has_model: it runs a network, so that it must be the last part of a sum.
+    """
+
+    description: str
+    make: Callable[[Any, bool], DraftMethod]
+    has_model: bool = False
+
+
+def _lookup(target: Any, shares_texts: bool) -> DraftMethod:
+    from hf_slospec.drafters.methods import LookupMethod
+
+    return LookupMethod()
+
+
+def _suffix(target: Any, shares_texts: bool) -> DraftMethod:
+    from hf_slospec.drafters.methods import SuffixMethod
+
+    return SuffixMethod(shares_texts)
+
+
+def _mtp(target: Any, shares_texts: bool) -> DraftMethod:
+    from hf_slospec.drafters.heads.loading import load_mtp
+    from hf_slospec.drafters.methods import HeadMethod
+
+    return HeadMethod(load_mtp(target))
+
+
+NAMED = {
+    "lookup": NamedDrafter("the request's own text (prompt lookup)", _lookup),
+    "suffix": NamedDrafter("suffix trees of texts (extra suffix)", _suffix),
+    "mtp": NamedDrafter("the multi-token prediction layer that the target was published with", _mtp, has_model=True),
+}
+NAMES = ", ".join(NAMED)  # for messages

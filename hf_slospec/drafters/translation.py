@@ -1,0 +1,328 @@
+"""Translation between the tokens of a target and those of a draft that has another tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_slospec.drafters.level import Vocabulary
+from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
+from hf_slospec.models.sequences.kept_texts import num_common
+
+WINDOW = 10  # tokens before new ones that are split again, and as many more before these as context
+MAX_CUTS = 64  # of a text, the last ones
+MIN_COMMON = 0.01  # share of the smaller vocabulary that the other one must have
+MAX_PIECE = 8  # bytes of a token that is looked up beside invalid UTF-8
+ROLES = ("bos_token_id", "eos_token_id")
+INVALID = re.compile(r"([\udc80-\udcff]+)")  # bytes that are no UTF-8, as the error handler below decodes them
+KEEP_INVALID = "surrogateescape"
+
+Key = bytes | str  # what a token stands for: bytes of text, or the name of a special token
+
+
+def _bytes_by_char() -> dict[str, int]:
+    """Return the bytes that the characters of byte-level vocabularies stand for (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES_BY_CHAR = _bytes_by_char()
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of sentencepiece vocabularies
+
+
+def _bytes_of(token: str, is_byte_level: bool) -> bytes:
+    """Return the text of a token, in either way in which vocabularies write spaces and bytes."""
+    if is_byte_level:
+        values = [BYTES_BY_CHAR.get(char) for char in token]
+        return bytes(value for value in values if value is not None) if None not in values else token.encode()
+    if (byte := BYTE_TOKEN.fullmatch(token)) is not None:
+        return bytes.fromhex(byte[1])
+    return token.replace("▁", " ").encode()
+
+
+class TokenTexts:
+    """Texts of the tokens of one tokenizer, and a copy of the tokenizer that splits text only."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer, self._backend = tokenizer, self._copy_of_backend(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self.special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        vocab: dict[str, int] = tokenizer.get_vocab()
+        first = Counter(token[:1] for token in vocab)
+        is_byte_level = first["Ġ"] > first["▁"]
+        self.keys: dict[int, Key] = {}
+        ranks: dict[int, int] = {}  # of several tokens with one text, tokenizers use the one of the highest rank
+        for token, number in vocab.items():
+            if number in self.special:
+                self.keys[number] = token
+            else:
+                self.keys[number] = token.encode() if number in added else _bytes_of(token, is_byte_level)
+            ranks[number] = 2 if number in added else 0 if BYTE_TOKEN.fullmatch(token) else 1
+        self.ids = {self.keys[number]: number for number in sorted(self.keys, key=lambda own: (ranks[own], own))}
+
+    @staticmethod
+    def _copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Any | None:
+        """Return a copy that no caller's padding or truncation changes; None for a tokenizer written in Python."""
+        if not tokenizer.is_fast:
+            return None
+        backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # a special token's name in a text is text
+        return backend
+
+    @property
+    def begins_with_bos(self) -> bool:
+        """Return whether the tokenizer begins every text with a token of its own."""
+        return self._tokenizer.bos_token_id is not None and self._tokenizer("")["input_ids"][:1] == [
+            self._tokenizer.bos_token_id
+        ]
+
+    @property
+    def adds_space(self) -> bool:
+        """Return whether the tokenizer puts a space before a text."""
+        return self.text(self.split("x")[:1]).startswith(b" ")
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        """Return what tokens stand for."""
+        return b"".join(self.texts(tokens))
+
+    def texts(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return what each token stands for; nothing for special and unknown ones."""
+        keys = (self.keys.get(token, b"") for token in tokens)
+        return [key if isinstance(key, bytes) else b"" for key in keys]
+
+    def split(self, text: str) -> list[int]:
+        """Return the tokens of a text without special tokens, in which bytes that are no UTF-8 are escaped."""
+        tokens = list[int]()
+        for part in filter(None, INVALID.split(text)):
+            own = [] if INVALID.match(part) else self._split_valid(part)
+            if INVALID.match(part) or (tokens and self.text(own) != part.encode()):  # a space was put before it
+                own = self._split_bytes(part.encode(errors=KEEP_INVALID))
+            tokens += own
+        return tokens
+
+    def _split_valid(self, text: str) -> list[int]:
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _split_bytes(self, data: bytes) -> list[int]:
+        """Return the longest tokens for bytes, from the left; bytes without a token are left out."""
+        tokens = list[int]()
+        while data:
+            length = next((size for size in range(MAX_PIECE, 0, -1) if data[:size] in self.ids), 0)
+            if length:
+                tokens.append(self.ids[data[:length]])
+            data = data[max(length, 1) :]
+        return tokens
+
+
+class Cut(NamedTuple):
+    """A place where a token begins in a text and in its translation."""
+
+    target: int  # tokens before it, in the target's text
+    draft: int  # in the draft's
+
+
+class Stretch(NamedTuple):
+    """Translation of some of a target's tokens."""
+
+    tokens: list[int]  # the draft's
+    cuts: list[Cut]  # in ascending order; the first one is where the stretch begins
+
+
+class TokenTranslation:
+    """Tokens that two vocabularies have in common, and the translation of texts from one to the other.
+
+    Tokens are the same if they stand for the same bytes, however the vocabularies write spaces and bytes, or if they
+    are special tokens of one name; bos and eos may have other names. Drafts propose common tokens only: token-level
+    intersection (Timor et al., arXiv 2502.05202).
+    """
+
+    def __init__(
+        self,
+        target_tokenizer: PreTrainedTokenizerBase,
+        draft_tokenizer: PreTrainedTokenizerBase,
+        target_vocab_size: int,
+        draft_vocab_size: int,
+    ):
+        """Compare the vocabularies.
+
+        Args:
+            target_vocab_size: tokens of the target model; the tokenizer may have more or fewer.
+            draft_vocab_size: tokens of the draft model.
+
+        Raises:
+            IncompatibleDraftError: they have too few tokens in common.
+        """
+        self.target, self.draft = TokenTexts(target_tokenizer), TokenTexts(draft_tokenizer)
+        ids = {key: number for key, number in self.draft.ids.items() if number < draft_vocab_size and key}
+        # By the target's ids, several of which may stand for one text.
+        self._same = {number: ids[key] for number, key in self.target.keys.items() if key in ids}
+        for role in ROLES:
+            own, others = getattr(target_tokenizer, role), getattr(draft_tokenizer, role)
+            if own is not None and others is not None and others < draft_vocab_size:
+                self._same.setdefault(own, others)
+        common = sorted(
+            number
+            for number in self._same
+            if number < target_vocab_size and self.target.ids.get(self.target.keys.get(number, "")) == number
+        )
+        num_text = sum(number not in self.target.special for number in common)
+        sizes = len(self.target.ids), len(self.draft.ids)
+        if num_text < max(1, MIN_COMMON * min(sizes)):
+            raise IncompatibleDraftError(
+                f"the tokenizers of target and draft have {num_text} tokens in common, of {sizes[0]} and {sizes[1]}; "
+                "use a draft whose vocabulary is more like the target's"
+            )
+        self.target_ids = torch.tensor(common)  # [num_common] int64, ascending
+        self.draft_ids = torch.tensor([self._same[number] for number in common])  # [num_common] int64
+        self.draft_id_of = torch.zeros(target_vocab_size, dtype=torch.int64)  # [target_vocab], 0 where there is none
+        self.draft_id_of[self.target_ids] = self.draft_ids
+        self._on = dict[torch.device, tuple[Vocabulary, torch.Tensor, torch.Tensor]]()
+        self._with_role = {getattr(target_tokenizer, role) for role in (*ROLES, "pad_token_id")}
+        self._special = {number: self._translated_special(number) for number in self.target.special}
+        self._adds_space, bos = self.target.adds_space, draft_tokenizer.bos_token_id
+        self._prefix = [bos] if self.draft.begins_with_bos else []
+        self.filler = int(self.draft_ids[0]) if bos is None else bos  # stands for a text without translation
+
+    def to(self, device: torch.device) -> tuple[Vocabulary, torch.Tensor, torch.Tensor]:
+        """Return the tensors on a device, where they stay, as CUDA graphs read them.
+
+        Returns:
+            the target's ids of the common tokens, with the size of its vocabulary; the draft's ids of the same,
+            [num_common] int64; and the draft's id of each of the target's tokens, [target_vocab] int64.
+        """
+        if device not in self._on:
+            vocabulary = Vocabulary(self.target_ids.to(device), len(self.draft_id_of))
+            self._on[device] = vocabulary, self.draft_ids.to(device), self.draft_id_of.to(device)
+        return self._on[device]
+
+    def translate(self, tokens: Sequence[int], is_begin: bool = True) -> Stretch:
+        """Return the draft's tokens for a stretch of the target's text; ``is_begin``: the text begins with it."""
+        parts = list(self._parts(tokens, is_begin))
+        has_bos = bool(parts) and parts[0][1][:1] == self._prefix
+        translated = [] if has_bos or not is_begin else list(self._prefix)
+        place, cuts = 0, [Cut(0, 0)]
+        for own, others in parts:
+            cuts += [Cut(place + cut.target, len(translated) + cut.draft) for cut in self._cuts(own, others)]
+            place += len(own)
+            translated += others
+        return Stretch(translated, cuts)
+
+    def _parts(self, tokens: Sequence[int], is_begin: bool) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield each special token and each run of other tokens with its translation."""
+        for is_special, group in groupby(tokens, self._special.__contains__):
+            if is_special:
+                yield from (([token], self._special[token]) for token in group)
+            else:
+                run = list(group)
+                yield run, self._translated_run(run, is_begin)
+            is_begin = is_special
+
+    def _translated_run(self, tokens: Sequence[int], is_begin: bool) -> list[int]:
+        """Return the translation of tokens that are not special; ``is_begin``: no text stands before them.
+
+        If both tokenizers split the text alike, the draft gets the very tokens that the target has chosen. Otherwise
+        it gets the tokens that it would find in the text itself.
+        """
+        text = self.target.text(tokens).decode(errors=KEEP_INVALID)
+        if is_begin and self._adds_space:
+            text = text.removeprefix(" ")
+        split, same = self.draft.split(text), [self._same.get(token) for token in tokens]
+        if None in same or split == same:
+            return split
+        is_alike = split == [self._same.get(token) for token in self.target.split(text)]
+        return [token for token in same if token is not None] if is_alike else split
+
+    def _translated_special(self, token: int) -> list[int]:
+        """Return the draft's tokens for a special token: its own one, or the token's name if it has no role."""
+        name = str(self.target.keys.get(token, ""))
+        if token in self._same:
+            return [self._same[token]]
+        if name.encode() in self.draft.ids:
+            return [self.draft.ids[name.encode()]]
+        return [] if token in self._with_role else self.draft.split(name)
+
+    def _cuts(self, tokens: Sequence[int], translated: Sequence[int]) -> list[Cut]:
+        """Return the places where tokens begin in both, between characters; the end is one of them.
+
+        The tokens are compared by the bytes that follow them, as far as these are the same: a tokenizer may begin its
+        text with a space, or write characters in another way.
+        """
+        texts = self.target.texts(tokens), self.draft.texts(translated)
+        own, others = (np.frombuffer(b"".join(text), dtype=np.uint8) for text in texts)  # [num_bytes] each
+        shorter = min(len(own), len(others))
+        differs = np.flatnonzero(own[len(own) - shorter :] != others[len(others) - shorter :])
+        num_same = shorter if not len(differs) else shorter - 1 - int(differs[-1])
+        left, left_of_others = (np.cumsum([0, *map(len, text[::-1])])[::-1] for text in texts)  # bytes after each token
+        common, places, places_of_others = np.intersect1d(left, left_of_others, return_indices=True)
+        is_cut = (common > 0) & (common <= num_same)
+        is_cut[is_cut] &= own[len(own) - common[is_cut]] & 0xC0 != 0x80  # not within a character
+        found = [Cut(*cut) for cut in zip(places[is_cut].tolist(), places_of_others[is_cut].tolist(), strict=True)]
+        return [*found[::-1], Cut(len(tokens), len(translated))]
+
+
+class DraftText:
+    """The text of a request in the tokens of its draft."""
+
+    def __init__(self, translation: TokenTranslation, request: Request):
+        self._translation, self._request = translation, request
+        self.tokens, self._num_seen = list[int](), 0
+        self._cuts = [Cut(0, 0)]  # in ascending order
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the request may still emit; in the draft's tokens they may be more or fewer."""
+        return self._request.num_left
+
+    prompt_len = num_padding = 0  # stock decoding has no such text
+
+    @property
+    def cache_salt(self) -> str:
+        """Salt of the request."""
+        return self._request.cache_salt
+
+    @property
+    def error(self) -> BaseException | None:
+        """Error that ended the request."""
+        return self._request.error
+
+    def update(self) -> int:
+        """Take in tokens that were committed since the last call; return how many leading tokens are the same still.
+
+        The last tokens are split again together with the new ones, behind some context, as tokenizers split the begin
+        of a text in another way than its middle.
+        """
+        committed = self._request.tokens
+        if self._num_seen == len(committed):
+            return len(self.tokens)
+        kept = self._last_cut(self._num_seen - WINDOW)
+        context = self._last_cut(kept.target - WINDOW)
+        stretch = self._translation.translate(committed[context.target :], not context.target)
+        after = next((cut.draft for cut in stretch.cuts if context.target + cut.target == kept.target), None)
+        if after is None:  # what follows has changed the tokens around the cut
+            kept = context = Cut(0, 0)
+            stretch, after = self._translation.translate(committed), 0
+        old, new = self.tokens[kept.draft :], stretch.tokens[after:]
+        self.tokens = self.tokens[: kept.draft] + new or [self._translation.filler]
+        moved = [Cut(context.target + cut.target, kept.draft + cut.draft - after) for cut in stretch.cuts]
+        self._cuts = [cut for cut in self._cuts if cut.target <= kept.target]
+        self._cuts = (self._cuts + [cut for cut in moved if cut.target > kept.target])[-MAX_CUTS:]
+        self._num_seen = len(committed)
+        return kept.draft + num_common(old, new)
+
+    def _last_cut(self, num_tokens: int) -> Cut:
+        """Return the last cut that no more of the target's tokens stand before; the begin if none is kept."""
+        return next((cut for cut in reversed(self._cuts) if cut.target <= num_tokens), Cut(0, 0))

@@ -1,0 +1,307 @@
+"""Bounds that no schedule and no policy exceeds on a load, from what its requests cost at the very least."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.algo.metrics import WINDOW
+from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.lab.hardware import Hardware
+from hf_slospec.lab.outcomes import METRICS
+from hf_slospec.lab.texts import Library
+from hf_slospec.lab.workload import Job
+
+BLOCK = 8  # requests; groups whose on-time requests are bounded together begin at multiples of it
+ROUNDING = 1.0 + 1e-9  # factor on times allowed, so that rounding never counts against a schedule
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a forward of n tokens are at least ``fixed_s + per_token_s * n``; neither is negative."""
+
+    fixed_s: float
+    per_token_s: float
+
+
+def lines_below(cost: ForwardCost) -> list[Line]:
+    """Return lines that a forward's cost by tokens never falls below, of ascending slope: its lower convex hull.
+
+    The flat line is the first one, and the last one passes through the origin.
+    """
+    x = [1.0, *(float(tokens) for tokens in cost.curve.num_tokens if tokens > 1)]
+    y = [cost.curve.at(tokens) for tokens in x]
+    hull: list[int] = []
+    for index in range(len(x)):
+        while len(hull) > 1 and _slope(x, y, hull[-2], hull[-1]) >= _slope(x, y, hull[-1], index):
+            hull.pop()
+        hull.append(index)
+    beyond = cost.curve.at(x[-1] + 1.0) - y[-1]
+    edges = [_slope(x, y, left, right) for left, right in itertools.pairwise(hull)]
+    lines = [
+        Line(min(s - slope * n for n, s in zip(x, y, strict=True)), slope)
+        for slope in sorted({0.0, beyond, *edges})
+        if slope <= beyond
+    ]
+    steepest = min(beyond, *(s / n for n, s in zip(x, y, strict=True)))
+    return [*(line for line in lines if line.fixed_s > 0.0), Line(0.0, steepest)]
+
+
+def _slope(x: Sequence[float], y: Sequence[float], left: int, right: int) -> float:
+    return (y[right] - y[left]) / (x[right] - x[left])
+
+
+class Bounds:
+    """Least seconds and work of each request of a load on one replica, and the bounds that follow from them.
+
+    They hold for every policy and every schedule of the simulator's engine, with knowledge of all texts and arrivals,
+    as long as requests draft at most ``max_depth`` levels and ``max_width`` children per token, at most ``max_batch``
+    of them run at a time, and each reserves K/V for its whole text. Two relaxations are used:
+
+    - A request is never faster than alone, drafting only for what will be accepted, each step at the best depth.
+    - A step's seconds are shared among its requests by a line below the cost of its forward, the fixed part by their
+      number or by their share of the K/V. The sum of what a request must be given, its *work*, is as if every forward
+      had the most favourable size; a replica does one second of work per second.
+
+    Args:
+        library: the texts of the requests, in their order.
+
+    Raises:
+        InvalidInputError: the number of texts differs from that of requests, or a limit is out of its range.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], library: Library, hardware: Hardware, max_depth: int, max_width: int, max_batch: int
+    ):
+        if not jobs or len(library.lengths) != len(jobs):
+            raise InvalidInputError(
+                f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} texts"
+            )
+        if max_depth < 0 or max_width < 1 or max_batch < 1:
+            raise InvalidInputError(
+                "max_depth must be at least 0, max_width and max_batch at least 1, "
+                f"got {max_depth}, {max_width} and {max_batch}"
+            )
+        self.jobs, self.library, self.hardware, self.max_batch = jobs, library, hardware, max_batch
+        self.arrivals_s = np.array([job.arrival_s for job in jobs])
+        self.prompts = np.array([job.input_tokens for job in jobs])
+        self.outputs = np.array([job.output_tokens for job in jobs])
+        self._hits = np.minimum(_run_lengths(library, max_width), max_depth)
+        self._levels = np.arange(max_depth + 1)
+        self.prefill_s = self._alone_prefill_s()
+        self.decode_s = self.decode_left_s(self.outputs)[self.outputs - 1, np.arange(len(jobs))]
+
+    # ---- alone
+
+    def _alone_prefill_s(self) -> FloatArray:
+        """Return the least seconds from arrival to the first token, in chunks of whichever size is best.  -> [n] f64"""
+        target, host_s = self.hardware.target, self.hardware.host_s
+        sizes = np.array([1, *(tokens for tokens in target.curve.num_tokens if tokens > 1)])
+        rates = (target.curve(sizes) + host_s) / sizes
+        own = target.curve(self.prompts) + host_s
+        # Between two points the seconds per token are lowest at one of them, or at the end of the prompt.
+        best = np.minimum.accumulate(rates)[np.searchsorted(sizes, self.prompts, side="right") - 1]
+        least = np.maximum(np.minimum(self.prompts * best, own), float(target.curve(1) + host_s))
+        seconds: FloatArray = least + target.per_key_s * self.prompts
+        return seconds
+
+    def decode_left_s(self, ends: IntArray) -> FloatArray:
+        """Return the least seconds to decode the last tokens of each request alone, its texts cut at ``ends``.
+
+        Args:
+            ends: output tokens at which a request counts as finished.  [num_requests] int64
+
+        Returns:
+            ``[j, r]``: seconds for the last ``j`` of the ``ends[r]`` tokens of request ``r``.  [max(ends) + 1, n] f64
+        """
+        hardware, levels = self.hardware, self._levels.astype(np.float64)
+        draft = hardware.draft.curve(1) * levels + hardware.drafting_request_s * (levels > 0)
+        costs = draft + hardware.target.curve(levels + 1) + hardware.host_s
+        slopes: FloatArray = hardware.target.per_key_s + hardware.draft.per_key_s * levels
+        return self._least_left_s(ends, np.repeat(costs[:, None], len(self.jobs), axis=1), slopes)
+
+    def _least_left_s(self, ends: IntArray, costs: FloatArray, slopes: FloatArray) -> FloatArray:
+        """Return the least cost of the last tokens, by dynamic programming over the depth of each step.
+
+        Args:
+            costs: of a step that commits ``d + 1`` tokens, [max_depth + 1, num_requests] f64.
+            slopes: likewise, per cached token.  [max_depth + 1] f64
+        """
+        longest, columns = int(ends.max()), np.arange(len(ends))
+        left = np.zeros((longest + 1, len(ends)))
+        for num_left in range(1, longest):
+            places = np.maximum(ends - num_left, 0)  # requests shorter than this are not looked at
+            depths = self._levels[:num_left]
+            hits = self._hits[self.library.places(columns, places)]
+            after = left[num_left - 1 - depths]
+            seconds = costs[depths] + slopes[depths][:, None] * (self.prompts + places) + after
+            left[num_left] = np.where(depths[:, None] <= hits, seconds, np.inf).min(axis=0)
+        return left
+
+    # ---- work
+
+    def _works(self) -> Iterator[tuple[FloatArray, FloatArray]]:
+        """Yield the work of prefill and of decoding, [num_requests] f64 each, for every way to share the steps."""
+        hardware, levels = self.hardware, self._levels.astype(np.float64)
+        texts = self.prompts + np.array([job.max_output_tokens for job in self.jobs])
+        draft = max(lines_below(hardware.draft), key=lambda line: line.fixed_s + line.per_token_s * self.max_batch)
+        for line in lines_below(hardware.target):
+            for share in (np.full(len(self.jobs), 1.0 / self.max_batch), texts / hardware.kv_tokens):
+                fixed_s = (line.fixed_s + hardware.host_s) * share
+                draft_s = (draft.fixed_s * share + draft.per_token_s) * levels[:, None]
+                draft_s += hardware.drafting_request_s * (levels > 0)[:, None]
+                costs = fixed_s + draft_s + line.per_token_s * (levels + 1)[:, None]
+                slopes: FloatArray = hardware.target.per_key_s + hardware.draft.per_key_s * levels
+                decode = self._least_left_s(self.outputs, costs, slopes)[self.outputs - 1, np.arange(len(self.jobs))]
+                yield fixed_s + (line.per_token_s + hardware.target.per_key_s) * self.prompts, decode
+
+    # ---- bounds
+
+    def latency_s(self) -> float:
+        """Return a lower bound of the mean seconds from arrival to the last token.
+
+        It is the larger of the mean alone, and of the mean with which shortest remaining work first, the optimal rule
+        for one machine, would finish the work.
+        """
+        alone_s = float((self.prefill_s + self.decode_s).mean())
+        return max(
+            alone_s, *(_shortest_first_s(self.arrivals_s, prefill + decode) for prefill, decode in self._works())
+        )
+
+    def seconds(self) -> float:
+        """Return a lower bound of the seconds from the first arrival to the last token of all."""
+        first_s = float(self.arrivals_s.min())
+        end_s = float((self.arrivals_s + self.prefill_s + self.decode_s).max())
+        order = np.argsort(self.arrivals_s, kind="stable")
+        for prefill, decode in self._works():
+            after = np.cumsum((prefill + decode)[order][::-1])[::-1]  # of a request and those that arrive later
+            end_s = max(end_s, float((self.arrivals_s[order] + after).max()))
+        return end_s - first_s
+
+    def throughput(self) -> float:
+        """Return an upper bound of the tokens per second of the whole load."""
+        return float(self.outputs.sum()) / self.seconds()
+
+    def goodput(self, metric: str) -> float:
+        """Return an upper bound of the tokens per second of requests that attain their SLOs, by a name in METRICS."""
+        return float(self.outputs[self.attainable(metric)].sum()) / self.seconds()
+
+    def attainment(self, metric: str) -> float | None:
+        """Return an upper bound of the share of requests that attain their SLOs; None if none has an SLO.
+
+        A request attains its SLOs only if it would alone. Where TTFT SLOs count, not all of these need to fit: a group
+        of them finishes no more in time than Moore and Hodgson's rule finds if all of its members arrived with the
+        first of them. The groups follow one another, and those with the lowest sum are used. Without TTFT SLOs the
+        bound is exact, apart from beams that lose a path and prompts that the draft processes: to wait misses no SLO,
+        so that a schedule which serves one request at a time attains it.
+        """
+        judged = self._judged(metric)
+        if not judged.any():
+            return None
+        can = self.attainable(metric) & judged
+        best = int(can.sum())
+        if metric != "adaserve" and (can & np.isfinite(self._ttft_due_s())).any():
+            first_due_s, (_, allowed_s) = self._ttft_due_s()[can], self._allowed(metric)
+            last_due_s = first_due_s + allowed_s[can]
+            arrivals_s = self.arrivals_s[can]
+            for prefill, decode in self._works():
+                for work, due_s in ((prefill, first_due_s), (prefill + decode, last_due_s)):
+                    best = min(best, _most_in_time(arrivals_s, work[can], due_s))
+        return best / int(judged.sum())
+
+    def attainable(self, metric: str) -> BoolArray:
+        """Return which requests may attain their SLOs at all, being served alone.  -> [num_requests] bool"""
+        ends, allowed_s = self._allowed(metric)
+        least_s = self.decode_left_s(ends)[ends - 1, np.arange(len(ends))]
+        can: BoolArray = self._judged(metric) & (least_s <= allowed_s)
+        if metric != "adaserve":
+            can &= self.arrivals_s + self.prefill_s <= self._ttft_due_s()
+        return can
+
+    def _judged(self, metric: str) -> BoolArray:
+        if metric not in METRICS:
+            raise InvalidInputError(f"unknown metric {metric!r}; known are: {', '.join(METRICS)}")
+        counts_ttft = metric != "adaserve"
+        return np.array([
+            job.tpot_slo_s is not None or (counts_ttft and job.ttft_slo_s is not None) for job in self.jobs
+        ])  # fmt: skip
+
+    def _ttft_due_s(self) -> FloatArray:
+        ttft_s = np.array([np.inf if job.ttft_slo_s is None else job.ttft_slo_s for job in self.jobs])
+        due_s: FloatArray = self.arrivals_s + ttft_s * ROUNDING
+        return due_s
+
+    def _allowed(self, metric: str) -> tuple[IntArray, FloatArray]:
+        """Return by how many tokens, and how many seconds after the first one, a TPOT SLO needs each request to be."""
+        slos_s = np.array([np.inf if job.tpot_slo_s is None else job.tpot_slo_s for job in self.jobs])
+        ends = self.outputs
+        if metric == "slos-serve":  # whole windows, each of which must be fast enough
+            ends = np.where(ends > WINDOW, (ends - 1) // WINDOW * WINDOW + 1, ends)
+        gaps = ends if metric == "adaserve" else np.maximum(ends - 1, 0)
+        allowed_s = np.where(gaps > 0, slos_s * np.maximum(gaps, 1), np.inf)
+        return ends, allowed_s * ROUNDING
+
+
+def _run_lengths(library: Library, max_width: int) -> IntArray:
+    """Return for every place of all texts how many tokens from there on the draft has among its first ``max_width``."""
+    size = len(library.ranks)
+    ends = np.repeat(library.starts + library.lengths, library.lengths)
+    is_missed = library.ranks >= min(max_width, library.num_children)
+    next_missed = np.minimum.accumulate(np.where(is_missed, np.arange(size), size)[::-1])[::-1]
+    runs: IntArray = np.minimum(next_missed, ends) - np.arange(size)
+    return runs
+
+
+def _shortest_first_s(arrivals_s: FloatArray, works: FloatArray) -> float:
+    """Return the mean flow time of preemptive shortest remaining work first on one machine."""
+    order = np.argsort(arrivals_s, kind="stable").tolist()
+    waiting: list[float] = []  # remaining works
+    now_s, finished_s, place = 0.0, 0.0, 0
+    while place < len(order) or waiting:
+        if not waiting:
+            now_s = max(now_s, float(arrivals_s[order[place]]))
+        while place < len(order) and arrivals_s[order[place]] <= now_s:
+            heapq.heappush(waiting, float(works[order[place]]))
+            place += 1
+        until_s = float(arrivals_s[order[place]]) if place < len(order) else np.inf
+        work = heapq.heappop(waiting)
+        if now_s + work <= until_s:
+            now_s += work
+            finished_s += now_s
+        else:
+            heapq.heappush(waiting, work - (until_s - now_s))
+            now_s = until_s
+    return (finished_s - float(arrivals_s.sum())) / len(order)
+
+
+def _most_in_time(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, block: int = BLOCK) -> int:
+    """Return an upper bound of the requests that one machine can finish in time."""
+    order = np.argsort(arrivals_s, kind="stable")
+    arrivals_s, works, due_s = arrivals_s[order], works[order], due_s[order]
+    cuts = [*range(0, len(order), block), len(order)]
+    best = [0] * len(cuts)
+    for end in range(1, len(cuts)):
+        sizes = [2**power for power in range(end.bit_length()) if 2**power <= end]
+        best[end] = min(
+            best[end - size] + _moore_hodgson(arrivals_s, works, due_s, cuts[end - size], cuts[end]) for size in sizes
+        )
+    return best[-1]
+
+
+def _moore_hodgson(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, begin: int, end: int) -> int:
+    """Return the most requests of a group that are finished in time if all arrive with its first one."""
+    now_s, taken = float(arrivals_s[begin]), list[float]()  # negative works
+    for index in (begin + np.argsort(due_s[begin:end], kind="stable")).tolist():
+        if not np.isfinite(due_s[index]):
+            return len(taken) + int(np.isinf(due_s[begin:end]).sum())
+        now_s += float(works[index])
+        heapq.heappush(taken, -float(works[index]))
+        if now_s > due_s[index]:
+            now_s += heapq.heappop(taken)
+    return len(taken)

@@ -1,0 +1,201 @@
+"""Results of a simulated load, by request, by class and overall."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.request import Request
+from hf_slospec.lab.workload import Job
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one request. Times are seconds of the virtual clock."""
+
+    index: int
+    kind: str
+    replica: int
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    tpot_slo_s: float | None
+    ttft_slo_s: float | None
+    first_token_s: float
+    decode_begun_s: float  # beginning of the first step that decoded it
+    finish_s: float
+    steps: int
+    drafted: int
+    accepted: int
+    guaranteed: bool
+    preempted: int
+    reroutes: int  # replicas that did not guarantee its SLOs and passed it on
+    tpot_s: float | None  # measured
+    ttft_s: float
+    worst_tpot_s: float | None  # over any 10 tokens
+    attained: bool | None  # by the definition of RequestMetrics
+
+    @classmethod
+    def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, reroutes: int) -> Outcome:
+        """Return the result of a finished request."""
+        own = request.metrics()
+        return cls(
+            index=request.index,
+            kind=job.kind,
+            replica=replica,
+            arrival_s=job.arrival_s,
+            input_tokens=job.input_tokens,
+            output_tokens=own.tokens,
+            tpot_slo_s=own.tpot_slo_s,
+            ttft_slo_s=own.ttft_slo_s,
+            first_token_s=math.nan if request.first_token_s is None else request.first_token_s,
+            decode_begun_s=decode_begun_s,
+            finish_s=request.last_token_s,
+            steps=own.steps,
+            drafted=own.drafted,
+            accepted=own.accepted,
+            guaranteed=own.guaranteed,
+            preempted=own.preempted,
+            reroutes=reroutes,
+            tpot_s=own.tpot_s,
+            ttft_s=own.ttft_s if own.ttft_s is not None else math.nan,
+            worst_tpot_s=own.worst_tpot_s,
+            attained=own.attained,
+        )
+
+
+Metric = Callable[[Outcome], bool | None]
+
+
+def attained(outcome: Outcome) -> bool | None:
+    """Return whether the request attained its SLOs by this package's definition.
+
+    TPOT is (last token - first token) / (tokens - 1); TTFT counts where the request has a TTFT SLO.
+    """
+    return outcome.attained
+
+
+def adaserve_attained(outcome: Outcome) -> bool | None:
+    """Return whether (finish - first decode iteration) / tokens is within the TPOT SLO (AdaServe).
+
+    Waiting and prefill do not count.
+    """
+    if outcome.tpot_slo_s is None:
+        return None
+    return (outcome.finish_s - outcome.decode_begun_s) / outcome.output_tokens <= outcome.tpot_slo_s
+
+
+def slos_serve_attained(outcome: Outcome) -> bool | None:
+    """Return whether TTFT and the TPOT of any 10 consecutive tokens are within the SLOs (SLOs-Serve)."""
+    if outcome.tpot_slo_s is None and outcome.ttft_slo_s is None:
+        return None
+    is_late = outcome.ttft_slo_s is not None and outcome.ttft_s > outcome.ttft_slo_s
+    worst_s = outcome.tpot_s if outcome.worst_tpot_s is None else outcome.worst_tpot_s
+    is_slow = outcome.tpot_slo_s is not None and worst_s is not None and worst_s > outcome.tpot_slo_s
+    return not (is_late or is_slow)
+
+
+METRICS: dict[str, Metric] = {"tpot": attained, "adaserve": adaserve_attained, "slos-serve": slos_serve_attained}
+
+
+@dataclass
+class Totals:
+    """Sums over all steps of a run. Except for prefills, only steps with decoding requests count."""
+
+    num_steps: int = 0
+    num_prefills: int = 0  # steps without decoding requests
+    prefill_s: float = 0.0  # seconds of these
+    requests: int = 0  # decoding requests
+    nodes: int = 0  # verified for decoding requests, roots included
+    committed: int = 0  # tokens of decoding requests
+    expected: float = 0.0  # tokens that the policy expected to commit
+    depth: int = 0  # draft levels
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of one load on one system."""
+
+    system: str
+    outcomes: tuple[Outcome, ...]
+    totals: Totals
+    not_guaranteed: int  # requests whose SLOs no replica guaranteed
+
+    def summary(self, metric: Metric = attained) -> dict[str, Any]:
+        """Return the figures of the whole load and, under ``kinds``, those of its classes."""
+        kinds = sorted({outcome.kind for outcome in self.outcomes})
+        totals, steps = self.totals, max(self.totals.num_steps, 1)
+        return {
+            **_figures(self.outcomes, metric, self.seconds),
+            "seconds": self.seconds,
+            "tokens_per_request_and_step": totals.committed / max(totals.requests, 1),
+            "expected_per_request_and_step": totals.expected / max(totals.requests, 1),
+            "nodes_per_step": totals.nodes / steps,
+            "requests_per_step": totals.requests / steps,
+            "depth": totals.depth / steps,
+            "step_ms": 1e3 * totals.phases.total_s / steps,
+            "draft_share": totals.phases.draft_s / max(totals.phases.total_s, 1e-12),
+            "not_guaranteed": self.not_guaranteed,
+            "kinds": {
+                kind: _figures([outcome for outcome in self.outcomes if outcome.kind == kind], metric, self.seconds)
+                for kind in kinds
+            },
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first arrival to the last token."""
+        first_s = min(outcome.arrival_s for outcome in self.outcomes)
+        return max(outcome.finish_s for outcome in self.outcomes) - first_s
+
+
+def _figures(outcomes: Sequence[Outcome], metric: Metric, seconds: float) -> dict[str, Any]:
+    verdicts = [metric(outcome) for outcome in outcomes]
+    judged = [verdict for verdict in verdicts if verdict is not None]
+    good = sum(outcome.output_tokens for outcome, verdict in zip(outcomes, verdicts, strict=True) if verdict)
+    return {
+        "requests": len(outcomes),
+        "attainment": sum(judged) / len(judged) if judged else None,
+        "goodput": good / seconds,  # tokens/s of the requests that attained their SLOs
+        "throughput": sum(outcome.output_tokens for outcome in outcomes) / seconds,
+        "tpot_ms": _mean([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
+        "tpot_p99_ms": _percentile([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None], 99),
+        "ttft_s": _mean([outcome.ttft_s for outcome in outcomes]),
+        "ttft_p99_s": _percentile([outcome.ttft_s for outcome in outcomes], 99),
+        "latency_s": _mean([outcome.finish_s - outcome.arrival_s for outcome in outcomes]),
+        "guaranteed": sum(outcome.guaranteed for outcome in outcomes) / len(outcomes),
+        "preempted": sum(outcome.preempted for outcome in outcomes),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None
+
+
+def write_requests(runs: Sequence[tuple[str, Run]], metric: Metric, path: Path) -> None:
+    """Write a line of CSV for every request of every run.
+
+    Args:
+        runs: each run with the label of its load.
+        metric: defines the column ``attained``.
+    """
+    names = [field.name for field in fields(Outcome)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["load", "system", *names])
+        writer.writeheader()
+        for load, run in runs:
+            for outcome in run.outcomes:
+                row = asdict(outcome) | {"attained": metric(outcome)}
+                writer.writerow({"load": load, "system": run.system, **row})

@@ -1,0 +1,179 @@
+"""Delacourt's thesis: trees grown and pruned for throughput (its Algorithm 1), nodes by importance (its Algorithm 2).
+
+Budgets count nodes, roots included. Corrections to the printed algorithms are marked [FIX].
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, places_by_key
+
+MAX_CHILDREN = 4  # of a node (k), as printed
+
+
+def grown_nodes(
+    trees: Sequence[TokenTree],
+    budget: int,
+    max_nodes: int,
+    max_depth: int,
+    max_width: int,
+    max_children: int = MAX_CHILDREN,
+) -> list[IntArray]:
+    """Grow the trees layer by layer, new nodes replacing the worst kept nodes (Algorithm 1).
+
+    A node that was replaced stays out, and so do its children. If the width binds, the result need not be optimal: a
+    narrow layer may have dropped a node that only its children would have paid for.
+
+    Args:
+        trees: one candidate tree per request; their layers stand for the draft's proposals.
+        budget: N, maximum nodes of all trees; roots are always kept.
+        max_nodes: S, maximum nodes of one tree.
+        max_depth: D.
+        max_width: W, nodes that a tree may consider per layer.
+        max_children: k, maximum children of a node.
+
+    Returns:
+        Per request the kept nodes, root first; each set is parent-closed.
+    """
+    growth = _Growth(Forest.of(trees), budget, max_nodes)
+    for depth in range(1, max_depth + 1):
+        layers = _layers(growth.forest, depth, growth.is_kept, max_width, max_children)
+        if not sum(growth.add_layer(tree, layer) for tree, layer in layers):
+            break
+    return growth.forest.nodes(np.flatnonzero(growth.is_kept))
+
+
+def _layers(
+    forest: Forest, depth: int, is_kept: BoolArray, max_width: int, max_children: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield each tree's index and its best children of kept nodes at this depth, nodes of the forest, best first."""
+    nodes = np.flatnonzero((forest.depths == depth) & is_kept[forest.parents] & (forest.path_probs > 0.0))
+    nodes = nodes[np.argsort(-forest.path_probs[nodes], kind="stable")]
+    for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
+        nodes = nodes[places_by_key(key[nodes]) < limit]
+    nodes = nodes[np.argsort(forest.tree_of[nodes], kind="stable")]
+    first = np.flatnonzero(np.diff(forest.tree_of[nodes], prepend=-1))
+    for own in np.split(nodes, first[1:]) if len(nodes) else ():
+        yield int(forest.tree_of[own[0]]), own.tolist()
+
+
+class _Growth:
+    """Nodes kept so far, with heaps of the worst per tree and overall; pruned nodes leave the heaps lazily."""
+
+    def __init__(self, forest: Forest, budget: int, max_nodes: int):
+        self.forest, self.budget, self.max_nodes = forest, budget, max_nodes
+        self.is_kept: BoolArray = forest.depths == 0
+        self.path_probs = forest.path_probs.tolist()
+        self.sizes, self.total = [1] * len(forest.trees), len(forest.trees)
+        self.own: list[list[tuple[float, int, int]]] = [[] for _ in forest.trees]  # (path probability, -depth, -node)
+        self.overall: list[tuple[float, int, int]] = []
+
+    def add_layer(self, tree: int, nodes: Sequence[int]) -> int:
+        """Add the nodes, best first, that are better than the kept ones they replace.  -> number of added nodes"""
+        num_added = 0
+        for node in nodes:
+            is_whole, is_spent = self.sizes[tree] >= self.max_nodes, self.total >= self.budget
+            # [FIX] a tie must not be added, else the limits are exceeded. This also excludes children of a node pruned
+            # after the layer was looked up: all kept nodes are at least as good as that node, and it as its children.
+            if is_spent and self.path_probs[node] <= self._worst(self.overall):
+                break
+            if is_whole and self.path_probs[node] <= self._worst(self.own[tree]):
+                break
+            if is_whole or is_spent:
+                self._prune_worst(self.own[tree] if is_whole else self.overall)
+            self._add(tree, node)
+            num_added += 1
+        return num_added
+
+    def _worst(self, heap: list[tuple[float, int, int]]) -> float:
+        """Return the path probability of the worst kept node; inf if only roots are kept, which are never pruned."""
+        while heap and not self.is_kept[-heap[0][2]]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else np.inf
+
+    def _prune_worst(self, heap: list[tuple[float, int, int]]) -> None:
+        # [FIX] of equal nodes the deepest is pruned: an inner node would leave its children without a parent
+        node = -heapq.heappop(heap)[2]
+        self.is_kept[node] = False
+        self._count(int(self.forest.tree_of[node]), -1)
+
+    def _add(self, tree: int, node: int) -> None:
+        entry = (self.path_probs[node], -int(self.forest.depths[node]), -node)
+        heapq.heappush(self.own[tree], entry)
+        heapq.heappush(self.overall, entry)
+        self.is_kept[node] = True
+        self._count(tree, 1)
+
+    def _count(self, tree: int, change: int) -> None:
+        self.sizes[tree] += change
+        self.total += change
+
+
+def important_nodes(
+    trees: Sequence[TokenTree],
+    required: Sequence[float],
+    tpot_slos_s: Sequence[float | None],
+    budget: int,
+    *,
+    slack_s: float = 0.0,
+    capped: bool = False,
+    max_slo_nodes: int = 0,
+) -> list[IntArray]:
+    """Select one node at a time for the request with the highest importance score (Algorithm 2).
+
+    The score of a request that expects fewer tokens than its TPOT SLO requires is 1 + the seconds it will be late; the
+    score of any other is the path probability of its best remaining node. Scores of a request never rise while it gets
+    nodes, so sorting nodes by score gives what the printed loop would choose.
+
+    [FIX] A request without remaining nodes is skipped. Lateness counts from the request's progress (``required`` as in
+    AdaServe), not as if every step were its first. Uncapped, as printed, a request whose TPOT SLO no tree can meet
+    takes the whole budget, its least probable nodes included.
+
+    Args:
+        trees: one candidate tree per request.
+        required: tokens each request needs of this step, see
+            :func:`~hf_slospec.policies.adaserve_selection.required_tokens`.
+        tpot_slos_s: seconds per output token; None: no TPOT SLO.
+        budget: maximum number of verified nodes, roots included; roots are always verified.
+        slack_s: epsilon, seconds to be ahead by.
+        capped: apply AdaServe's limits: a request requires at most its tree's depth + 1 tokens, and gets at most
+            ``max_slo_nodes`` for being late.
+        max_slo_nodes: n_max of these limits.
+
+    Returns:
+        Per request the selected nodes, root first; each set is parent-closed.
+    """
+    forest = Forest.of(trees)
+    ranked = forest.canonical(forest.path_probs)
+    ranked = ranked[np.argsort(forest.tree_of[ranked], kind="stable")]  # tree after tree, best nodes first
+    tree_of, path_probs = forest.tree_of[ranked], forest.path_probs[ranked]
+    seconds = np.array([1.0 if tpot_slo_s is None else tpot_slo_s for tpot_slo_s in tpot_slos_s])
+    has_slo = np.array([tpot_slo_s is not None for tpot_slo_s in tpot_slos_s])
+    needed = np.where(has_slo, np.asarray(required) + slack_s / seconds, 0.0)
+    places = places_by_key(tree_of)
+    if capped:
+        needed = np.minimum(needed, [tree.max_depth + 1.0 for tree in trees])
+    missing = needed[tree_of] - _expected_before(path_probs, places)
+    is_late = missing > 0.0
+    if capped:
+        is_late &= places < max_slo_nodes
+    scores = np.where(is_late, 1.0 + missing * seconds[tree_of], path_probs)
+    best = np.argsort(-scores, kind="stable")[: max(budget - len(trees), 0)]
+    return forest.nodes(ranked[best])
+
+
+def _expected_before(path_probs: FloatArray, places: IntArray) -> FloatArray:
+    """Return the expected tokens of the root and the nodes before each node.  -> [num_nodes] f64
+
+    Args:
+        path_probs: [num_nodes] f64, tree after tree.
+        places: [num_nodes] int64, places of the nodes in their trees.
+    """
+    before = np.cumsum(path_probs) - path_probs
+    firsts = np.arange(len(places)) - places
+    expected: FloatArray = 1.0 + before - before[firsts]
+    return expected

@@ -1,0 +1,119 @@
+"""SLOs-Serve (arXiv 2504.08784): chains as long as each tier of TPOT SLOs needs, the rest of a step for prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hf_slospec.algo.spec_lengths import SpecLengths, best_lengths
+from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.guarantees import tiers_of
+from hf_slospec.lab.policies.goodput import chain_tokens
+from hf_slospec.lab.policies.smartspec import ChainStep, SmartSpecPolicy
+from hf_slospec.policies.limits import affordable_tokens
+from hf_slospec.policies.settings import PolicySettings
+
+CATCH_UP = 0.5  # maximum share of the longest chain's gain that one step spends on catching up
+
+
+class SLOsServePolicy(SmartSpecPolicy):
+    """Policy that solves appendix D before every step: one length per tier, so that TPOT SLOs hold with most prefill.
+
+    A TPOT SLO that plain decoding meets needs no drafting, so its tier has length 0. A tier with a late request must
+    make up for the delay, too. [FIX] the paper tightens the TPOT SLO of such a tier without a formula. If the TPOT SLOs
+    cannot be met even without prefill, catching up is dropped first, then tiers are relaxed to the next one. Requests
+    without a TPOT SLO get what fits into the step beside the others. If no request has a TPOT SLO, or none can be met,
+    goodput decides.
+    """
+
+    def __init__(self, config: PolicySettings, costs: StepCosts):
+        super().__init__(config, costs)
+        self.budget = config.token_budget or affordable_tokens(costs)
+
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        step = self._begin(requests, num_prefill_tokens)
+        useful = self._useful_lengths(requests)
+        found = self._slo_lengths(step, requests, begun_s, int(useful.max()) + 1)
+        lengths = np.minimum(self._best_length(step, useful) if found is None else found - 1, useful)
+        step.step_s = float(self._seconds(step, len(requests), int(lengths.max()), int(lengths.sum()) + len(requests)))
+        return self._planned(step, requests, lengths)
+
+    def _slo_lengths(
+        self, step: ChainStep, requests: Sequence[Request], begun_s: float, max_len: int
+    ) -> IntArray | None:
+        """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if none can be met.
+
+        Args:
+            step: the step's state.
+            requests: those that decode.
+            begun_s: time at which the step began.
+            max_len: maximum nodes of a chain, root included.
+
+        Returns:
+            [num_requests] int64.
+        """
+        tpot_slos_s = np.array([request.tpot_slo_s or np.inf for request in requests])
+        if np.isinf(tpot_slos_s).all():
+            return None
+        num_requests, tiers = len(requests), np.array(tiers_of(tpot_slos_s.tolist()))
+        tier_of = np.searchsorted(tiers, tpot_slos_s, side="right") - 1
+        counts = np.bincount(tier_of, minlength=len(tiers))
+        slacks = self._slacks(requests, begun_s, max_len)
+        for tried, slack in _attempts(tiers, np.array([slacks[tier_of == tier].min() for tier in range(len(tiers))])):
+            found = best_lengths(
+                lambda num_tokens: self.costs.verify_s(num_tokens, num_requests, step.num_keys),
+                tried.tolist(),
+                counts.tolist(),
+                self.acceptance.rate,
+                max_len,
+                max(self.budget, num_requests * max_len),
+                self.costs.level_s(num_requests, 1, step.num_keys),
+                slack.tolist(),
+            )
+            if found is not None:
+                is_free = np.isinf(tiers)
+                beside = self._length_beside(step, found, counts, is_free)
+                lengths: IntArray = np.where(is_free, beside, found.lengths)[tier_of]
+                return lengths
+        return None
+
+    def _slacks(self, requests: Sequence[Request], begun_s: float, max_len: int) -> FloatArray:
+        """Return minus the seconds by which the step must be shorter to catch up; 0 if not late.  -> [num_requests]"""
+        gain = float(chain_tokens(self.acceptance.rate, max_len - 1))
+        slacks = []
+        for request in requests:
+            elapsed_s, emitted = request.decoded(begun_s)
+            tpot_slo_s = request.tpot_slo_s or 0.0
+            slacks.append(np.clip(tpot_slo_s * emitted - elapsed_s, -CATCH_UP * gain * tpot_slo_s, 0.0))
+        return np.array(slacks)
+
+    def _length_beside(self, step: ChainStep, found: SpecLengths, counts: IntArray, is_free: BoolArray) -> int:
+        """Return the length for requests without a TPOT SLO: the longest without further levels or a too long step.
+
+        Args:
+            step: the step's state.
+            found: lengths of the tiers.
+            counts: [tiers] requests.
+            is_free: [tiers] bool, the tier has no TPOT SLO.
+        """
+        num_free, longest = int(counts[is_free].sum()), int(found.lengths.max())
+        others = int((found.lengths * counts)[~is_free].sum())
+        num_tokens = others + num_free * np.arange(1, longest + 1)
+        fits = self._seconds(step, int(counts.sum()), longest - 1, num_tokens) <= found.limit_s
+        return 1 + int(np.count_nonzero(fits[1:]))
+
+    def _seconds(self, step: ChainStep, num_requests: int, num_levels: int, num_tokens: IntArray | int) -> FloatArray:
+        """Return the seconds of a step with these draft levels, nodes and the step's prefill tokens."""
+        draft_s = self.costs.draft_s(num_requests, num_levels, 1, step.num_keys)
+        return draft_s + self.costs.verify_s(num_tokens + step.num_prefill_tokens, num_requests, step.num_keys)
+
+
+def _attempts(tiers: FloatArray, slacks: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """Yield TPOT SLOs and slacks by tier, from the hardest to the easiest; tiers without TPOT SLO stay apart."""
+    yield tiers, slacks
+    for tpot_slo_s in tiers[np.isfinite(tiers)]:
+        yield np.maximum(tiers, tpot_slo_s), np.zeros(len(tiers))

@@ -1,0 +1,292 @@
+"""Simulation of a load: the real engine, scheduler and policy on simulated models and a virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.assembly import Parts, continuous_engine, limits_of
+from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.protocols import Policy
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.load import load_of, need_of
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.lab.hardware import Hardware
+from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
+from hf_slospec.lab.oracle import OraclePolicy
+from hf_slospec.lab.outcomes import Outcome, Run, Totals
+from hf_slospec.lab.routers import OURS, Arrival, router_of
+from hf_slospec.lab.texts import Library
+from hf_slospec.lab.workload import MAX_TIME_S, Job
+from hf_slospec.policies import max_nodes_per_request, new_policy
+from hf_slospec.policies.auto import SpeculationHistory
+
+MAX_REPLICAS = 1000
+
+
+@dataclass
+class _RoutedRequest:
+    """A request with the replica that serves it."""
+
+    request: Request
+    job: Job
+    replica: int = 0
+    refused_by: list[int] = field(default_factory=list)  # replicas that did not guarantee its SLOs
+    decode_begun_s: float | None = None
+
+    def outcome(self) -> Outcome:
+        """Return the result; a request that was never decoded ended with its prefill."""
+        begun_s = self.request.last_token_s if self.decode_begun_s is None else self.decode_begun_s
+        return Outcome.of(self.request, self.job, self.replica, begun_s, len(self.refused_by))
+
+
+class Replica:
+    """One engine with its own hardware and clock.
+
+    The clock of a busy replica is the end of its present step, whose results are known before the virtual time of the
+    whole simulation gets there. It decides between two steps.
+    """
+
+    def __init__(
+        self,
+        config: SLOSpecConfig,
+        hardware: Hardware,
+        library: Library,
+        seed: int,
+        oracle: bool,
+        make_policy: NewPolicy | None,
+        clock: VirtualClock,
+    ):
+        self.clock, costs = clock, hardware.costs()
+        max_nodes = max_nodes_per_request(config, make_policy)
+        kv_tokens, draft_slots = config.kv_tokens, 0
+        if kv_tokens is None:
+            kv_tokens, draft_slots = hardware.kv_tokens, int(hardware.draft_kv_share * hardware.kv_tokens)
+        limits = limits_of(config, kv_tokens, max_nodes, draft_slots)
+        policy: Policy
+        if oracle:
+            policy = OraclePolicy(library, config, hardware, seed)
+        else:  # tokens are ranks, so every id is known
+            policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
+        target = SimulatedTarget(library, hardware, self.clock)
+        drafter = SimulatedDrafter(library, hardware, self.clock, seed)
+        self.engine = continuous_engine(config, Parts(target, drafter, policy, costs, self.clock), limits)
+        self.scheduler = self.engine.scheduler
+        self._reported = self._next_report = load_of(self.scheduler)  # before and after the latest step
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether it has unfinished requests."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def load(self, now_s: float) -> ReplicaLoad:
+        """Return the load as a router knows it: after the last step that has ended, with what was sent since."""
+        return self._next_report if now_s >= self.clock.now_s else self._reported
+
+    def need(self, request: Request) -> Need:
+        """Return what a request needs."""
+        return need_of(request, self.scheduler.limits)
+
+    def add(self, request: Request, now_s: float) -> None:
+        """Add a request at a time of the virtual clock."""
+        self._wait_until(now_s)
+        self.scheduler.add(request)
+
+    def send(self, request: Request, now_s: float) -> None:
+        """Add a request that a router sent, which then knows of it."""
+        self.add(request, now_s)
+        self._count_in(request, request.is_guaranteed, now_s)
+
+    def offer(self, request: Request, now_s: float) -> float | None:
+        """Queue a request if its SLOs are guaranteed, as decided at the end of the present step.
+
+        Returns:
+            When it was refused; None if it was queued.
+        """
+        self._wait_until(now_s)
+        is_queued = self.scheduler.offer(request, self.clock.now_s)
+        self._count_in(request, True, now_s, is_queued)
+        return None if is_queued else self.clock.now_s
+
+    def _count_in(self, request: Request, is_guaranteed: bool, now_s: float, is_queued: bool = True) -> None:
+        """Add a request to the loads that the router knows; it learns of a refusal at the end of the step only."""
+        need = self.need(request)
+        if now_s < self.clock.now_s:
+            self._reported = self._reported.with_request(need, is_guaranteed)
+        if is_queued:
+            self._next_report = self._next_report.with_request(need, is_guaranteed)
+
+    def _wait_until(self, now_s: float) -> None:
+        if not self.is_busy:
+            self.clock.now_s = max(self.clock.now_s, now_s)
+
+    def step(self) -> StepEvent:
+        """Run one engine step, which must advance the clock."""
+        before_s = self.clock.now_s
+        event = self.engine.step()
+        assert self.clock.now_s > before_s, "the step was empty, so the clock did not advance"
+        return event
+
+    def report(self) -> None:
+        """Publish the load after a step; until the step ends, the router knows the one before."""
+        self._reported, self._next_report = self._next_report, load_of(self.scheduler)
+
+
+class Simulation:
+    """A load served by one or several replicas of a system; deterministic for a given seed.
+
+    Args:
+        library: the texts of the requests, in their order.
+        router: one of :data:`~hf_slospec.lab.routers.ROUTERS`, for several replicas.
+        oracle: use the oracle policy in place of the config's policy.
+        make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
+            ``max_depth`` and ``max_width``.
+        new_clock: makes the clock of a replica; one of your own may simulate a machine whose speed changes.
+
+    Raises:
+        InvalidInputError: an argument is out of its range, or the arguments do not fit together.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        library: Library,
+        hardware: Hardware,
+        config: SLOSpecConfig,
+        *,
+        replicas: int = 1,
+        router: str = OURS,
+        seed: int = 0,
+        oracle: bool = False,
+        make_policy: NewPolicy | None = None,
+        new_clock: Callable[[], VirtualClock] = VirtualClock,
+    ):
+        if not jobs:
+            raise InvalidInputError("the load contains no requests")
+        if oracle and make_policy is not None:
+            raise InvalidInputError("oracle and make_policy exclude each other; give one of them")
+        if not 1 <= replicas <= MAX_REPLICAS:
+            raise InvalidInputError(f"replicas must be within 1..{MAX_REPLICAS}, got {replicas}")
+        if len(library.lengths) != len(jobs):
+            raise InvalidInputError(
+                f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} texts"
+            )
+        if config.policy not in ("none", "auto") and config.max_width > library.num_children:
+            raise InvalidInputError(
+                f"max_width is {config.max_width}, but the texts have only {library.num_children} children per place"
+            )
+        if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
+            raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
+        self.replicas = [
+            Replica(config, hardware, library, seed + index, oracle, make_policy, new_clock())
+            for index in range(replicas)
+        ]
+        limits = self.replicas[0].scheduler.limits
+        for index, job in enumerate(jobs):  # before the token lists are allocated
+            needed = job.input_tokens + job.max_output_tokens + limits.max_nodes
+            if needed > limits.kv_tokens:
+                raise InvalidInputError(
+                    f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for its prompt, "
+                    f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft tree), "
+                    f"but the hardware has {limits.kv_tokens}"
+                )
+        self._router = router_of(router, seed)
+        self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
+
+    def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
+        """Serve the whole load.
+
+        Args:
+            system: the name of the result.
+            on_end: called after each finished request.
+        """
+        arrivals = [(routed.job.arrival_s, routed.request.index) for routed in self._requests]
+        heapq.heapify(arrivals)
+        totals, num_left = Totals(), len(arrivals)
+        while num_left:
+            busy = [replica for replica in self.replicas if replica.is_busy]
+            now_s = min((replica.clock.now_s for replica in busy), default=math.inf)
+            if arrivals and arrivals[0][0] <= now_s:
+                arrival_s, index = heapq.heappop(arrivals)
+                refused_s = self._route(self._requests[index], arrival_s)
+                if refused_s is not None:
+                    heapq.heappush(arrivals, (refused_s, index))
+                continue
+            replica = min(busy, key=lambda replica: replica.clock.now_s)
+            event = replica.step()
+            if len(self.replicas) > 1:
+                replica.report()
+            self._raise_errors(event)
+            _add_step(totals, event)
+            for part in event.decoding:
+                routed = self._requests[part.index]
+                if routed.decode_begun_s is None:
+                    routed.decode_begun_s = event.begun_s
+            num_ended = sum(self._requests[part.index].request.is_finished for part in event.requests)
+            num_left -= num_ended
+            for _ in range(num_ended):
+                on_end()
+        outcomes = tuple(routed.outcome() for routed in self._requests)
+        return Run(system, outcomes, totals, sum(_is_not_guaranteed(routed.request) for routed in self._requests))
+
+    def _raise_errors(self, event: StepEvent) -> None:
+        """Raise the error of a request; the engine records it, but in a simulation it can only be an interrupt."""
+        for part in event.requests:
+            if (error := self._requests[part.index].request.error) is not None:
+                raise error
+
+    def _route(self, routed: _RoutedRequest, now_s: float) -> float | None:
+        """Pass a request to a replica; return when it arrives again because the replica refused it, or None."""
+        request, need = routed.request, self.replicas[0].need(routed.request)
+        if len(self.replicas) == 1:
+            self.replicas[0].add(request, now_s)
+            return None
+        loads = [replica.load(now_s) for replica in self.replicas]
+        schedulers = [replica.scheduler for replica in self.replicas]
+        choice = self._router(Arrival(request, need, loads, routed.refused_by, schedulers, now_s))
+        routed.replica, replica = choice.replica, self.replicas[choice.replica]
+        if not choice.may_refuse:
+            replica.send(request, now_s)
+            return None
+        refused_s = replica.offer(request, now_s)
+        if refused_s is not None:
+            routed.refused_by.append(choice.replica)
+        return refused_s
+
+
+def _is_not_guaranteed(request: Request) -> bool:
+    return request.has_slo and not request.is_guaranteed
+
+
+def _request(index: int, job: Job) -> Request:
+    end = job.input_tokens + job.output_tokens
+    return Request(
+        index,
+        [0] * job.input_tokens,
+        job.max_output_tokens,
+        (Stage(job.tpot_slo_s),),
+        is_stop=lambda tokens: len(tokens) >= end,
+        arrived_s=job.arrival_s,
+        is_sampled=job.is_sampled,
+        ttft_slo_s=job.ttft_slo_s,
+        priority=job.priority,
+    )
+
+
+def _add_step(totals: Totals, event: StepEvent) -> None:
+    if event.is_prefill:
+        totals.num_prefills += 1
+        totals.prefill_s += event.phases.total_s
+        return
+    totals.phases += event.phases
+    totals.num_steps += 1
+    totals.requests += event.num_decoding
+    totals.depth += event.depth
+    totals.nodes += sum(part.nodes for part in event.decoding)
+    totals.committed += sum(part.committed for part in event.decoding)
+    totals.expected += sum(part.expected for part in event.decoding)

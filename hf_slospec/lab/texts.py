@@ -1,0 +1,234 @@
+"""Output texts of simulated targets, with the draft's probabilities: synthetic, or recorded from real runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hf_slospec.algo.acceptance import SHARPNESS
+from hf_slospec.algo.tree import FloatArray, IntArray
+from hf_slospec.errors import InputModel
+from hf_slospec.lab.files import read_json, validated
+
+NUM_CHILDREN = 4  # of synthetic texts, where nothing else is asked for
+MAX_SCALE = 50.0  # standard deviation of changes of log-probabilities; the distance is then as large as can be
+NUM_OTHERS = 28  # tokens besides the children, where the draft's probabilities differ from the target's
+
+
+@dataclass(frozen=True)
+class Text:
+    """Output of one request.
+
+    A token is identified by its rank among the draft's candidates at its place: token ``j`` is the draft's ``j``-th
+    most probable one there, token ``num_children`` one that the draft does not propose.
+    """
+
+    child_probs: FloatArray  # [length, num_children] f64, the draft's most probable tokens at each place, descending
+    ranks: IntArray  # [length] int64, the one that the target chooses; num_children: none of them
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def up_to(self, length: int) -> Text:
+        """Return the first ``length`` tokens."""
+        return Text(self.child_probs[:length], self.ranks[:length])
+
+
+class TextModel(InputModel):
+    """Random source of synthetic texts.
+
+    The probability of the draft's first choice at a place is drawn from a beta distribution around the request's mean,
+    which is drawn from a beta distribution around ``acceptance``. Further choices share the remaining probability. The
+    target's token is drawn with these probabilities, so a draft of ``sharpness`` 1 is calibrated.
+
+    With a ``distance`` these are the target's probabilities, the rest shared by ``NUM_OTHERS`` more tokens, and the
+    draft's are log-normal around them. With ``coupled`` the draft ranks its tokens with the noise that the target draws
+    with.
+
+    Args:
+        acceptance: mean probability that the target chooses the draft's first choice.
+        spread: sum of the parameters of the requests' beta distribution; the larger, the more alike requests are;
+            inf: all have the same mean.
+        evenness: likewise for the places within a request; small: the draft is either confident or clueless.
+        sibling: share of the remaining probability that each further choice gets.
+        sharpness: exponent of the probabilities that the draft reports; above 1: the draft is over-confident.
+        num_children: candidates per place.
+        matched: share of steps in which a request gets any proposal, as with prompt lookup.
+        distance: mean total variation distance between the draft's and the target's probabilities in each text.
+        coupled: whether the draft knows the target's noise, as that of a sampled request does.
+
+    Raises:
+        InvalidInputError: a parameter is out of its range.
+    """
+
+    acceptance: float = Field(gt=0, lt=1)
+    spread: float = Field(gt=0)
+    evenness: float = Field(2.0, gt=0)
+    sibling: float = Field(0.5, ge=0, le=1)
+    sharpness: float = Field(1.0, gt=0)
+    num_children: int = Field(NUM_CHILDREN, ge=1)
+    matched: float = Field(1.0, ge=0, le=1)
+    distance: float = Field(0.0, ge=0, lt=1)
+    coupled: bool = False
+
+    def __init__(self, acceptance: float = 0.8, spread: float = 12.0, **others: float | bool) -> None:
+        super().__init__(acceptance=acceptance, spread=spread, **others)
+
+    def write(self, rng: np.random.Generator, length: int) -> Text:
+        """Return a random text of ``length`` tokens."""
+        own = _beta(rng, np.array(self.acceptance), self.spread)
+        first = _beta(rng, np.full(length, own), self.evenness)
+        parts = self.sibling * (1.0 - self.sibling) ** np.arange(self.num_children - 1)
+        probs = np.concatenate((first[:, None], (1.0 - first)[:, None] * parts), axis=1)
+        if self.coupled or self.distance:
+            return self._drawn_by_noise(rng, probs)
+        drawn = rng.random(length)[:, None] >= np.cumsum(probs, axis=1)
+        return Text(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
+
+    def _drawn_by_noise(self, rng: np.random.Generator, probs: FloatArray) -> Text:
+        """Return a text of the target with these probabilities, [length, num_children], and a draft at a distance."""
+        rest = np.maximum(1.0 - probs.sum(axis=1, keepdims=True), 0.0)
+        target = np.concatenate((probs, np.repeat(rest / NUM_OTHERS, NUM_OTHERS, axis=1)), axis=1)
+        draft = self._reported(_at_distance(target, rng.standard_normal(target.shape), self.distance))
+        noise = rng.exponential(size=target.shape)
+        if self.coupled:
+            draft = (draft / noise) ** (1.0 / SHARPNESS)
+            draft /= draft.sum(axis=1, keepdims=True)
+        reported, ranks = _sorted_by_prob(draft, (target / noise).argmax(axis=1))
+        return Text(reported[:, : self.num_children], np.minimum(ranks, self.num_children))
+
+    def _reported(self, probs: FloatArray) -> FloatArray:
+        powers = probs**self.sharpness
+        rest = np.maximum(1.0 - probs.sum(axis=1), 0.0) ** self.sharpness
+        reported: FloatArray = powers / np.maximum(powers.sum(axis=1) + rest, 1e-300)[:, None]
+        return reported
+
+
+def _at_distance(probs: FloatArray, change: FloatArray, distance: float) -> FloatArray:
+    """Return ``probs * exp(scale * change)``, normalised, with the scale that gives this total variation distance.
+
+    Args:
+        probs: [length, num_tokens] f64.
+        change: [length, num_tokens] f64.
+        distance: mean over places.
+    """
+    low, high = 0.0, MAX_SCALE
+    for _ in range(40):  # bisection
+        scale = (low + high) / 2
+        changed: FloatArray = probs * np.exp(scale * change)
+        changed /= changed.sum(axis=1, keepdims=True)
+        is_too_far = 0.5 * np.abs(changed - probs).sum(axis=1).mean() > distance
+        low, high = (low, scale) if is_too_far else (scale, high)
+    return changed
+
+
+def _beta(rng: np.random.Generator, mean: FloatArray, total: float) -> FloatArray:
+    if not np.isfinite(total):
+        return mean
+    mean = np.clip(mean, 1e-3, 1.0 - 1e-3)
+    return np.asarray(rng.beta(total * mean, total * (1.0 - mean)), np.float64)
+
+
+def _sorted_by_prob(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
+    """Return each place's children by descending probability, and the new positions of the chosen ones."""
+    order = np.argsort(-probs, axis=1, kind="stable")
+    places = np.argsort(order, axis=1)
+    padded = np.concatenate((places, np.full((len(probs), 1), probs.shape[1])), axis=1)
+    return np.take_along_axis(probs, order, axis=1), np.take_along_axis(padded, chosen[:, None], axis=1)[:, 0]
+
+
+class Library:
+    """Texts of all requests, concatenated.
+
+    Args:
+        texts: ``texts[i]`` is the output of request ``i``; all have the same number of children.
+        matched: share of steps in which a request gets any proposal.
+    """
+
+    def __init__(self, texts: Sequence[Text], matched: float = 1.0):
+        self.matched = matched
+        self.lengths = np.array([len(text) for text in texts])
+        self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
+        self.child_probs = np.concatenate([text.child_probs for text in texts])  # [num_places, num_children]
+        self.ranks = np.concatenate([text.ranks for text in texts])  # [num_places]
+
+    @property
+    def num_children(self) -> int:
+        """Children of every place."""
+        return int(self.child_probs.shape[1])
+
+    @cached_property
+    def _tokens(self) -> list[list[int]]:
+        return [self.ranks[b : b + n].tolist() for b, n in zip(self.starts, self.lengths, strict=True)]
+
+    def token(self, index: int, place: int) -> int:
+        """Return the target's token at a place of a text; beyond the end, the last token is repeated."""
+        own = self._tokens[index]
+        return own[min(place, len(own) - 1)]
+
+    def places(self, indices: IntArray, places: IntArray) -> IntArray:
+        """Return indices into :attr:`child_probs` and :attr:`ranks` of places in texts.  -> [len(indices)] int64"""
+        rows: IntArray = self.starts[indices] + np.minimum(places, self.lengths[indices] - 1)
+        return rows
+
+
+class RecordedText(BaseModel):
+    """One recorded output of a real run. ``input_tokens`` is its prompt's length, for information only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input_tokens: int = Field(ge=1)
+    child_probs: list[list[float]] = Field(min_length=1)
+    ranks: list[int]
+
+    @model_validator(mode="after")
+    def _check(self) -> RecordedText:
+        width = len(self.child_probs[0])
+        if not width or any(len(row) != width for row in self.child_probs):
+            raise ValueError("child_probs must have the same number of probabilities, at least one, for every token")
+        if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
+            raise ValueError("child_probs must lie within 0..1")
+        if any(sum(row) > 1.001 for row in self.child_probs):  # the recorded values are rounded
+            raise ValueError("child_probs of a place must not sum to more than 1")
+        if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
+            raise ValueError("child_probs must be in descending order")
+        if len(self.ranks) != len(self.child_probs) or any(not 0 <= rank <= width for rank in self.ranks):
+            raise ValueError(f"ranks must be the index of one of the {width} children, or {width}, for every token")
+        return self
+
+    def text(self) -> Text:
+        """Return the text as arrays."""
+        return Text(np.minimum(np.array(self.child_probs), 1.0), np.array(self.ranks))
+
+
+class Recording(BaseModel):
+    """Texts recorded by ``bench --record``: the target's tokens with the draft's probabilities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    provenance: dict[str, object] = Field(default_factory=dict)
+    texts: list[RecordedText] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_width(self) -> Recording:
+        if len({len(text.child_probs[0]) for text in self.texts}) > 1:
+            raise ValueError("all texts must have the same number of children")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Recording:
+        """Read a recording; raises InvalidFileError with line and column of each fault."""
+        return validated(cls, path, *read_json(path))
+
+    def write(self, path: Path) -> None:
+        """Write the recording as JSON."""
+        path.write_text(json.dumps(self.model_dump(), separators=(",", ":")) + "\n", encoding="utf-8")

@@ -1,0 +1,323 @@
+"""CUDA graphs of packed forwards, and the rules by which forwards are captured and replayed.
+
+A captured forward is a function of a tree of tensors and of nothing else. Its signature is all of that tree but the
+values in the tensors, host constants included, so a graph is only replayed for inputs that differ in these values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+
+from hf_slospec.models.device.device_calls import apart_from_captures
+from hf_slospec.models.device.memory import is_out_of_memory
+from hf_slospec.models.device.sync_guard import SyncGuard
+from hf_slospec.models.device.transfer import DeviceCopy, map_tensors, signature, tensors_in
+from hf_slospec.models.inspection.fingerprint import PLAIN, settings, weight_homes
+from hf_slospec.models.inspection.hooks import changing_hooks
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 128  # of one model and pool; the least recently used are dropped
+# A signature's forwards before it is captured. A capture takes as long as some three eager forwards, and a replay saves
+# most of one where the host is slower than the device, so it has paid off after about four replays.
+PATIENCE = 1
+MAX_FAILURES = 3  # captures that failed for what may be a passing reason, before any has succeeded
+LATER = 64  # forwards of a signature until it is tried again: so many, and after each further failure 64 times as many
+MEMORY_SHARE = 16  # graphs may take 1/16 of a device's memory, and so may an idle pool that is kept for them
+TOLERANCE = 0.05  # relative, of a first replay; beyond rounding in any dtype
+CHUNK = 16  # rows of logits that are compared at a time, as an fp32 copy of 640 rows of 128k is 328 MB
+LARGEST = 1e9  # values compared: masks of models, which are larger, would outweigh all others
+
+Run = Callable[[], Any]  # returns a tree of tensors
+
+
+class CaptureError(RuntimeError):
+    """A capture failed on the device, maybe for a passing reason: memory, or a synchronization by another thread."""
+
+
+class GraphCapturer(Protocol):
+    """Captures functions whose inputs keep their addresses."""
+
+    max_bytes: int
+    num_bytes: int  # that the captures took
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Return a context on the stream of captures, where an eager run lets libraries allocate their workspaces."""
+
+    def capture(self, run: Run) -> Run:
+        """Return a function that repeats all device work of ``run`` and returns the same tensors each time.
+
+        Raises:
+            CaptureError: maybe not for a reason that lasts.
+        """
+
+    def is_usable(self) -> bool:
+        """Return whether graphs may run on this thread's current stream."""
+
+
+class CudaGraphs:
+    """CUDA graphs of one device that share their memory, as one runs at a time."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()
+        self.num_bytes = 0
+        self.max_bytes = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                yield
+            current.wait_stream(self._stream)
+
+    def capture(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        with apart_from_captures(self._device), self.on_stream():
+            alive = list(self._graphs)  # none is collected before the capture has begun
+            if not alive:  # torch refuses captures into memory whose graphs are all gone
+                self._memory, self.num_bytes = torch.cuda.graph_pool_handle(), 0
+            self._stream.synchronize()
+            reserved = torch.cuda.memory_reserved(self._device)
+            try:
+                graph.capture_begin(self._memory, capture_error_mode="thread_local")  # other threads are free
+                try:
+                    out = run()
+                finally:
+                    graph.capture_end()
+            except BaseException as error:
+                self._end_failed()
+                if isinstance(error, RuntimeError):
+                    raise CaptureError(str(error)) from error
+                raise
+            self.num_bytes += max(torch.cuda.memory_reserved(self._device) - reserved, 0)
+        self._graphs.add(graph)
+
+        def replay() -> Any:
+            graph.replay()
+            return out
+
+        return replay
+
+    def _end_failed(self) -> None:
+        """End what a capture leaves open if its end failed: its share in the memory, and random numbers in captures."""
+        index = self._stream.device_index
+        with contextlib.suppress(RuntimeError):  # the first call raises if the end came so far, and nothing is open
+            torch._C._cuda_endAllocateToPool(index, self._memory)
+            torch._C._cuda_releasePool(index, self._memory)
+            generator = torch.cuda.default_generators[index]
+            generator.graphsafe_set_state(generator.clone_state())  # a clone is not capturing
+
+    def is_usable(self) -> bool:
+        # On other streams, a forward's inputs could be overwritten before it has read them.
+        return bool(torch.cuda.current_stream(self._device) == torch.cuda.default_stream(self._device))
+
+
+def capturer_for(device: torch.device) -> GraphCapturer | None:
+    """Return a capturer for a device; None where there are no CUDA graphs."""
+    return CudaGraphs(device) if device.type == "cuda" and torch.version.hip is None else None
+
+
+class _Captured(NamedTuple):
+    inputs: DeviceCopy
+    replay: Run
+
+
+@dataclass
+class GraphCounts:
+    """Number of a model's packed forwards of sizes that are captured, by how they were computed."""
+
+    captures: int = 0
+    replays: int = 0
+    eager: int = 0
+
+
+@dataclass
+class GraphHistory:
+    """Records of one model's forwards on all its pools, so that a larger pool captures known signatures at once."""
+
+    counts: GraphCounts = field(default_factory=GraphCounts)
+    seen: Counter[Hashable] = field(default_factory=Counter)  # forwards by signature
+    failures: Counter[Hashable] = field(default_factory=Counter)  # captures that are to be tried again, by signature
+    preconditions: Hashable = None  # of what was seen
+
+    def follow(self, preconditions: Hashable) -> None:
+        """Begin anew where preconditions have changed; a model that is switched back and forth is never captured."""
+        if preconditions != self.preconditions:
+            self.seen.clear()
+            self.failures.clear()
+            self.preconditions = preconditions
+
+
+class Graphs:
+    """Captured forwards of a model on one pool."""
+
+    def __init__(self, capturer: GraphCapturer, device: torch.device, history: GraphHistory | None = None):
+        self._capturer, self._device, self._history = capturer, device, history or GraphHistory()
+        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()  # least recently used first
+        self._preconditions: Hashable = None  # of all graphs
+        # Memory for outputs of all graphs, as logits are large: one for each kind, by place, shape of a row, and dtype.
+        self._out: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self.patience = PATIENCE
+        self.is_off = self.has_failed = False
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def may_keep(self, num_bytes: int) -> bool:
+        """Return whether an idle pool of this size is worth keeping for its graphs."""
+        return bool(self._captured) and num_bytes <= self._capturer.max_bytes
+
+    @contextlib.contextmanager
+    def capturing_at_once(self) -> Iterator[None]:
+        """Capture forwards within when they are seen for the first time."""
+        patience, self.patience = self.patience, 0
+        try:
+            yield
+        finally:
+            self.patience = patience
+
+    def run(
+        self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable, is_kept: bool = True
+    ) -> Any | None:
+        """Return the result of ``compute`` for these inputs by a graph; None if there is none.
+
+        Args:
+            inputs: tree of tensors, each on the device or made on the host.
+            compute: gets the tree with all tensors on the device, and returns a tree of tensors.
+            preconditions: all else that ``compute`` reads; when it changes, all graphs are dropped.
+            is_kept: the result is copied; without it, it may be overwritten from the next run on.
+        """
+        with self._lock:
+            if self.is_off or not self._capturer.is_usable():
+                return None
+            outputs = self._run(inputs, compute, preconditions, is_kept)
+            self._history.counts.eager += outputs is None
+            return outputs
+
+    def _run(self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable, is_kept: bool) -> Any | None:
+        self._history.follow(preconditions)
+        if preconditions != self._preconditions:
+            self._captured.clear()
+            self._preconditions = preconditions
+        key, seen = signature(inputs), self._history.seen
+        if key not in self._captured:
+            seen[key] += 1
+            return self._capture(key, inputs, compute) if seen[key] > self.patience else None
+        self._captured.move_to_end(key)
+        captured = self._captured[key]
+        captured.inputs.fill(inputs)
+        self._history.counts.replays += 1
+        return map_tensors(captured.replay(), torch.clone) if is_kept else captured.replay()
+
+    def _capture(self, key: Hashable, inputs: Any, compute: Callable[[Any], Any]) -> Any | None:
+        """Capture this forward and return its result; None if it could not be captured."""
+        try:
+            with torch.inference_mode(False):  # replays outside of inference mode write to the same tensors
+                static = DeviceCopy(inputs, self._device)
+            static.fill(inputs)
+            # Finds errors before the capture, as one that fails leaves CUDA in a poor state; and warms up libraries.
+            with self._capturer.on_stream(), SyncGuard():
+                right = compute(static.content)
+            buffers = iter(self._buffers(tensors_in(right)))
+            outputs = map_tensors(right, lambda tensor: next(buffers))
+            replay = self._capturer.capture(lambda: _copy(compute(static.content), outputs))
+            if not all(map(_is_close, tensors_in(replay()), tensors_in(right))):
+                raise RuntimeError("the first replay gave other outputs")
+        except Exception as error:  # noqa: BLE001  whatever it is, forwards go on without graphs
+            self._fail(key, error)
+            return None
+        self._captured[key] = _Captured(static, replay)
+        self._history.counts.captures += 1
+        if len(self._captured) > MAX_GRAPHS:
+            oldest, _ = self._captured.popitem(last=False)
+            del self._history.seen[oldest]
+        if self._capturer.num_bytes > self._capturer.max_bytes:
+            self._stop("they took %.1f GiB", self._capturer.num_bytes / 2**30)
+        return right
+
+    def _fail(self, key: Hashable, error: Exception) -> None:
+        """Record a failure; end all captures if its reason does not pass, or if no capture ever succeeds."""
+        failures, may_pass = self._history.failures, isinstance(error, CaptureError) or is_out_of_memory(error)
+        failures[key] += 1
+        if may_pass and (self._history.counts.captures or failures.total() < MAX_FAILURES):
+            logger.debug("a capture failed, and is tried again later: %r", error)
+            self._history.seen[key] = -(LATER ** failures[key])
+            return
+        self.has_failed = True
+        self._stop("a forward cannot be captured: %r", error)
+
+    def _buffers(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return memory for outputs; all graphs write to the same, as one runs at a time."""
+        found = []
+        for place, tensor in enumerate(outputs):
+            kind = place, tensor.shape[1:], tensor.dtype
+            if kind not in self._out or len(self._out[kind]) < len(tensor):
+                with torch.inference_mode(False):
+                    self._out[kind] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            found.append(self._out[kind][: len(tensor)])
+        return found
+
+    def _stop(self, why: str, what: object) -> None:
+        logger.info(f"CUDA graphs are off from here on: {why}", what)
+        self._captured.clear()
+        self.is_off = True
+
+
+def _copy(computed: Any, outputs: Any) -> Any:
+    """Copy a tree of tensors to the memory of another, and return that."""
+    for tensor, own in zip(tensors_in(computed), tensors_in(outputs), strict=True):
+        own.copy_(tensor)
+    return outputs
+
+
+def _is_close(found: torch.Tensor, right: torch.Tensor) -> bool:
+    if not right.is_floating_point():  # tokens, which differ at near-ties
+        return True
+    errors, sizes = [], []
+    for chunks in zip(found.split(CHUNK), right.split(CHUNK), strict=True):
+        a, b = (chunk.float().where(chunk.abs() < LARGEST, 0.0) for chunk in chunks)
+        errors.append((a - b).norm())
+        sizes.append(b.norm())
+    return bool(torch.stack(errors).norm() <= TOLERANCE * torch.stack(sizes).norm())
+
+
+class GraphPreconditions:
+    """Addresses of a model's weights and settings of its modules, which captured forwards depend on."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+        self._settings: Hashable = None
+        self._version = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Read the modules again: replaced ones, hooks, and plain attributes such as an adapter's switches."""
+        modules = list(self._model.modules())
+        has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
+        self._homes = list(weight_homes(self._model))
+        weights = [home[name] for home, name in self._homes]
+        are_plain = all(type(weight) in PLAIN for weight in weights)
+        self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
+        if (now := settings(self._model)) != self._settings:  # thousands of values, compared here and in no forward
+            self._settings = now
+            self._version += 1
+
+    def now(self) -> Hashable:
+        """Return a value that stays equal as long as no change is noticed."""
+        weights = (home.get(name) for home, name in self._homes)
+        return self._version, tuple(None if weight is None else weight.data_ptr() for weight in weights)

@@ -1,0 +1,124 @@
+"""The processes that run one model by tensor parallelism, and what they agree on to take the same decisions."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
+from hf_slospec.models.packed.running import input_device
+
+T = TypeVar("T")
+OTHER_SPLITS = {  # sizes in transformers' DistributedConfig, beside `tp_size`
+    "pp_size": "pipeline parallelism",
+    "fsdp_size": "FSDP",
+    "dp_replicate_size": "data parallelism",
+    "ep_size": "expert parallelism",
+}
+
+
+class Ranks:
+    """The ranks of a model: one process, or those of a tensor-parallel group, which all run the same calls.
+
+    Each rank holds a part of every layer, and a forward is a collective of all of them. So they have to draft, verify
+    and stop alike, though each measures other times: the first rank's times count.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        """Find the processes among which transformers has split a model.
+
+        Raises:
+            UnsupportedModelError: it is split otherwise than by tensor parallelism.
+        """
+        self._group: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")
+        config = getattr(getattr(model, "config", None), "distributed_config", None)
+        meshes = {mesh for weight in model.parameters() if (mesh := mesh_of(weight)) is not None}
+        splits = [name for size, name in OTHER_SPLITS.items() if (getattr(config, size, 1) or 1) > 1]
+        if meshes and not splits and (len(meshes) > 1 or (getattr(model, "tp_size", None) or 1) == 1):
+            splits = ["other means than transformers' tensor parallelism"]
+        if splits:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is split over processes by {' and '.join(splits)}, and only tensor "
+                "parallelism can be speculated; load it with DistributedConfig(tp_size=...), or call generate without "
+                "slo_tpot"
+            )
+        for mesh in meshes:
+            self._group, self._device = mesh.get_group(), input_device(model)
+
+    @property
+    def number(self) -> int:
+        """Number of processes."""
+        return 1 if self._group is None else self._group.size()
+
+    def with_draft(self, draft: torch.nn.Module) -> Ranks:
+        """Return these ranks, which also run a draft: each the whole of it, or all together.
+
+        Raises:
+            IncompatibleDraftError: the draft is split over other processes than the target.
+        """
+        own = Ranks(draft)
+        if own._group is not None and own._global != self._global:
+            raise IncompatibleDraftError(
+                f"assistant_model is split over the processes {own._global}, and the target over "
+                f"{self._global or 'none'}; load the draft without distributed_config, so that each process has all of "
+                "it"
+            )
+        return self
+
+    @property
+    def _global(self) -> list[int]:
+        return [] if self._group is None else dist.get_process_group_ranks(self._group)
+
+    def clock(self) -> float:
+        """Return monotonic seconds, the first rank's in all of them."""
+        if self._group is None:
+            return time.perf_counter()
+        now = torch.tensor(time.perf_counter(), dtype=torch.float64, device=self._device)
+        dist.broadcast(now, self._global[0], group=self._group)
+        return float(now)
+
+    def first(self, value: T) -> T:
+        """Return the first rank's value, which can be pickled."""
+        if self._group is None:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, self._global[0], group=self._group, device=self._device)
+        found: T = values[0]
+        return found
+
+    def check_equal(self, work: Sequence[Sequence[int]]) -> None:
+        """Compare what the ranks are about to compute, by a checksum.
+
+        Raises:
+            InvalidInputError: they differ; the error is raised in all of them.
+        """
+        if self._group is None:
+            return
+        lengths = [len(numbers) for numbers in work]
+        checksum = zlib.crc32(np.concatenate([lengths, *work]).astype(np.int64).tobytes())
+        largest = torch.tensor([checksum, -checksum], device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        if largest[0] != -largest[1]:
+            raise InvalidInputError(
+                f"the {self.number} processes of a tensor-parallel model do not decode the same tokens; call "
+                "generate in all of them with the same prompts, options and seed (torch.manual_seed), and with the "
+                "same draft"
+            )
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as an ordinary tensor, gathered from all processes if it is split; all of them must call this."""
+    gathered: torch.Tensor = weight if mesh_of(weight) is None else weight.full_tensor()  # type: ignore[attr-defined]
+    return gathered
+
+
+def mesh_of(weight: torch.Tensor) -> Any | None:
+    """Return the device mesh over which a weight is split; None for an ordinary tensor."""
+    return getattr(weight, "device_mesh", None)

@@ -1,0 +1,229 @@
+"""Classes of layers that compute with packed weights: during packed forwards, or always, once theirs were released."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any, ClassVar
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_slospec.models.inspection.hooks import changing_hooks
+from hf_slospec.models.linear.packed_weight import PackedWeight, is_usual, released_error
+
+Copy = tuple[nn.Module, str]  # a layer and the name of its weight
+EXPERTS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel", "_apply_gate")
+
+active: ContextVar[Mapping[Copy, PackedWeight]] = ContextVar("hf_slospec_prepacked", default={})  # noqa: B039  read only
+
+
+class Prepacked:
+    """Base of a layer's class while a packed forward runs.
+
+    Nothing else of the layer changes, so that other threads may copy it or run forwards of their own meanwhile.
+    """
+
+    plain: ClassVar[type[nn.Module]]  # the layer's own class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (self.plain,), self.__dict__
+
+
+class _PrepackedLinear(Prepacked, nn.Linear):
+    plain = nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output.  [..., inputs] -> [..., outputs]"""
+        copy = _packed(self, "weight")
+        if copy is None:  # not super(): another thread may have made the layer a plain one again
+            return F.linear(input, self.weight, self.bias)
+        return _along_last(copy, input, self.bias)
+
+
+class _PrepackedConv1D(Prepacked, Conv1D):
+    plain = Conv1D
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output.  [..., inputs] -> [..., outputs]"""
+        copy = _packed(self, "weight")
+        return Conv1D.forward(self, x) if copy is None else _along_last(copy, x, self.bias)
+
+
+def _packed(layer: nn.Module, name: str) -> PackedWeight | None:
+    """Return the weight to compute with, up to date; None in threads whose forward is not packed."""
+    released = layer.__dict__.get("packed_weights")
+    copy = active.get().get((layer, name)) if released is None else released[name]
+    if copy is None:
+        return None
+    is_autocast = torch.is_autocast_enabled("cpu")
+    if released is None and copy.autocast != (torch.get_autocast_dtype("cpu") if is_autocast else None):
+        return None  # such as a part of a forward that turns autocast off
+    copy.update()
+    return copy if copy.weight is not None else None
+
+
+def _along_last(copy: PackedWeight, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if input.dim() == 2:
+        return copy.product(input, bias)
+    out = copy.product(input.reshape(-1, input.shape[-1]), bias)
+    return out.view(*input.shape[:-1], out.shape[-1])
+
+
+class _PrepackedExperts(Prepacked):
+    """Base of classes of fused experts, computed as transformers' grouped_mm does, in one product per expert."""
+
+    def forward(self: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums of experts' outputs.  -> [num_tokens, hidden]
+
+        Args:
+            hidden: [num_tokens, hidden].
+            experts: [num_tokens, top_k] int64, of each token.
+            weights: [num_tokens, top_k], of each of them.
+        """
+        up_name, down_name = weight_names(self)
+        up, down = _packed(self, up_name), _packed(self, down_name)
+        if not hidden.numel():
+            return torch.empty_like(hidden)
+        if up is None or down is None:
+            plain: torch.Tensor = self.plain.forward(self, hidden, experts, weights)
+            return plain
+        up_bias, down_bias = (getattr(self, f"{name}_bias") if self.has_bias else None for name in (up_name, down_name))
+        expert_of, order = experts.flatten().sort(stable=True)
+        outputs = []
+        for index, tokens in enumerate((order // experts.shape[1]).split(expert_of.bincount().tolist())):
+            if len(tokens):
+                inner = up.product(hidden[tokens], None if up_bias is None else up_bias[index], index)
+                inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+                outputs.append(down.product(inner, None if down_bias is None else down_bias[index], index))
+        out = torch.cat(outputs)  # [num_tokens * top_k, hidden], by expert
+        out = self.post_expert_norm(out) if self.has_post_expert_norm else out
+        weighted = out * weights.flatten()[order].unsqueeze(-1)
+        by_token = torch.empty_like(weighted).index_copy_(0, order, weighted)
+        return by_token.view(*experts.shape, -1).sum(1).to(hidden.dtype)
+
+
+class Released:
+    """Base of a layer's class once its plain weight was released: all forwards compute with the copy."""
+
+    packed_weights: dict[str, PackedWeight]  # by name
+
+    def forward(self, input: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, where only its value is wanted."""
+        if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and input.requires_grad):
+            raise released_error("autocast or training")
+        out: torch.Tensor = super().forward(input, *more)  # type: ignore[misc]  # the other base's
+        return out
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        check_unchanged(self, function)
+        return self
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise released_error("saving")
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        raise released_error("loading")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise released_error("copying")
+
+
+def check_unchanged(layer: Any, function: Any) -> None:
+    """Refuse a function that would move, cast or replace a layer's weights."""
+    probe = torch.empty(0, dtype=next(iter(layer.packed_weights.values())).weight.dtype)
+    if function(probe) is not probe:
+        raise released_error("moving or casting")
+
+
+@functools.cache
+def prepacked_class(plain: Any) -> Any:
+    """Return the class of a layer while a packed forward runs."""
+    known: dict[Any, Any] = {nn.Linear: _PrepackedLinear, Conv1D: _PrepackedConv1D}
+    return known.get(plain) or type(f"Prepacked{plain.__name__}", (_PrepackedExperts, plain), {"plain": plain})
+
+
+@functools.cache
+def released_class(plain: Any) -> Any:
+    """Return the class of a layer whose plain weights were released."""
+    return type(plain.__name__, (Released, prepacked_class(plain)), {})
+
+
+def release_weights(layer: nn.Module, copies: Mapping[str, PackedWeight]) -> None:
+    """Free a layer's plain weights; ``copies`` holds all of its packed ones, by name."""
+    # In this order, and the reverse one below, an interrupt at any place leaves a layer that computes right.
+    layer.__dict__["packed_weights"] = dict(copies)
+    set_class(layer, released_class(plain_class(layer)))
+    for copy in copies.values():
+        copy.release()
+
+
+def restore_weights(model: nn.Module) -> None:
+    """Give all layers of a model the weights back that ``prepack="only"`` has released."""
+    for layer in model.modules():
+        if isinstance(layer, Released):
+            for copy in layer.packed_weights.values():
+                copy.restore()
+            set_class(layer, plain_class(layer))
+        layer.__dict__.pop("packed_weights", None)
+        for name in GUARDED:
+            if isinstance(layer.__dict__.get(name), _Guard):
+                del layer.__dict__[name]
+
+
+class _Guard:
+    """A method of a model, refused as long as weights are released, before it has changed a part of the model."""
+
+    def __init__(self, model: nn.Module, name: str):
+        self.model, self.name = ref(model), name
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call the method, unless a layer would refuse it."""
+        model: Any = self.model()
+        released = next((layer for layer in model.modules() if isinstance(layer, Released)), None)
+        if released is not None:
+            if self.name != "_apply":
+                raise released_error("loading")
+            check_unchanged(released, arguments[0])
+        return getattr(type(model), self.name)(model, *arguments, **options)
+
+
+GUARDED = ("_apply", "load_state_dict")
+
+
+def guard(model: nn.Module) -> None:
+    """Refuse moves, casts and loads of a model with released weights as a whole: layers come after their siblings."""
+    for name in GUARDED:
+        model.__dict__.setdefault(name, _Guard(model, name))
+
+
+def plain_class(layer: nn.Module) -> Any:
+    """Return the layer's own class."""
+    return layer.plain if isinstance(layer, Prepacked) else type(layer)
+
+
+def set_class(layer: nn.Module, own: Any) -> None:
+    """Set a layer's class; an assignment would take twenty times as long."""
+    object.__setattr__(layer, "__class__", own)
+
+
+def weight_names(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights that a layer multiplies with; none if it is of another kind."""
+    if plain_class(layer) in (nn.Linear, Conv1D):
+        return ("weight",)
+    if all(hasattr(layer, name) for name in EXPERTS) and not layer._is_expert_parallel:
+        return ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj")
+    return ()
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer computes what its class says: it has no hooks, replaced forward or unusual weights."""
+    is_replaced = "forward" in layer.__dict__ or hasattr(layer, "_hf_hook")
+    weights = [layer._parameters.get(name) for name in weight_names(layer)]
+    if not weights or is_replaced or changing_hooks(layer):
+        return False
+    return isinstance(layer, Released) or all(weight is not None and is_usual(weight) for weight in weights)

@@ -1,0 +1,204 @@
+"""Second copies of a model's weights on a CPU, packed for faster kernels.
+
+``torch.nn.functional.linear`` reads weights in their plain layout, which for the few tokens of a step takes up to six
+times as long (docs/cpus.md). Copies serve packed forwards only, so that all other forwards of the model stay as they
+were, unless the plain weights are released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from hf_slospec.config import Prepack
+from hf_slospec.models.device.memory import free_memory
+from hf_slospec.models.inspection.hooks import is_compiled
+from hf_slospec.models.linear.cpu_kernel_choice import choose
+from hf_slospec.models.linear.packed_layers import (
+    Copy,
+    Released,
+    active,
+    guard,
+    is_plain,
+    plain_class,
+    prepacked_class,
+    release_weights,
+    set_class,
+    weight_names,
+)
+from hf_slospec.models.linear.packed_weight import PackedWeight, ReleasedWeight, matrices_of
+
+logger = logging.getLogger(__name__)
+
+FREE_SHARE = 0.25  # of the free memory; most that the copies take with prepack=None
+
+_Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
+# Packed weights, each of which holds its layer; shared by all users of the layer.
+_shared: WeakValueDictionary[_Key, PackedWeight] = WeakValueDictionary()
+_in_use: dict[int, tuple[int, dict[nn.Module, Any]]] = {}  # id(model) -> number of running packed forwards
+_lock = threading.Lock()
+
+if hasattr(os, "register_at_fork"):  # otherwise a child process could inherit the lock held
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+class PrepackedLayers:
+    """The layers of one model that have packed weights."""
+
+    def __init__(self, model: nn.Module, wanted: Prepack, autocast: torch.dtype | None = None):
+        """``wanted``: see SLOSpecConfig.prepack; ``autocast``: see :class:`PackedWeight`."""
+        self._model, self._wanted, self._autocast = model, wanted, autocast
+        self._copies: dict[Copy, PackedWeight] = {}
+        new_bytes = self._choose()
+        if new_bytes and wanted is None and new_bytes > FREE_SHARE * free_memory():
+            logger.info(
+                "weights of %s are not prepacked: the copies would take %.1f GiB, more than a quarter of the free "
+                "memory; SLOSpecConfig(prepack=True) makes them all the same, prepack='only' in place of the weights",
+                type(model).__name__,
+                new_bytes / 2**30,
+            )
+            self._wanted = False
+        self.renew()
+        if self.num_rounded:
+            logger.info(
+                "%d weights of %s are too small for fp16; their copies differ by less than 3e-8",
+                self.num_rounded,
+                type(model).__name__,
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(copy.num_bytes for copy in self._copies.values())
+
+    @property
+    def num_released_bytes(self) -> int:
+        """Bytes of plain weights that were released."""
+        return sum(copy.weight.nbytes for copy in self._copies.values() if copy.is_released)
+
+    @property
+    def num_rounded(self) -> int:
+        """Weights that the copies hold only approximately."""
+        return sum(copy.num_rounded for copy in self._copies.values())
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Number of weights by the kernel that multiplies with them."""
+        return dict(Counter(str(copy.choice.kernel) for copy in self._copies.values() if copy.matrices))
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def renew(self) -> None:
+        """Update the copies to the model's present layers and weights, however they were changed."""
+        found: dict[Copy, PackedWeight] = {}
+        is_released = self._wanted == "only" and self._autocast is None
+        weights = self._model.named_parameters(remove_duplicate=False) if is_released else ()
+        num_owners = Counter(id(weight) for _, weight in weights)
+        for layer, copies in self._all_copies():
+            found |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
+            is_whole = len(copies) == len(weight_names(layer)) and all(copy.matrices for copy in copies.values())
+            # Not where another layer needs the weight, as a tied embedding does.
+            if is_released and is_whole and all(num_owners[id(copy.weight)] == 1 for copy in copies.values()):
+                guard(self._model)
+                release_weights(layer, copies)
+        self._copies = found
+        self._classes = {layer: plain_class(layer) for layer, _ in found}
+
+    def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
+        """Yield every layer with its packed weights, which are made if they are missing."""
+        kernels = {layer: _kernels_of(layer, self._autocast) for layer in self._candidates()}
+        copies_of = functools.partial(_copies_of, self._autocast)
+        if not any(_packs_slowly(self._autocast, layer, own) for layer, own in kernels.items()):
+            yield from ((layer, copies_of(layer, own)) for layer, own in kernels.items())
+            return
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            yield from zip(kernels, pool.map(copies_of, kernels, kernels.values()), strict=True)
+
+    def _candidates(self) -> list[nn.Module]:
+        """Return the layers on a CPU that may be packed: without hooks, quantised weights or a replaced forward."""
+        if self._wanted is False or is_compiled(self._model):
+            return []
+        return [layer for layer in self._model.modules() if is_plain(layer)]
+
+    def _choose(self) -> int:
+        """Choose the kernel of every shape, by several of its weights; return the bytes of copies yet to be made."""
+        by_shape = defaultdict[tuple[torch.dtype, torch.Size], list[torch.Tensor]](list)
+        num_bytes = defaultdict[tuple[torch.dtype, torch.Size], int](int)
+        for layer in self._candidates():
+            for name in weight_names(layer):
+                weight = getattr(layer, name)
+                matrices = [] if isinstance(weight, ReleasedWeight) else matrices_of(layer, weight, self._autocast)
+                for matrix in matrices:
+                    by_shape[matrix.dtype, matrix.shape].append(matrix)
+                if matrices and (id(layer), name, self._autocast) not in _shared:
+                    num_bytes[matrices[0].dtype, matrices[0].shape] += sum(matrix.nbytes for matrix in matrices)
+        return sum(num_bytes[shape] for shape, own in by_shape.items() if choose(own).kernel is not None)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Make the model's layers compute with the copies inside this context, in this thread only."""
+        if not (copies := self._copies):
+            yield
+            return
+        with _lock:  # threads may forward the same model at the same time; the last to finish restores the layers
+            count, classes = _in_use.get(id(self._model)) or (0, self._classes)
+            _in_use[id(self._model)] = count + 1, classes
+            if not count:
+                for layer, own in classes.items():
+                    packed_class = prepacked_class(own)
+                    if type(layer) is own:  # the user may have parametrised it meanwhile
+                        set_class(layer, packed_class)
+        token = active.set(copies)
+        try:
+            yield
+        finally:
+            active.reset(token)
+            with _lock:
+                count, classes = _in_use.pop(id(self._model))
+                if count > 1:
+                    _in_use[id(self._model)] = count - 1, classes
+                else:
+                    for layer, own in classes.items():
+                        if type(layer) is prepacked_class(own):
+                            set_class(layer, own)
+
+
+def _kernels_of(layer: nn.Module, autocast: torch.dtype | None) -> Mapping[str, str]:
+    """Return the names of the weights to pack, for which a kernel is worth it, with the kernel's name."""
+    if isinstance(layer, Released):
+        return {}
+    weights = {name: matrices_of(layer, getattr(layer, name), autocast) for name in weight_names(layer)}
+    chosen = {name: choose(matrices).kernel for name, matrices in weights.items()}
+    return {name: kernel for name, kernel in chosen.items() if kernel is not None}
+
+
+def _packs_slowly(autocast: torch.dtype | None, layer: nn.Module, kernels: Mapping[str, str]) -> bool:
+    """Return whether a layer has yet to be packed by FBGEMM, which uses one thread: 50 million weights per second."""
+    return any(kernel == "FBGEMM" and (id(layer), name, autocast) not in _shared for name, kernel in kernels.items())
+
+
+def _copies_of(
+    autocast: torch.dtype | None, layer: nn.Module, kernels: Mapping[str, str]
+) -> Mapping[str, PackedWeight]:
+    """Return the packed weights of a layer by name, up to date, and made if they are missing."""
+    if isinstance(layer, Released):
+        return layer.packed_weights
+    copies = dict[str, PackedWeight]()
+    for name in kernels:
+        key = id(layer), name, autocast
+        if (copy := _shared.get(key)) is not None:
+            copy.renew()
+        copies[name] = copy or _shared.setdefault(key, PackedWeight(layer, name, autocast))
+    return copies

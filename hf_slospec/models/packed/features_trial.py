@@ -1,0 +1,36 @@
+"""Check that a packed forward gives the hidden states of a plain one."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.new_tokens import chain
+from hf_slospec.models.packed.running import cannot_be_packed, evaluating, refused_if_it_fails
+
+LENGTH = 6  # tokens of the text
+TOLERANCE = 0.1  # relative; a state of another layer or token is further off
+
+
+def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
+    """Raise UnsupportedModelError unless a packed forward returns these hidden states of the model.
+
+    The caller must hold the model's lock.
+    """
+    model, text = packed.model, list(range(1, LENGTH + 1))
+    ids = torch.tensor([text], device=packed.device)
+    with evaluating(model), refused_if_it_fails(model), torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
+        if not plain or max(layers) >= len(plain):
+            raise cannot_be_packed(
+                model, f"it has {len(plain or ())} hidden states and the drafter reads number {max(layers)}"
+            )
+        cache = packed.kv_cache
+        with cache.temporary([LENGTH]) as (sequence,):
+            parts = [chain(packed, sequence, text)]
+            ours = packed.outputs(cache.pool, parts, torch.empty(0, dtype=torch.int64), layers).features
+        expected = torch.cat([plain[layer][0].to(packed.device) for layer in layers], dim=-1)
+        assert ours is not None
+        error = float((ours.double() - expected.double()).norm() / expected.double().norm())
+    if not error <= TOLERANCE:
+        raise cannot_be_packed(model, f"its hidden states differ by {error:.1%} from those of its own forward")

@@ -1,0 +1,194 @@
+"""Probe of models whose attention is replaced and whose states are kept by packed forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hf_slospec.models.attention import AttentionLayer
+from hf_slospec.models.inspection.reach import Reach, reach_of
+from hf_slospec.models.kv_cache.pool import LayerShape, Stored
+from hf_slospec.models.packed.running import UNREAD_MASK_SHAPE, cannot_be_packed, is_reached, layer_types
+from hf_slospec.models.recurrent.calls import CONVOLUTION, Key, Mixer, StateCache
+from hf_slospec.models.recurrent.stock_cache import StateLayer
+
+NO_MIXING = {"mlp", "moe"}  # layers that treat every token alone, and so keep nothing
+
+
+def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> None:
+    """Raise UnsupportedModelError if the cache of stock decoding drops K/V that the masks of its prefill let see."""
+    cached = DynamicCache(config=model.config.get_text_config()).layers
+    for layer, reach in reaches.items():
+        kept = getattr(cached[layer], "sliding_window", None) if layer < len(cached) else None
+        if kept is None or not is_reached(kept, model):
+            continue
+        if (seen := reach.window or reach.chunk) is None or seen > kept:
+            raise cannot_be_packed(
+                model,
+                f"the cache of layer {layer} keeps the last {kept} positions while decoding, but the prompt's tokens "
+                "see more of them",
+            )
+
+
+def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    return tensor.data_ptr() == of.data_ptr()  # masks have one element
+
+
+class InterfaceProbe(StateCache):
+    """Cache and attention for one forward of one token, which record what each layer caches and attends to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mixed: dict[Key, int] = {}  # bytes of each state
+        self._state_shapes: dict[int, tuple[int, ...]] = {}  # of the state that a layer passes to its cache
+        self._shapes: dict[int, LayerShape] = {}
+        self._windows: dict[int, int | None] = {}  # by layer that attends, as passed to the attention function
+        self._latent: set[int] = set()
+        self._has_own_mask = self._attends_again = False
+        self._counting: set[int] = set()  # layers that ask for their place
+        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._built: list[tuple[torch.Tensor, Reach | None]] = []  # masks that the model had built
+        self.reaches: dict[int, Reach | None] = {}  # by layer that attends with one of them; None: of another kind
+
+    is_initialized = False
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """Return the number of keys, and the place of the first one."""
+        return query_length, 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        """Return 0: nothing is cached before."""
+        return 0
+
+    def build_mask(
+        self,
+        mask_function: Callable[..., torch.Tensor],
+        local_size: int | None = None,
+        device: torch.device | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return a mask that tells which of the model's masks a layer attends with; its values are not read."""
+        mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=device)
+        self._built.append((mask, reach_of(mask_function, local_size)))
+        return mask
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Return 0, and note the layer that asks."""
+        if layer_idx is not None:
+            self._counting.add(layer_idx)
+        return 0
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record the shapes of a layer's K and V, each [1, num_kv_heads, 1, dim], and return them."""
+        self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value))
+        self._cached.append((layer_idx, key, value))
+        return key, value
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        mask: torch.Tensor | None,
+        window: int | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Record what a layer attends with; return its attention, [1, 1, num_heads, value_dim]."""
+        layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
+        if layer is None and self._cached:
+            layer = self._cached[-1][0]
+            self._attends_again |= layer in self._windows
+            self._latent.add(layer)  # these K and V were made from what the layer has just cached
+        if layer is not None:  # layers that share K and V have the same window
+            self._windows.setdefault(layer, window)
+        if layer is not None and mask is not None:
+            for built, reach in self._built:
+                if _is_view(mask, built):
+                    self.reaches.setdefault(layer, reach)
+        self._has_own_mask |= mask is not None and (mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE)
+        # A single token attends to itself only, so its attention is its value, repeated for the query heads of a group.
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        self._state_shapes[layer_idx] = tuple(recurrent_states.shape[1:])
+        return recurrent_states
+
+    def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        if key[2] == CONVOLUTION:
+            weight = signature(plain).bind(*args, **kwargs).arguments["weight"]
+            self._mixed[key] = found.nbytes * (weight.shape[-1] - 1)
+        else:
+            self._mixed[key] = found[1].nbytes
+        return found
+
+    def layers(self, model: Any, reaches: Mapping[int, Reach | None]) -> tuple[list[AttentionLayer], list[StateLayer]]:
+        """Return the layers that attend and those that keep a state, by index; some do both.
+
+        ``reaches`` are those of the layers that attend with masks of transformers; the windows of others are read from
+        their calls and the config.
+
+        Raises:
+            UnsupportedModelError: recorded calls cannot be packed.
+        """
+        indices, num_layers = sorted(self._shapes), max([*self._shapes, *self._asked], default=-1) + 1
+        if unknown := self._asked - {layer for layer, *_ in self._mixed}:
+            raise cannot_be_packed(
+                model, f"{len(unknown)} layers keep a state that no known function updates, so that it cannot be undone"
+            )
+        kinds = layer_types(model)
+        keeps_nothing = {layer for layer, kind in enumerate(kinds) if kind in NO_MIXING}
+        if not num_layers and getattr(model, "_is_stateful", False):
+            raise cannot_be_packed(model, "it keeps states in a way of its own, which cannot be undone")
+        is_complete = {*indices, *self._asked, *keeps_nothing} >= set(range(num_layers))
+        if not num_layers or not is_complete or self._windows.keys() != self._shapes.keys():
+            raise cannot_be_packed(
+                model,
+                f"{len(indices)} of {num_layers} layers cache keys, {len(self._windows)} attend through the interface "
+                f"and {len(self._asked)} keep a state",
+            )
+        if self._attends_again:
+            raise cannot_be_packed(model, "a layer attends more than once to keys and values that it did not cache")
+        if self._has_own_mask:
+            raise cannot_be_packed(model, "its layers add values of their own to the attention mask")
+        found = {layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices}
+        _refuse_if_cache_keeps_less(model, found)
+        attending = [
+            AttentionLayer(
+                self._shapes[layer],
+                window,
+                layer in self._latent,
+                chunk,
+                layer,
+                counts_tokens=layer in self._counting,
+            )
+            for layer, (window, chunk) in found.items()
+        ]
+        return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
+
+    def _state_layer(self, layer: int) -> StateLayer:
+        keys = tuple(sorted(key for key in self._mixed if key[0] == layer))
+        return StateLayer(layer, keys, self._state_shapes.get(layer, ()), sum(self._mixed[key] for key in keys))
+
+    def _declared_reach(self, model: Any, layer: int) -> Reach:
+        """Return the layer's sliding window: the one passed to its attention function, or else the config's."""
+        kinds, declared = layer_types(model), getattr(model.config.get_text_config(), "sliding_window", None)
+        if kinds and kinds[layer] == "chunked_attention":
+            raise cannot_be_packed(model, f"layer {layer} has chunked attention by a mask of its own")
+        if kinds and "sliding" not in kinds[layer]:
+            return Reach()
+        passed = self._windows[layer]
+        if is_reached(declared, model) and passed is None and not kinds:
+            raise cannot_be_packed(
+                model, f"layer {layer} may have a sliding window, but does not pass it to its attention function"
+            )
+        return Reach(declared if passed is None else passed)

@@ -1,0 +1,419 @@
+"""A transformers causal LM that forwards new tokens of several sequences as one packed batch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.config import Prepack
+from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.models.attention import (
+    MAX_DENSE,
+    AttentionLayer,
+    FlashAttention,
+    GatheredForward,
+    NewTokens,
+    PackedBatch,
+    PackedForward,
+    PlannedBatch,
+    TreeAttention,
+    backend_for,
+)
+from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
+from hf_slospec.models.device.graphs import GraphCounts, GraphHistory, GraphPreconditions, Graphs, capturer_for
+from hf_slospec.models.device.memory import holders_of_idle_memory
+from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.fused.layers import FusedLayers
+from hf_slospec.models.inspection.fingerprint import Fingerprint
+from hf_slospec.models.inspection.ranks import Ranks
+from hf_slospec.models.kv_cache.cache import KVCache
+from hf_slospec.models.kv_cache.pool import KVPool
+from hf_slospec.models.length_rope import LengthRope
+from hf_slospec.models.linear.prepacked import PrepackedLayers
+from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS, padded
+from hf_slospec.models.packed.probe import probe_layers, refuse_by_declaration
+from hf_slospec.models.packed.running import (
+    hidden_states,
+    input_device,
+    run_model,
+    vocab_size,
+    watching_autocast,
+)
+
+
+class Outputs(NamedTuple):
+    """Tensors that a packed forward returns."""
+
+    logits: torch.Tensor  # [num_logits, vocab], in the model's dtype
+    features: torch.Tensor | None = None  # [num_tokens, num_layers * hidden], the layers asked for side by side
+
+
+class DraftLevel(Protocol):
+    """Computation around a forward of draft nodes, on the device and in one CUDA graph with it."""
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that it gets."""
+
+    def resolved(self, parts: Sequence[NewTokens]) -> Sequence[NewTokens]:
+        """Return parts with masks of True and False, for forwards without a graph."""
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """Values that the parts' masks point to, [num_values] bool; None: the masks are complete."""
+
+    def inputs(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what the model is given, by what :class:`Inputs` has."""
+
+    def outputs(self, found: torch.Tensor) -> Any:
+        """Return a tree of tensors made of the model's logits [num_logits, vocab]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Tensors that a forward reads, apart from weights, pool and, for some backends, the packed batch itself."""
+
+    tokens: dict[str, torch.Tensor]  # input_ids [1, num_tokens] int64, or inputs_embeds [1, num_tokens, hidden]
+    position_ids: torch.Tensor  # [1, num_tokens] int64
+    logit_rows: torch.Tensor  # [num_logits] int64
+    own_slots: torch.Tensor  # [num_tokens] int64
+    plans: dict[Hashable, Any]  # of the packed batch, by what its layers ask for
+    feature_layers: tuple[int, ...] = ()  # hidden states to return, numbered as in the model's output_hidden_states
+    level: DraftLevel | None = None
+
+
+class PackedModel:
+    """Packed forwards of a model, the K/V cache they use, and their CUDA graphs.
+
+    Models that cannot be packed are refused by UnsupportedModelError. Forwards and all uses of the cache must hold the
+    model's lock.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        attention: str = "auto",
+        prepack: Prepack = None,
+        cuda_graphs: bool = True,
+        fused_layers: bool = True,
+        ranks: Ranks | None = None,
+    ):
+        """Find out how a model can be packed; the other arguments are those of SLOSpecConfig.
+
+        ``ranks``: processes that run the model; None: those over which it is split.
+
+        Raises:
+            UnsupportedOptionError: weights of several processes cannot be prepacked.
+        """
+        self.model, self.ranks = model, ranks or Ranks(model)
+        if self.ranks.number > 1:
+            if prepack:
+                raise UnsupportedOptionError(
+                    f"prepack={prepack!r} cannot be combined with a tensor-parallel model: each process would choose "
+                    "kernels by its own times, and what different kernels draft may differ; leave it out"
+                )
+            # Collectives within a captured forward, and fused layers of split weights, were never tried.
+            prepack = cuda_graphs = fused_layers = False
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        refuse_by_declaration(model)
+        with watching_autocast(model) as seen:
+            self.layers, self.state_layers = probe_layers(model)
+            self.autocast = seen()  # dtype of its products, where its forward computes with autocast
+        self.backend = backend_for(attention, self.layers)
+        self.rope = LengthRope(model)
+        self.prepacked = PrepackedLayers(model, prepack, self.autocast)
+        self.fused = FusedLayers(model, fused_layers and self.autocast is None)
+        self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
+        # Other backends, and layers with a state, read the packed batch itself.
+        has_plans = isinstance(self.backend, (FlashAttention, TreeAttention))
+        self._has_plans = has_plans and _is_on_one_device(self.layers, self.device)
+        can_replay = self._has_plans and not self.has_states and capturer_for(self.device) is not None
+        self.has_graphs = cuda_graphs and can_replay and self.autocast is None
+        self._preconditions = GraphPreconditions(model) if self.has_graphs else None
+        self._graph_history = GraphHistory()
+        self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # that read and write the pool's memory, and go with it
+        self.forget_cache()
+        self.fingerprint = Fingerprint(model)
+        _packed_models.add(self)
+
+    def forget_cache(self) -> None:
+        """Let the next user begin with an empty cache."""
+        self._lock = threading.Lock()
+        self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
+        self._idle_pool: KVPool | None = None  # kept for its graphs
+
+    def renew(self, is_idle: bool = True) -> bool:
+        """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
+        if has_changed := self.fingerprint.renew(is_idle):
+            self.prepacked.renew()
+        if self._preconditions is not None:
+            self._preconditions.renew()
+        return has_changed
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the input tokens."""
+        return input_device(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary in the model's config."""
+        return vocab_size(self.model)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes, over all layers."""
+        return sum(stored.num_bytes for layer in self.layers for stored in layer.shape.stored)
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether some layers keep a state instead of K and V."""
+        return bool(self.state_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one text."""
+        return sum(layer.num_bytes for layer in self.state_layers)
+
+    @property
+    def num_selected(self) -> int | None:
+        """Keys that each token attends to at most, as selected by the layers' indexers; None without indexers."""
+        if all(layer.shape.index_key is None for layer in self.layers):
+            return None
+        return int(self.model.config.get_text_config().index_topk)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Length of the longest sequence that a learned position table can serve; None if the model has none."""
+        config = self.model.config.get_text_config()
+        is_rotary = getattr(config, "rope_parameters", None) is not None
+        names = ("max_position_embeddings", "max_target_positions")
+        return None if is_rotary else next((getattr(config, name) for name in names if hasattr(config, name)), None)
+
+    def clamp_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Clamp the positions of tokens that will not be committed to those of a learned position table."""
+        return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
+
+    def clamp_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Clamp ids to the embedding table, for a draft whose vocabulary was padded to a smaller size."""
+        return tokens.clamp(max=self.vocab_size - 1)
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The cache of all users of the model, which lives as long as one of them refers to it."""
+        with self._lock:
+            cache = self._shared()
+            if cache is None:
+                cache = KVCache(self._new_pool, self._idle_pool or self._new_pool(0))
+                self._shared = ref(cache)
+            return cache
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the model's K/V storage, in use or kept."""
+        storage = self._shared() or self._idle_pool
+        return 0 if storage is None else storage.num_bytes
+
+    def _new_pool(self, num_slots: int) -> KVPool:
+        self._idle_pool = None  # the new pool replaces it, and its graphs go with it
+        num_padding_slots = MAX_PADDING_SLOTS if self.has_graphs and num_slots else 0
+        return KVPool([layer.shape for layer in self.layers], num_slots, num_padding_slots)
+
+    def keep_if_captured(self, cache: KVCache) -> None:
+        """Keep the pool of a cache that may become idle, if it is small and forwards were captured for it.
+
+        Without captured forwards, an empty pool is freed at once: other users may refer to the cache for long.
+        """
+        graphs = self._graphs.get(cache.pool)
+        if not graphs:
+            cache.trim()
+        self._idle_pool = cache.pool if graphs is not None and graphs.may_keep(cache.num_bytes) else None
+        holders_of_idle_memory.add(self)
+
+    def free_idle_memory(self) -> None:
+        """Free the pool that was kept for its graphs, unless it is in use."""
+        self._idle_pool = None
+
+    def graphs_of(self, pool: KVPool) -> Graphs | None:
+        """Return the captured forwards on a pool; None where forwards are not captured."""
+        if self.has_graphs and pool not in self._graphs and (capturer := capturer_for(self.device)) is not None:
+            self._graphs[pool] = Graphs(capturer, self.device, self._graph_history)
+        return self._graphs.get(pool)
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """Numbers of captured, replayed and eager forwards up to now, of those of sizes that are captured."""
+        return replace(self._graph_history.counts)
+
+    @property
+    def num_one_off_forwards(self) -> int:
+        """Return how many forwards took longer than later ones of their size will: captures and those before them."""
+        counts = self._graph_history.counts
+        return counts.captures + counts.eager
+
+    def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
+        """Stage the K/V of all parts' tokens and return the logits of some of them; see :meth:`outputs`.
+
+        Returns:
+            [num_logits, vocab], in the model's dtype.
+        """
+        return self.outputs(pool, parts, logit_rows).logits
+
+    @torch.no_grad()
+    def outputs(
+        self,
+        pool: KVPool,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...] = (),
+    ) -> Outputs:
+        """Stage the K/V of all parts' tokens; return the logits of some of them, and hidden states of all.
+
+        Args:
+            pool: storage of the parts' sequences.
+            parts: one per sequence; their tokens form the packed batch in this order.
+            logit_rows: [num_logits] int64, tokens of the packed batch whose logits are wanted.
+            feature_layers: hidden states that are wanted, numbered as in the model's ``output_hidden_states``.
+        """
+        num_tokens, num_logits = sum(len(part.input_ids) for part in parts), len(logit_rows)
+        logits, features = self._run(pool, parts, logit_rows, feature_layers, None)
+        return Outputs(logits[:num_logits], None if features is None else features[:num_tokens])
+
+    @torch.no_grad()
+    def draft(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
+        """Stage the K/V of draft nodes, or of the texts before their roots, and return ``level.outputs``.
+
+        The result may be overwritten from the model's next forward on.
+
+        Args:
+            pool: storage of the parts' sequences.
+            parts: one per sequence; tokens and masks may be places in what ``level`` has on the device.
+            logit_rows: tokens of the packed batch whose logits ``level`` gets, int64; followed by row 0 as often as
+                ``level`` has rows of padding.
+            level: what is computed before and after the forward.
+        """
+        return self._run(pool, parts, F.pad(logit_rows, (0, level.num_logits - len(logit_rows))), (), level)
+
+    def num_draft_rows(self, num_requests: int) -> int:
+        """Return the rows that a level of so many requests should have, so that few graphs are needed."""
+        return bucket_for(num_requests, BATCHES) if self.has_graphs else num_requests
+
+    def _run(
+        self,
+        pool: KVPool,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...],
+        level: DraftLevel | None,
+    ) -> Any:
+        if self.fingerprint.is_behind:
+            self.renew()
+        rope_lengths = self.rope.lengths(parts)
+        with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
+            larger = self._padded(pool, parts, logit_rows) if rope_lengths is None else None
+            if larger is not None:
+                padded_parts, padded_rows = larger
+                batch = PackedBatch.of(padded_parts, is_padded=True)
+                # A level's rows have one of few numbers already.
+                rows = padded_rows if level is None else logit_rows
+                inputs = self._inputs(batch, padded_parts, rows, feature_layers, level)
+                if inputs.plans and (outputs := self._replayed(pool, inputs)) is not None:
+                    return outputs
+            if larger is None or level is not None:
+                parts = parts if level is None else level.resolved(parts)
+                batch = PackedBatch.of(parts)
+                inputs = self._inputs(batch, parts, logit_rows, feature_layers, level)
+            inputs = to_device(inputs, self.device)
+            batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
+            outputs = self._compute(pool, batch, inputs)
+            self._requested_plans |= dict.fromkeys(batch.plans)
+            return outputs
+
+    def _padded(
+        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
+    ) -> tuple[list[NewTokens], torch.Tensor] | None:
+        """Return parts and logit rows padded to one of few sizes; None where a forward cannot be replayed anyway."""
+        if self._preconditions is None or not self._preconditions.is_plain:
+            return None
+        if (graphs := self.graphs_of(pool)) is None or graphs.is_off:
+            return None
+        if self.model.training or torch.is_autocast_enabled(self.device.type):
+            return None
+        if any(part.is_chain and len(part.mask) > MAX_DENSE for part in parts):
+            return None
+        return padded(parts, logit_rows, pool)
+
+    def _replayed(self, pool: KVPool, inputs: Inputs) -> Any | None:
+        """Return the outputs of a captured forward; None if there is none for such inputs."""
+        graphs, preconditions = self.graphs_of(pool), self._preconditions
+        assert graphs is not None and preconditions is not None, "only forwards that may be captured are padded"
+        compute = functools.partial(self._replayable, pool)
+        outputs = graphs.run(inputs, compute, preconditions.now(), is_kept=inputs.level is None)
+        self.has_graphs &= not graphs.has_failed  # no other pool needs to try
+        return outputs
+
+    def _inputs(
+        self,
+        batch: PackedBatch,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...],
+        level: DraftLevel | None,
+    ) -> Inputs:
+        embeds = [part.embeds for part in parts if part.embeds is not None]
+        assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
+        tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
+        own = [part.positions[-len(part.input_ids) :] + part.sequence.position_offset for part in parts]
+        position_ids = torch.cat(own)[None]
+        plans = {key: key[0](batch, *key[2:]) for key in self._requested_plans} if self._has_plans else {}
+        name = "inputs_embeds" if embeds else "input_ids"
+        return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans, feature_layers, level)
+
+    def _replayable(self, pool: KVPool, inputs: Inputs) -> Any:
+        """Compute a forward that reads its inputs and nothing else of the packed batch."""
+        seen = None if inputs.level is None else inputs.level.seen
+        return self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
+
+    def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Any:
+        forward: PackedForward | GatheredForward
+        if any(layer.is_own for layer in self.layers):
+            assert isinstance(batch, PackedBatch), "such forwards are not captured"
+            forward = GatheredForward(pool, batch, inputs.own_slots, inputs.position_ids)
+        else:
+            forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers, inputs.position_ids)
+        options: dict[str, Any] = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
+        if inputs.feature_layers:
+            options["output_hidden_states"] = list(inputs.feature_layers)
+        tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
+        found = run_model(self.model, forward, **tokens, position_ids=inputs.position_ids, **options)
+        logits = found.logits[0] if self._keeps_logits else found.logits[0][inputs.logit_rows.to(found.logits.device)]
+        if inputs.level is not None:
+            return inputs.level.outputs(logits)
+        features = hidden_states(found, inputs.feature_layers, self.device) if inputs.feature_layers else None
+        return Outputs(logits, features)
+
+
+def _is_on_one_device(layers: Sequence[AttentionLayer], device: torch.device) -> bool:
+    return {stored.device for layer in layers for stored in layer.shape.stored} == {device}
+
+
+_packed_models: WeakSet[PackedModel] = WeakSet()
+
+
+def _forget_caches() -> None:
+    """Empty all caches in a forked child: the threads that use them stayed with the parent."""
+    for packed in _packed_models:
+        packed.forget_cache()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_caches)

@@ -1,0 +1,93 @@
+"""Inputs of packed forwards: tokens that follow a cached sequence, as a chain or with a draft tree at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.models.attention import FIRST_SEEN, NewTokens
+from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.packed.model import PackedModel
+
+
+def chain(
+    packed: PackedModel, sequence: CachedSequence, tokens: Sequence[int], embeds: torch.Tensor | None = None
+) -> NewTokens:
+    """Return tokens that follow the cached ones, each seeing those before it.
+
+    ``embeds`` [prompt_len, hidden] are of the sequence's first tokens and replace the model's own.
+    """
+    causal = np.tri(len(tokens), dtype=np.bool_)
+    return _new_tokens(packed, sequence, tokens, np.arange(len(tokens)), causal, embeds, is_chain=True)
+
+
+def chain_and_tree(
+    packed: PackedModel,
+    sequence: CachedSequence,
+    tokens: Sequence[int],
+    tree: TokenTree,
+    embeds: torch.Tensor | None = None,
+) -> NewTokens:
+    """Return a chain of tokens that ends with the tree's root, followed by the tree's other nodes."""
+    mask, offsets = tree_after_chain(len(tokens), tree)
+    return _new_tokens(packed, sequence, [*tokens, *tree.tokens[1:]], offsets, mask, embeds)
+
+
+def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
+    """Return mask and position offsets of a chain that ends with the root, followed by the tree's other nodes.
+
+    Returns:
+        mask [num_tokens, num_tokens] bool, True = may attend, and offsets [num_tokens] int64 from the chain's first
+        token, with num_tokens = chain_len + tree.num_nodes - 1.
+    """
+    num_tokens = chain_len + tree.num_nodes - 1
+    mask = np.tri(num_tokens, dtype=np.bool_)
+    mask[chain_len:, chain_len:] = tree.ancestor_mask()[1:, 1:]
+    offsets = np.concatenate((np.arange(chain_len), chain_len - 1 + tree.depths[1:]))
+    return mask, offsets
+
+
+def draft_nodes(
+    packed: PackedModel, sequences: Sequence[CachedSequence], root_positions: Sequence[int], sizes: Sequence[int]
+) -> list[NewTokens]:
+    """Return the last layers of draft trees that only the device knows, as places in what it has of them.
+
+    Args:
+        root_positions: [num_requests], of the roots in the draft's text.
+        sizes: nodes of each layer of one tree; the first one is the root, which is cached.
+
+    Returns:
+        ids: places in the layers' tokens, one request after the other. Masks: :data:`FIRST_SEEN` and the places in
+        [num_requests, beam, num_staged] of whether a node may attend to another.
+    """
+    num_requests, beam, num_staged = len(sequences), sizes[-1], sum(sizes[1:])
+    depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
+    positions = packed.clamp_positions(torch.from_numpy(np.add.outer(root_positions, depths)))
+    places = torch.arange(num_requests * beam).view(num_requests, beam)
+    masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged)
+    columns = zip(sequences, places, positions, masks.view(num_requests, beam, num_staged), strict=True)
+    return [NewTokens(*column) for column in columns]
+
+
+def _new_tokens(
+    packed: PackedModel,
+    sequence: CachedSequence,
+    tokens: Sequence[int],
+    offsets: np.ndarray,
+    mask: np.ndarray,
+    embeds: torch.Tensor | None,
+    is_chain: bool = False,
+) -> NewTokens:
+    own = None if embeds is None else embeds[sequence.length : sequence.length + len(tokens)]
+    assert own is None or len(own) in (0, len(tokens)), "a prompt given as embeddings is prefilled by itself"
+    return NewTokens(
+        sequence,
+        packed.clamp_tokens(torch.tensor(tokens)),
+        packed.clamp_positions(torch.from_numpy(sequence.length + offsets)),
+        torch.from_numpy(mask),
+        own if own is not None and len(own) else None,
+        is_chain,
+    )

@@ -1,0 +1,61 @@
+"""Padding of packed batches to few sizes, with tokens of sequences that belong to no request.
+
+These padding sequences have slots of their own behind a pool's others, and each of their tokens sees itself only.
+Attention and layers treat them like any other sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.models.batch.packed_batch import NewTokens
+from hf_slospec.models.device.bucket_sizes import BATCHES, BUCKETS, bucket_for
+from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+
+MAX_PADDING_SLOTS = 144  # tokens: the largest step between two sizes, and 16 padding sequences
+SHORT = 16  # tokens: padding sequences so long do not make attention slower
+
+
+def padded(
+    parts: Sequence[NewTokens], logit_rows: torch.Tensor, pool: KVPool
+) -> tuple[list[NewTokens], torch.Tensor] | None:
+    """Return the parts with padding sequences behind them, and the logit rows padded with row 0.
+
+    None if the packed batch is larger than the largest size, or needs more padding slots than the pool has.
+    """
+    lengths = [len(part.input_ids) for part in parts]
+    num_padding, missing = _missing(len(parts), sum(lengths), max(lengths))
+    total = sum(lengths) + missing
+    if total > BUCKETS[-1] or missing > pool.num_padding_slots:
+        return None
+    padding, start, like = [], pool.num_slots, parts[0]
+    for index in range(num_padding):
+        length = missing * (index + 1) // num_padding - missing * index // num_padding
+        padding.append(_padding_sequence(CachedSequence(start, length), like))
+        start += length
+    num_rows = total if 2 * len(logit_rows) > total else bucket_for(len(logit_rows))
+    return [*parts, *padding], F.pad(logit_rows, (0, num_rows - len(logit_rows)))
+
+
+def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
+    """Return the numbers of padding sequences and of their tokens."""
+    num_padding = bucket_for(num_parts, BATCHES) - num_parts
+    missing = bucket_for(num_tokens + num_padding) - num_tokens
+    # Attention computes all sequences as if they were as long as the longest, so none should be of padding.
+    needed = -(-missing // max(bucket_for(longest), SHORT))
+    if needed == 1 > num_padding:
+        num_padding = 1  # without going on to the next size
+    elif needed > num_padding:
+        num_padding = bucket_for(num_parts + needed, BATCHES) - num_parts
+    return num_padding, bucket_for(num_tokens + num_padding) - num_tokens
+
+
+def _padding_sequence(sequence: CachedSequence, like: NewTokens) -> NewTokens:
+    """Return a padding sequence that is on the host, or on the device, and has embeddings, where ``like`` has."""
+    device = like.mask.device
+    zeros = torch.zeros(sequence.capacity, dtype=torch.int64, device=device)
+    embeds = None if like.embeds is None else like.embeds.new_zeros(sequence.capacity, like.embeds.shape[-1])
+    return NewTokens(sequence, zeros, zeros, torch.eye(sequence.capacity, dtype=like.mask.dtype, device=device), embeds)

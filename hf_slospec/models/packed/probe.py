@@ -1,0 +1,90 @@
+"""Refusal of models that packed forwards cannot run, and what the layers of others keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.models.attention import AttentionLayer
+from hf_slospec.models.inspection.hooks import is_compiled
+from hf_slospec.models.packed.gathered_probe import OwnProbe
+from hf_slospec.models.packed.interface_probe import NO_MIXING, InterfaceProbe
+from hf_slospec.models.packed.running import (
+    evaluating,
+    input_device,
+    layer_types,
+    refused_if_it_fails,
+    run_model,
+)
+from hf_slospec.models.recurrent.stock_cache import StateLayer
+
+# Layers whose attention can be replaced, or that keep a state, or both; the probe sees which of them can be packed.
+INTERFACE_KINDS = NO_MIXING | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "mamba",
+    "mamba2",
+    "hybrid",
+    "hybrid_sliding",
+}
+OWN_KINDS = {"indexed_attention"}  # whose own masks are right for gathered keys
+
+
+def refuse_by_declaration(model: Any) -> None:
+    """Raise UnsupportedModelError if the model's config or class rules out packed forwards."""
+    name = type(model).__name__
+    if is_compiled(model):
+        raise UnsupportedModelError(
+            f"{name} was compiled with compile(), and tree attention cannot be used in compiled layers; pass the model "
+            "as it was loaded"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
+    # is_decoder=False makes an encoder of some families; others have it and are causal all the same.
+    is_encoder = getattr(model.config, "is_decoder", None) is False
+    if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
+    if any(getattr(module, "attention_type", None) == "block_sparse" for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} attends to blocks of keys by their place; load it with attention_type='original_full' in its "
+            "config"
+        )
+    if unknown := set(layer_types(model)) - INTERFACE_KINDS - OWN_KINDS:
+        raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
+
+
+@torch.no_grad()
+def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    """Return the model's layers that attend and those that keep a state.
+
+    They are seen in two forwards of one token, without masks and with those of transformers.
+
+    Raises:
+        UnsupportedModelError: the forward failed, or its layers can neither have their attention replaced nor attend
+            by themselves.
+    """
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    with evaluating(model):
+        if set(layer_types(model)) <= INTERFACE_KINDS:
+            try:
+                return _probed_interface(model, zero)
+            except UnsupportedModelError:
+                if getattr(model, "_is_stateful", False):
+                    raise  # its states need the interface
+        with refused_if_it_fails(model):
+            probe = OwnProbe(zero)
+            run_model(model, probe, input_ids=zero, position_ids=zero)
+            return probe.layers(model), []
+
+
+def _probed_interface(model: Any, zero: torch.Tensor) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    with refused_if_it_fails(model):
+        probe, watch = InterfaceProbe(), InterfaceProbe()
+        run_model(model, probe, input_ids=zero, position_ids=zero)
+        run_model(model, watch, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero))
+        return probe.layers(model, watch.reaches)

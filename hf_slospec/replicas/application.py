@@ -1,0 +1,85 @@
+"""The Serve application: an HTTP front, and replicas of the models behind it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.deployment import Application
+from ray.serve.handle import DeploymentHandle
+
+from hf_slospec.replicas.failover import ReplicatedEngine
+from hf_slospec.replicas.loopback import keep_replica_on_loopback
+from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.replica import ModelReplica
+from hf_slospec.replicas.running import running_replicas
+from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.serve import SWITCH_S
+
+REPORT_S = 0.5  # between two reports of a replica's load
+HEALTH_S = 2.0  # between two checks of its health
+MAX_CALLS = 100_000  # of one process at a time; the batcher's max_queue is the limit that counts
+FRONT = "HTTP"
+MODEL = "Model"
+
+
+class Front:
+    """Deployment that takes HTTP requests."""
+
+    def __init__(self, models: DeploymentHandle, settings: ServerSettings):
+        """Take a handle of the replicas; the application is made once one of them runs."""
+        sys.setswitchinterval(SWITCH_S)
+        keep_replica_on_loopback()
+        self.models, self.settings = models, settings
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Return the HTTP application."""
+        description = await self.models.describe.remote(None)
+        work = self.settings.bounds.new_work()
+        return make_app(ReplicatedEngine(self.models, description, running_replicas, work), self.settings)
+
+
+def app(options: ReplicaOptions) -> Application:
+    """Return the application for ``serve.run``, ``serve run`` and Serve's config files.
+
+    Args:
+        options: see :class:`ReplicaOptions`; a dict of them, as Serve makes it of a config file.
+
+    Raises:
+        InvalidInputError: an option is invalid.
+    """
+    options = ReplicaOptions.of(options)
+    resources = {"num_cpus": options.cpus, "num_gpus": options.gpus or float(options.device.startswith("cuda"))}
+    scaling: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=options.min_replicas,
+                initial_replicas=options.replicas,
+                max_replicas=options.max_replicas,
+                upscale_delay_s=options.upscale_delay_s,
+                downscale_delay_s=options.downscale_delay_s,
+                policy=AutoscalingPolicy(policy_function="hf_slospec.replicas.autoscaling:by_guarantees"),
+            )
+        }
+    models = serve.deployment(ModelReplica, name=MODEL).options(
+        ray_actor_options=resources,
+        max_ongoing_requests=MAX_CALLS,
+        graceful_shutdown_timeout_s=options.drain_s,
+        health_check_period_s=HEALTH_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class="hf_slospec.replicas.router.GuaranteeRouter",
+            request_routing_stats_period_s=REPORT_S,
+        ),
+        **scaling,
+    )
+    front = serve.deployment(serve.ingress()(Front), name=FRONT).options(
+        num_replicas=options.fronts,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MAX_CALLS,
+        graceful_shutdown_timeout_s=options.drain_s,
+    )
+    application: Application = front.bind(models.bind(options), options.settings)
+    return application

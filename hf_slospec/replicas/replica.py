@@ -1,0 +1,177 @@
+"""One replica: a generator with its batcher, in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ray import serve
+
+from hf_slospec.algo.routing import utilisation
+from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
+from hf_slospec.replicas.loopback import keep_replica_on_loopback
+from hf_slospec.replicas.messages import (
+    LOAD,
+    Answer,
+    Broken,
+    Declined,
+    Description,
+    Failed,
+    Offer,
+    Taken,
+    ToReplica,
+    Update,
+)
+from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.serving.openai.serve import SWITCH_S
+
+logger = logging.getLogger("ray.serve")  # whose lines carry replica and request
+RECENT_S = 60.0  # over which missed SLOs are counted
+
+
+class ModelReplica:
+    """Deployment of the models. Its methods are called by the front and by Serve."""
+
+    def __init__(self, options: ReplicaOptions):
+        """Load the models, measure them, and start the batcher."""
+        sys.setswitchinterval(SWITCH_S)
+        keep_replica_on_loopback()
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self.options = options
+        self.generator = options.models.generator(options.config, options.chat_template).start()
+        logger.info("%s with drafts by %s", options.name, self.generator.decoder.speculator.method.kind)
+        self.engine = LocalEngine(self.generator, options.response_template)
+        self.name = _own_name()
+        self._num_unhealthy = 0  # health checks that failed
+        self._seen: dict[str, int] = {}  # the last offer of each sender that the engine has taken or declined
+        self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: when, and whether they were missed
+
+    # ---- for the front
+
+    def describe(self, address: None) -> Description:
+        """Return what the front needs to know about the model."""
+        engine = self.engine
+        return Description(
+            engine.tokenizer, engine.generation_config, engine.vocab_size, engine.max_len,
+            self.generator.max_nodes, engine.response_template,
+        )  # fmt: skip
+
+    async def decode(self, offer: Offer) -> AsyncIterator[Answer]:
+        """Yield the answer to an offer and, if it is taken, the output as it is committed."""
+        arguments = offer.order.arguments | {"resume": offer.progress, "must_guarantee": offer.must_guarantee}
+        order = replace(offer.order, arguments=arguments)
+        handle = None
+        try:
+            handle = await self.engine.submit(order)
+            is_guaranteed = await handle.aguaranteed()
+            self._saw(offer)
+            logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
+            yield Taken(self.name, is_guaranteed)
+            async for update in _updates(handle, len(offer.progress.tokens)):
+                yield update
+            if offer.need.has_slo:
+                self._recent.append((time.monotonic(), not handle.metrics.guaranteed or not handle.metrics.attained))
+                self._forget_old()
+        except (NotGuaranteedError, QueueFull) as error:
+            self._saw(offer)
+            logger.info("%s declined: %s", order.request_id, error)
+            yield Declined(self.name, isinstance(error, QueueFull))
+        except Exception as error:  # noqa: BLE001  of the request, unless the whole replica has failed
+            fault = self._fault()
+            yield Failed(_sendable(error)) if fault is None else Broken(self.name, str(fault))
+        finally:
+            if handle is not None:
+                handle.cancel()  # the front has closed the stream, unless the request is over
+                logger.info("%s ended: %s", order.request_id, handle.finish_reason or "cancelled")
+
+    def families(self, address: ToReplica, prefix: str) -> list[Any]:
+        """Return the metric families of this replica for Prometheus."""
+        return list(self.generator.collector(prefix).collect())
+
+    def _fault(self) -> NotRunningError | None:
+        """Return why no requests are taken; None if they are."""
+        try:
+            self.generator.check_running()
+        except NotRunningError as error:
+            return error
+        return None
+
+    def _saw(self, offer: Offer) -> None:
+        self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
+
+    # ---- for Serve
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return the load for routers, and which of each front's offers it contains."""
+        seen = dict(self._seen)
+        load = await self.generator.aload()
+        return {"load": LOAD.dump_python(load), "seen": seen}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the number of replicas is decided by."""
+        stats, load = self.generator.stats(), await self.generator.aload()
+        self._forget_old()
+        num_missed, most = sum(is_missed for _, is_missed in self._recent), self.options.config.max_batch
+        return {
+            "missed": num_missed / max(len(self._recent), 1),
+            "waiting": stats.waiting / most,
+            "utilisation": max(utilisation(load), stats.kv_tokens / stats.kv_limit, stats.running / most),
+        }
+
+    def _forget_old(self) -> None:
+        while self._recent and self._recent[0][0] < time.monotonic() - RECENT_S:
+            self._recent.popleft()
+
+    def check_health(self) -> None:
+        """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``.
+
+        The process ends when that is found for the second time: Serve would give its requests ``drain_s`` to end, which
+        they cannot, while other replicas can go on with them.
+        """
+        try:
+            self.generator.check_running(self.options.hang_s)
+        except NotRunningError as error:
+            logger.error("unhealthy: %s", error)
+            self._num_unhealthy += 1
+            if self._num_unhealthy > 1:
+                _end_process()
+            raise
+
+
+async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:
+    """Yield a request's output as it is committed, but for the first ``num_known`` tokens."""
+    at, is_first = 0, True
+    async for tokens, is_last in handle.asteps():
+        new = tokens[max(num_known - at, 0) :]
+        at += len(tokens)
+        is_whole = handle.finish_reason in ("stop", "length")  # otherwise an error follows
+        if new or is_whole:
+            reason = handle.finish_reason if is_last and is_whole else None
+            of_prompt = handle.prompt_logprobs if is_first else ()
+            yield Update(new, handle.logprobs[at - len(new) : at], handle.metrics, reason, of_prompt)
+            is_first = False
+
+
+def _end_process() -> None:
+    os._exit(1)
+
+
+def _own_name() -> str:
+    """Return the unique name that Serve gave the replica."""
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or where its class may be unknown elsewhere, one that says the same."""
+    is_known = isinstance(error, SLOSpecError) or type(error).__module__ == "builtins"
+    return error if is_known else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,158 @@
+"""Start of a replicated server from the command line: in a local Ray, or in the cluster that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import ray
+from ray import serve
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_slospec.drafters.heads.loading import LOADING_ERRORS
+from hf_slospec.errors import InvalidInputError, NotRunningError
+from hf_slospec.models.device.threads import available_cores
+from hf_slospec.models.inspection.hub import hub_options
+from hf_slospec.replicas.application import app
+from hf_slospec.replicas.loopback import on_loopback
+from hf_slospec.replicas.options import MODEL_OPTIONS, ReplicaOptions
+from hf_slospec.serving.openai.serve import ServeOptions, requests_to_try
+
+APP = "hf_slospec"
+OBJECT_STORE_BYTES = 100 * 2**20  # of a local Ray: requests and tokens are small
+FRONT_CPUS = 1  # that a local Ray has besides those of replicas
+
+
+def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
+    """Return the options of ``hf_slospec serve --replicas``.
+
+    Raises:
+        InvalidInputError: an option is invalid.
+    """
+    is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
+    return ReplicaOptions(
+        **{name: getattr(options.models, name) for name in MODEL_OPTIONS},
+        chat_template=options.read_chat_template(),
+        response_template=options.read_response_template(),
+        config=options.config,
+        model_name=options.model_name,
+        api_keys=options.keys(),
+        **options.access,
+        replicas=replicas,
+        cpus=(cores / replicas if replicas > cores else cores // replicas) if is_local else 1.0,
+        threads=max(cores // replicas, 1) if is_local else None,
+    )
+
+
+@contextmanager
+def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -> Iterator[str]:
+    """Serve in a ``with`` block, and yield the address; at its end requests in progress are finished.
+
+    A Ray that was started for it ends with it; a cluster keeps running without the application. Where the cluster's
+    Serve runs already, it listens where it was told to, not at ``host`` and ``port``.
+
+    Raises:
+        InvalidInputError: a model cannot be found.
+        OSError: another process listens at the port.
+        NotRunningError: the replicas could not be started.
+    """
+    is_joined, is_ours = "RAY_ADDRESS" in os.environ, not ray.is_initialized()
+    if is_ours and not is_joined:
+        _check_here(options, host, port)
+    folder = _join_or_start(options) if is_ours else None
+    try:
+        serve.start(http_options={"host": host, "port": port, "root_path": root_path})
+        try:
+            serve.run(app(options), name=APP)
+        except RuntimeError as error:
+            raise NotRunningError(f"the replicas could not be started: {error}") from error
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            serve.delete(APP)
+    finally:
+        if is_ours:
+            if not is_joined:
+                serve.shutdown()
+            ray.shutdown()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # after an error its logs may say why
+
+
+def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
+    """Check what would fail in each process of a local Ray, after a minute."""
+    for name in (options.target, options.assistant):
+        if name is not None:
+            try:
+                AutoConfig.from_pretrained(name, **hub_options(name))
+            except (OSError, ValueError) as error:
+                raise InvalidInputError(f"{name}: {error}") from error
+    options.models.check_drafter()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+
+
+def _is_chat(options: ReplicaOptions) -> bool:
+    """Return whether the model has a chat template, as far as can be told here."""
+    if options.chat_template is not None or options.target is None:
+        return options.chat_template is not None
+    try:
+        return AutoTokenizer.from_pretrained(options.target, local_files_only=True).chat_template is not None
+    except LOADING_ERRORS:  # the cluster has it elsewhere
+        return False
+
+
+def _join_or_start(options: ReplicaOptions) -> str | None:
+    """Start a local Ray and return its folder, or join the cluster and return None."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Serve's controller ends a proxy that is not ready after 5 s, as on a busy machine, and does not try again.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    if "RAY_ADDRESS" in os.environ:
+        with on_loopback():  # the address may be that of such a Ray
+            ray.init(log_to_driver=False)
+        return None
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need short paths
+    with on_loopback() as address:
+        ray.init(
+            address="local",
+            num_cpus=math.ceil(options.replicas * options.cpus) + FRONT_CPUS,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address=address,
+            _temp_dir=folder,
+        )
+    return folder
+
+
+def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], None]) -> None:
+    """Serve with replicas until a signal ends it, and finish the requests that have begun.
+
+    Raises:
+        InvalidInputError: an option is invalid, or the server would be open to other machines without a key.
+    """
+    options.check_open()
+    own, ended = replica_options(options, replicas), threading.Event()
+    where = os.environ.get("RAY_ADDRESS", "a local Ray")
+    say(f"starting {replicas} replicas of {own.name} on {where}; this takes a minute")
+    with served(own, options.host, options.port, options.root_path) as url:
+        lines = requests_to_try(f"{url}/v1", own.name, _is_chat(own), own.target is None, 0.1, bool(own.api_keys))
+        say("\n".join((f"address  {url}/v1", *lines)))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: ended.set())
+        ended.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        say("finishing the requests in progress")

@@ -1,0 +1,197 @@
+"""Answers in OpenAI's form, whole and as the chunks of a stream.
+
+Plain dicts, as OpenAI's own types take a millisecond to write a chunk; tests read all of them with these types.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_slospec.engine.request import RequestMetrics
+from hf_slospec.serving.openai.choices import Choice, Piece
+from hf_slospec.serving.openai.messages import Parts
+
+IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
+
+
+@dataclass
+class Answer:
+    """One answer: its identity, and how tokens are written."""
+
+    model: str
+    is_chat: bool
+    token_text: Callable[[int], str]  # of a single token
+    wants_logprobs: bool = False
+    includes_usage: bool = False  # in a stream
+    has_continuous_usage: bool = False
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has each choice in full."""
+        own = [
+            self._choice(piece, "message", {"role": "assistant", "refusal": None} | _message(piece.parts))
+            for piece in pieces
+        ]
+        name = "chat.completion" if self.is_chat else "text_completion"
+        return self._head(name) | {"choices": own, "usage": self.whole_usage(choices)}
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> dict[str, Any]:
+        """Return the chunk of a piece."""
+        role = {"role": "assistant"} if is_first else {}
+        body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | _delta(piece.parts))]}
+        if self.includes_usage:
+            body["usage"] = self.usage(choices) if self.has_continuous_usage else None
+        return self._chunk(body)
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the last chunk of a stream with ``include_usage``."""
+        return self._chunk({"choices": [], "usage": self.whole_usage(choices)})
+
+    def whole_usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the usage at the end: where there are several choices, with the measurements of each."""
+        usage = self.usage(choices)
+        if len(choices) > 1:
+            usage["metrics"]["choices"] = [
+                measurements(choice.decoding.metrics) | self._served_by(choice) for choice in choices
+            ]
+        return usage
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return counts of tokens, and the measurements of the first choice."""
+        firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # of each prompt
+        prompt = sum(len(choice.prompt) for choice in firsts)
+        cached = sum(choice.decoding.metrics.reused for choice in firsts)
+        completion = sum(len(choice.tokens) for choice in choices)
+        metrics = [choice.decoding.metrics for choice in choices]
+        accepted, drafted = sum(own.accepted for own in metrics), sum(own.drafted for own in metrics)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
+            },
+            "metrics": measurements(metrics[0]) | self._served_by(choices[0]),
+        }  # fmt: skip
+
+    def _served_by(self, choice: Choice) -> dict[str, str]:
+        replica = choice.decoding.replica
+        return {} if replica is None else {"replica": replica}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | body
+
+    def _choice(self, piece: Piece, field: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice: of a chat with its message in this field, of a completion with its text."""
+        own: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
+        if self.is_chat:
+            return own | {field: message, "logprobs": self._chat_logprobs(piece)}
+        return own | {"text": piece.text, "logprobs": self._logprobs(piece)}
+
+    def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        pairs = zip(piece.tokens, piece.logprobs, strict=True)
+        return {
+            "content": [
+                self._token(token, own.logprob) | {"top_logprobs": [self._token(*each) for each in own.top]}
+                for token, own in pairs
+                if own is not None
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """Return log probabilities of a completion's tokens in the legacy form."""
+        if not self.wants_logprobs:
+            return None
+        return {
+            "tokens": [self.token_text(token) for token in piece.tokens],
+            "text_offset": piece.offsets,
+            "token_logprobs": [None if own is None else _finite(own.logprob) for own in piece.logprobs],
+            "top_logprobs": [
+                None if own is None else {self.token_text(token): _finite(value) for token, value in own.top}
+                for own in piece.logprobs
+            ],
+        }
+
+
+def _message(parts: Parts) -> dict[str, Any]:
+    """Return the fields of a whole message."""
+    found: dict[str, Any] = {"content": None if parts.tool_calls and not parts.content else parts.content}
+    if parts.reasoning:
+        found["reasoning_content"] = parts.reasoning
+    if parts.tool_calls:
+        found["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in parts.tool_calls]
+    return found
+
+
+def _delta(parts: Parts) -> dict[str, Any]:
+    """Return the fields of a message's next chunk."""
+    found: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    if parts.tool_calls:
+        found["tool_calls"] = parts.tool_calls
+    return found | {"content": parts.content} if parts.content or not found else found
+
+
+def _finite(logprob: float) -> float:
+    """Return a log probability that JSON can hold."""
+    return max(logprob, IMPOSSIBLE)
+
+
+def measurements(metrics: RequestMetrics) -> dict[str, Any]:
+    """Return the measurements of a request, under the names that vLLM's clients read, and of its SLOs."""
+
+    def milliseconds(seconds: float | None) -> float | None:
+        return None if seconds is None else round(1e3 * seconds, 3)
+
+    decode_s = None if metrics.tpot_s is None else metrics.tpot_s * (metrics.tokens - 1)
+    return {
+        "time_to_first_token_ms": milliseconds(metrics.ttft_s),
+        "generation_time_ms": milliseconds(decode_s),
+        "mean_itl_ms": milliseconds(metrics.tpot_s),
+        "tokens_per_second": round(1 / metrics.tpot_s, 3) if metrics.tpot_s else None,
+        "speculative_decoding": {
+            "mean_acceptance_length": metrics.acceptance_length,
+            "draft_acceptance_rate": metrics.accepted / metrics.drafted if metrics.drafted else None,
+            "num_spec_steps": metrics.steps,
+            "num_accepted_draft_tokens": metrics.accepted,
+            "num_draft_tokens": metrics.drafted,
+        },
+        "slo_tpot": metrics.tpot_slo_s,
+        "slo_ttft": metrics.ttft_slo_s,
+        "guaranteed": metrics.guaranteed,
+        "attained": metrics.attained,
+        "resumed_tokens": metrics.resumed,
+    }
+
+
+def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
+    """Return headers that tell whether the SLOs of all choices were guaranteed, and attained; null without SLOs."""
+    found = [choice.decoding.metrics for choice in choices]
+    attained = [metrics.attained for metrics in found if metrics.attained is not None]
+    return {
+        "x-slo-guaranteed": str(all(metrics.guaranteed for metrics in found)).lower(),
+        "x-slo-attained": str(all(attained) if attained else None).lower(),
+    }
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | int | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

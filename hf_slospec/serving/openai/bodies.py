@@ -1,0 +1,369 @@
+"""Bodies of requests over HTTP: OpenAI's fields, vLLM's extra ones and SLOs; each is served, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from hf_slospec.generate.slo import LEAST_S
+from hf_slospec.serving.openai.images import ImageBudget, check_data_url
+
+TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
+LEAST_TEMPERATURE = 1e-3  # logits that are divided by less overflow
+# A list is refused at its first fault: a million faults would take gigabytes.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"must be 0 or at least {LEAST_TEMPERATURE:g}")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # never sent; it hides token lengths from observers of the encrypted stream
+
+
+class SamplingBody(BaseModel):
+    """Fields of completions and chat completions. Those left out take the model's generation config."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    n: int = Field(1, ge=1)
+    temperature: Temperature | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+
+    slo_tpot: float | None = Field(None, ge=LEAST_S, allow_inf_nan=False, description="Seconds per output token.")
+    slo_ttft: float | None = Field(None, ge=LEAST_S, allow_inf_nan=False, description="Seconds to the first token.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM.")
+    best_effort: bool = False
+    cache_salt: str = Field("", description="Share K/V with requests of the same salt only, as with vLLM.")
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> list[str]:
+        strings = [value] if isinstance(value, str) else value or []
+        if any(not string for string in strings):
+            raise ValueError("a stop string must not be empty")
+        return strings
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options has no effect without stream")
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Return the stop strings, none if ``stop`` is not given."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def options(self) -> StreamOptions:
+        """Return the options of the stream, the default ones if none are given."""
+        return self.stream_options or StreamOptions()
+
+
+class CompletionBody(SamplingBody):
+    """Body of ``/v1/completions``."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    )
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0)
+    best_of: int | None = Field(None, ge=1)
+    suffix: Literal[None, ""] = None
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of must equal n: completions are not ranked")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which returns nothing without echo")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [each for each in self.prompt if isinstance(each, str)]
+        lists = [each for each in self.prompt if isinstance(each, list)]
+        return [*texts, *lists] or [[each for each in self.prompt if isinstance(each, int)]]
+
+
+class Text(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(BaseModel):
+    """Where an image is: in the URL itself."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Annotated[str, AfterValidator(check_data_url)]
+    detail: Literal["auto", "low", "high"] = "auto"  # without effect: the processor decides
+
+
+class ImagePart(BaseModel):
+    """An image among the parts of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class Message(BaseModel):
+    """A message of a chat. Fields beside these are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: (
+        str | Annotated[list[Annotated[Text | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)] | None
+    ) = None
+
+    @property
+    def num_images(self) -> int:
+        """Return how many images there are among the parts."""
+        return sum(isinstance(part, ImagePart) for part in self.content) if isinstance(self.content, list) else 0
+
+    @property
+    def without_images(self) -> dict[str, Any]:
+        """Return what there is beside images, as plain data."""
+        return self.model_dump(exclude={"content": {"__all__": {"image_url"}}} if self.num_images else None)
+
+    def for_template(self, budget: ImageBudget | None = None) -> dict[str, Any]:
+        """Return the message as chat templates expect it, its text in one piece, or with a budget for images in parts.
+
+        Raises:
+            InvalidInputError: an image cannot be read, or is too large.
+        """
+        given = self.model_dump(exclude_none=True)
+        if budget is not None and self.content is not None:
+            parts = [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+            given["content"] = [
+                {"type": "text", "text": part.text} if isinstance(part, Text)
+                else {"type": "image", "image": budget.decoded(part.image_url.url)}
+                for part in parts
+            ]  # fmt: skip
+        elif isinstance(self.content, list):
+            given["content"] = "".join(part.text for part in self.content if isinstance(part, Text))
+        if isinstance(calls := given.get("tool_calls"), list):  # templates want arguments as a mapping
+            given["tool_calls"] = [_with_arguments(call) for call in calls]
+        return given
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call whose arguments are no longer a text, if they are one in JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+class JSONSchema(BaseModel):
+    """A named JSON schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # outputs always follow the schema
+
+
+class ResponseFormat(BaseModel):
+    """Format of the output: text, any JSON object, or JSON that follows a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and to no other")
+        return self
+
+    @property
+    def schema_to_follow(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the output; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class GenerationSettings(BaseModel):
+    """Settings under the names of transformers, as ``transformers chat`` sends them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_new_tokens: int | None = Field(None, ge=1)
+    do_sample: bool | None = None
+    temperature: Temperature | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
+    transformers_version: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+        except RecursionError:
+            raise ValueError("it nests too deeply") from None
+        if not isinstance(parsed, dict):
+            return parsed
+        return {name: each for name, each in parsed.items() if each is not None and not name.startswith("_")}
+
+
+class ChatBody(SamplingBody):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    generation_config: GenerationSettings | None = Field(None, description="JSON; fields of the body go first.")
+
+    @model_validator(mode="after")
+    def _take_settings(self) -> ChatBody:
+        if (own := self.generation_config) is not None:
+            if self.max_tokens is None and self.max_completion_tokens is None:
+                self.max_tokens = own.max_new_tokens
+            if self.temperature is None:
+                self.temperature = 0.0 if own.do_sample is False else own.temperature
+            for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+                if getattr(self, name) is None:
+                    setattr(self, name, getattr(own, name))
+        return self
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs")
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens must be at least 1")
+        if self.add_special_tokens:
+            raise ValueError(TEMPLATE_ADDS)
+        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError("response_format ends the output with the JSON; leave ignore_eos and min_tokens out")
+        return self
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the output; None for text."""
+        return None if self.response_format is None else self.response_format.schema_to_follow
+
+
+class LoadBody(BaseModel):
+    """Body of ``/load_model``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+
+
+class TokenizeBody(BaseModel):
+    """Body of ``/tokenize``: a text, or messages."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            raise ValueError(TEMPLATE_ADDS)
+        if self.prompt is not None and "add_generation_prompt" in self.model_fields_set:
+            raise ValueError("add_generation_prompt belongs to messages, and prompt was given")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """Body of ``/detokenize``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]

@@ -1,0 +1,189 @@
+"""The choices of a request while they are decoded, as pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.serving.handle import TextStream, ToText
+from hf_slospec.serving.openai.engine import Decoding
+from hf_slospec.serving.openai.messages import Parts, PlainParts, TemplateParts
+from hf_slospec.serving.openai.text import StoppedText
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Addition of one or several steps to a choice."""
+
+    index: int  # of the choice
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]  # of the tokens, if they were asked for; None for a prompt's first token
+    finish_reason: str | None = None  # of the last piece
+    parts: Parts = field(default_factory=Parts)  # of the text, told apart
+    offsets: list[int] = field(default_factory=list)  # of the tokens in the choice's text, if logprobs were asked for
+
+    def joined(self, after: Piece) -> Piece:
+        """Return this piece with the one after it."""
+        tokens, logprobs = self.tokens + after.tokens, self.logprobs + after.logprobs
+        parts, offsets = self.parts + after.parts, self.offsets + after.offsets
+        return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason, parts, offsets)
+
+
+class PromptOnly:
+    """Decoding of a request for no tokens, whose prompt alone is wanted."""
+
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: FinishReason | None = "length"
+
+    def __init__(self, prompt: list[int], scoring: Decoding | None):
+        """``scoring`` computes the log probabilities of the prompt; None: they are not wanted."""
+        self._scoring = scoring
+        self._metrics = Request(0, prompt, 0).metrics()
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
+        """Return those of the prompt's tokens, if they are wanted."""
+        return [] if self._scoring is None else self._scoring.prompt_logprobs
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Return measurements so far."""
+        return self._metrics if self._scoring is None else self._scoring.metrics
+
+    @property
+    def replica(self) -> str | None:
+        """Return the replica that serves it; None where there are no replicas."""
+        return None if self._scoring is None else self._scoring.replica
+
+    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        """Yield that nothing comes, once the prompt's log probabilities are there."""
+        if self._scoring is not None:
+            async for _ in self._scoring.asteps():
+                pass
+        yield [], True
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it is done."""
+        if self._scoring is not None:
+            self._scoring.cancel()
+
+
+@dataclass
+class Echo:
+    """The prompt at the beginning of outputs: one for all choices of a prompt, the first of which computes scores."""
+
+    scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = None  # None: log probabilities are not wanted
+
+    _has_first: bool = False
+
+    def is_first(self) -> bool:
+        """Return whether log probabilities are wanted, and True only once: the first choice computes them for all."""
+        is_first, self._has_first = self.scores is not None and not self._has_first, True
+        return is_first
+
+    async def scores_by(self, decoding: Decoding) -> list[TokenLogprobs | None]:
+        """Return the log probabilities of the prompt's tokens, from the step of a choice that has them or another's."""
+        if self.scores is None:
+            return []
+        if not self.scores.done() and (own := decoding.prompt_logprobs):
+            self.scores.set_result(own)
+        return list(await asyncio.shield(self.scores))
+
+
+@dataclass
+class Choice:
+    """One choice: its request in the engine, and how its text is made."""
+
+    index: int
+    decoding: Decoding
+    prompt: list[int]
+    to_text: ToText
+    in_pool: Callable[..., Awaitable[Any]]  # calls a function with arguments in a thread, where it may take long
+    stop_strings: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()  # whose text is left out at the end
+    keeps_stop: bool = False
+    echo: Echo | None = None  # None: the output does not begin with the prompt
+    reader: PlainParts | TemplateParts = field(default_factory=PlainParts)
+    wants_offsets: bool = False
+    tokens: list[int] = field(default_factory=list)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the output as it is committed; the last piece has a finish reason."""
+        offsets = _Offsets(self.to_text) if self.wants_offsets else None
+        echo, text = self.echo, StoppedText(self.to_text, self.stop_strings, self.keeps_stop)
+        async for new, is_last in self.decoding.asteps():
+            if echo is not None:
+                yield await self.in_pool(self._echoed, await echo.scores_by(self.decoding), offsets)
+                echo = None
+            begin = len(self.tokens)  # new ones only
+            self.tokens += new
+            shown = new[:-1] if is_last and not self.keeps_stop and new and new[-1] in self.stop_tokens else new
+            added = text.push(shown, is_last)
+            parts = self.reader.push(added, is_last)
+            reason = str(self.decoding.finish_reason) if is_last else None
+            if reason == "stop" and self.reader.num_calls:
+                reason = "tool_calls"
+            if new or added or is_last:
+                logprobs: list[TokenLogprobs | None] = [*self.decoding.logprobs[begin : begin + len(new)]]
+                yield Piece(self.index, added, new, logprobs, reason, parts, [] if offsets is None else offsets.of(new))
+
+    def _echoed(self, scores: list[TokenLogprobs | None], offsets: _Offsets | None) -> Piece:
+        places = [] if offsets is None else offsets.of(self.prompt)
+        return Piece(self.index, self.to_text(self.prompt), self.prompt, scores, offsets=places)
+
+
+class _Offsets:
+    """Where tokens begin in a growing text; those of one character at its beginning."""
+
+    def __init__(self, to_text: ToText):
+        self._stream, self._length = TextStream(to_text), 0
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the places of the next tokens."""
+        places = []
+        for token in tokens:
+            places.append(self._length)
+            self._length += len(self._stream.push([token], False))
+        return places
+
+
+async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:
+    """Yield the pieces of all choices as they come; whatever is not finished at the end is cancelled.
+
+    A reader that waits long gets larger pieces: nothing is stored for it but the tokens.
+    """
+    if len(choices) == 1:  # without tasks, which take longer than all the rest
+        try:
+            async for piece in choices[0].pieces():
+                yield piece
+        finally:
+            choices[0].decoding.cancel()
+        return
+    waiting: dict[asyncio.Task[Piece], AsyncIterator[Piece]] = {}
+
+    def wait_for(iterator: AsyncIterator[Piece]) -> None:
+        waiting[asyncio.ensure_future(anext(iterator))] = iterator
+
+    try:
+        for choice in choices:
+            wait_for(choice.pieces())
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                iterator = waiting.pop(task)
+                try:
+                    piece = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield piece
+                wait_for(iterator)
+    finally:
+        for task in waiting:
+            task.cancel()
+        for choice in choices:
+            choice.decoding.cancel()

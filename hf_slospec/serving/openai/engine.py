@@ -1,0 +1,113 @@
+"""Interface between the HTTP server and whatever decodes, and the generator of this process behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hf_slospec.engine.request import FinishReason, RequestMetrics
+from hf_slospec.generate.grammars import Grammars
+from hf_slospec.models.packed.running import vocab_size
+from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.openai.messages import response_template
+from hf_slospec.serving.openai.work import Work
+
+
+@dataclass(frozen=True)
+class Order:
+    """One request for the engine: its prompt, and the arguments of ``submit``."""
+
+    prompt: list[int]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    json_schema: dict[str, Any] | None = None  # that the output follows
+    request_id: str = ""  # as the client sees it, for logs
+    client: str = ""  # whose turn its preparation takes
+
+
+class Decoding(Protocol):
+    """A request that is being decoded."""
+
+    def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        """Yield newly committed tokens, and whether they are the last; an error of the request is raised."""
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Return log probabilities of the new tokens so far, if they were asked for."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
+        """Return those of the prompt's tokens from the first step on, if they were asked for."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Return how the request ended; None while it goes on."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Return measurements so far."""
+
+    @property
+    def replica(self) -> str | None:
+        """Return the replica that serves it; None where there are no replicas."""
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it is done."""
+
+
+class ServedEngine(Protocol):
+    """A model behind the server: in this process, or replicas of it."""
+
+    tokenizer: Any
+    processor: Any  # of messages with images; None: they are refused
+    max_len: int  # tokens of prompt and output at most
+    generation_config: Any
+    vocab_size: int
+    work: Work  # in this process, before requests are decoded
+    response_template: dict[str, Any] | None  # tells reasoning and tool calls from content; None: all is content
+
+    async def submit(self, order: Order) -> Decoding:
+        """Queue a request; raises the errors of ``SLOSpecGenerator.submit``."""
+
+    async def families(self, prefix: str) -> list[Any]:
+        """Return the metric families for Prometheus, with names that begin with ``prefix``."""
+
+    def check_running(self) -> None:
+        """Raise NotRunningError unless requests are taken."""
+
+
+def model_end_tokens(generation_config: Any) -> list[int]:
+    """Return the tokens with which a model ends its outputs."""
+    own = generation_config.eos_token_id
+    return [] if own is None else [own] if isinstance(own, int) else list(own)
+
+
+class LocalEngine:
+    """The started batcher of a generator in this process, which must have a tokenizer."""
+
+    def __init__(self, generator: SLOSpecGenerator, template: dict[str, Any] | None = None, work: Work | None = None):
+        """``template`` replaces the response template of the tokenizer or of the kind of model."""
+        self.response_template = template or response_template(generator.model, generator.tokenizer)
+        self.work = work or Work()
+        self.generator, self.tokenizer, self.processor = generator, generator.tokenizer, generator.processor
+        self.max_len = generator.max_len
+        self.generation_config, self.vocab_size = generator.model.generation_config, vocab_size(generator.model)
+        self._grammars = Grammars(self.tokenizer, self.vocab_size, model_end_tokens(self.generation_config))
+
+    async def submit(self, order: Order) -> RequestHandle:
+        return await self.work.run(order.client, self._submit, order, undo=RequestHandle.cancel)
+
+    def _submit(self, order: Order) -> RequestHandle:
+        arguments = dict(order.arguments)
+        if order.json_schema is not None:
+            constraint = self._grammars.processor(order.json_schema, len(order.prompt))
+            arguments["logits_processor"] = [*arguments.get("logits_processor", ()), constraint]
+        return self.generator.submit(order.prompt, **arguments)
+
+    async def families(self, prefix: str) -> list[Any]:
+        return list(self.generator.collector(prefix).collect())
+
+    def check_running(self) -> None:
+        self.generator.check_running()

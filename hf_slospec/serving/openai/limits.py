@@ -1,0 +1,138 @@
+"""Limits of what one request may ask for, all of them, and the checks of bodies against them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from hf_slospec.errors import InputModel, InvalidInputError, describe_validation_error
+from hf_slospec.serving.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    SamplingBody,
+    TokenizeBody,
+)
+from hf_slospec.serving.openai.work import Work
+
+BYTES_PER_TOKEN = 16  # of a text; few languages and hardly any code reach it
+LEAST_PROMPT_BYTES = 2**16
+STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"')
+
+
+class LimitError(InvalidInputError):
+    """A request asks for more than a limit allows."""
+
+    def __init__(self, limit: str, message: str):
+        """``limit`` is its name."""
+        super().__init__(message)
+        self.limit = limit
+
+
+class RequestLimits(InputModel):
+    """Limits of one request, and of the work that is done for requests before the engine takes them."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    body_bytes: int = Field(2**23, ge=1024)
+    json_values: int = Field(2**20, ge=64, description="Values in a body.")
+    json_containers: int = Field(2**16, ge=16, description="Arrays and objects in a body, which take most memory.")
+    prompts: int = Field(128, ge=1, description="Prompts of a completion.")
+    choices: int = Field(128, ge=1, description="n times the prompts.")
+    prompt_bytes: int | None = Field(
+        None, ge=1, description="UTF-8 bytes of a prompt, or of messages with tools. None: 16 per token that fits."
+    )
+    stop_strings: int = Field(32, ge=0)
+    stop_chars: int = Field(256, ge=1, description="Characters of a stop string.")
+    stop_token_ids: int = Field(256, ge=0)
+    logit_bias: int = Field(1024, ge=0, description="Tokens with a bias.")
+    salt_chars: int = Field(256, ge=0, description="Characters of cache_salt.")
+    top_logprobs: int = Field(20, ge=0)
+    schema_bytes: int = Field(2**16, ge=2, description="JSON schema of response_format.")
+    schema_s: int = Field(2, ge=1, description="Processor seconds to compile a schema.")
+    schema_memory_bytes: int = Field(2**28, ge=2**25, description="Memory to compile a schema.")
+    images: int = Field(32, ge=0, description="Images of a request.")
+    pixels: int = Field(2**25, ge=1, description="Pixels of all images of a request.")
+    workers: int = Field(4, ge=1, description="Threads for tokenizing, images and submitting.")
+    waiting: int = Field(256, ge=1, description="Jobs that wait for one of these threads, of all clients.")
+    reader_s: float = Field(60.0, gt=0, description="Seconds after which a client that reads nothing is cut.")
+
+    @classmethod
+    def of_option(cls, option: str, text: str) -> RequestLimits:
+        """Return the limits of an option's JSON; raises InvalidInputError, which names the option."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise InvalidInputError(f"{option}: {describe_validation_error(error)}") from error
+
+    def new_work(self) -> Work:
+        """Return the pool of threads for a server."""
+        return Work(self.workers, self.waiting)
+
+    def check(self, limit: str, number: float, field: str, unit: str) -> None:
+        """Raise LimitError if a number of something in a field is above a limit."""
+        most = getattr(self, limit)
+        if number > most:
+            raise LimitError(limit, f"{field}: {number:.0f} {unit}, and this server takes at most {most:.0f}")
+
+    def check_json(self, content: bytes) -> None:
+        """Raise LimitError for JSON whose values would take far more memory than its bytes."""
+        if _num_values(content) > self.json_values or _num_containers(content) > self.json_containers:
+            content = STRINGS.sub(b'""', content)
+        self.check("json_values", _num_values(content), "the body", "values")
+        self.check("json_containers", _num_containers(content), "the body", "arrays and objects")
+
+    def check_prompt(self, prompt: str, max_len: int, field: str = "prompt") -> None:
+        """Raise LimitError for a text that is too long to be tokenized; ``max_len`` tokens fit."""
+        most = self.prompt_bytes or max(BYTES_PER_TOKEN * max_len, LEAST_PROMPT_BYTES)
+        # Characters first: a text that is far too long need not be encoded.
+        if len(prompt) > most or (number := len(prompt.encode(errors="replace"))) > most:
+            number = len(prompt) if len(prompt) > most else number
+            raise LimitError("prompt_bytes", f"{field}: {number} bytes, and this server takes at most {most}")
+
+    def check_body(self, body: Any, max_len: int) -> None:
+        """Raise LimitError if a valid body asks for too much; prompts and images are looked at when they are read."""
+        if isinstance(body, SamplingBody):
+            self._check_sampling(body)
+        if isinstance(body, CompletionBody):
+            self.check("prompts", len(body.prompts), "prompt", "prompts")
+            self.check("choices", body.n * len(body.prompts), "n", "choices of all prompts")
+            self.check("top_logprobs", body.logprobs or 0, "logprobs", "tokens at each place")
+            for prompt in body.prompts:
+                if isinstance(prompt, str):
+                    self.check_prompt(prompt, max_len)
+        elif isinstance(body, ChatBody):
+            self.check("choices", body.n, "n", "choices")
+            self.check("top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each place")
+            self._check_messages(body.messages, [body.tools, body.chat_template_kwargs], max_len)
+            if body.json_schema is not None:
+                self.check("schema_bytes", len(json.dumps(body.json_schema)), "response_format", "bytes of schema")
+        elif isinstance(body, TokenizeBody):
+            self.check_prompt(body.prompt or "", max_len)
+            self._check_messages(body.messages or [], [], max_len)
+        elif isinstance(body, DetokenizeBody) and len(body.tokens) > (most := BYTES_PER_TOKEN * max_len):
+            raise LimitError("prompt_bytes", f"tokens: {len(body.tokens)}, and this server takes at most {most}")
+
+    def _check_sampling(self, body: SamplingBody) -> None:
+        self.check("stop_strings", len(body.stop_strings), "stop", "strings")
+        self.check("stop_chars", max(map(len, body.stop_strings), default=0), "stop", "characters in one string")
+        self.check("stop_token_ids", len(body.stop_token_ids or ()), "stop_token_ids", "token ids")
+        self.check("logit_bias", len(body.logit_bias or ()), "logit_bias", "token ids")
+        self.check("salt_chars", len(body.cache_salt), "cache_salt", "characters")
+
+    def _check_messages(self, messages: list[Message], beside: list[Any], max_len: int) -> None:
+        self.check("images", sum(message.num_images for message in messages), "messages", "images")
+        whole = json.dumps([[message.without_images for message in messages], beside], ensure_ascii=False)
+        self.check_prompt(whole, max_len, "messages")
+
+
+def _num_values(content: bytes) -> int:
+    return content.count(b",") + content.count(b"[") + content.count(b"{") + 1
+
+
+def _num_containers(content: bytes) -> int:
+    return content.count(b"[") + content.count(b"{")

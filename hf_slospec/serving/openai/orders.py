@@ -1,0 +1,214 @@
+"""From the bodies of requests to arguments of ``submit``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from hf_slospec.errors import InputModel, InvalidInputError
+from hf_slospec.generate.penalties import OccurrencePenalties
+from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, Message, SamplingBody
+from hf_slospec.serving.openai.chat_templates import ChatTemplates
+from hf_slospec.serving.openai.engine import Order, ServedEngine, model_end_tokens
+from hf_slospec.serving.openai.images import ImageBudget
+from hf_slospec.serving.openai.limits import RequestLimits
+from hf_slospec.serving.submission import REFUSALS, tensors_of_one
+
+DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
+DEFAULT_CHAT_TOKENS = 4096  # of chats; every request counts with its longest output, so it is not all that fits
+SEEDS = 2**63
+# llm-d's headers, in milliseconds; the second of each pair is deprecated
+SLO_HEADERS = {
+    "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+    "slo_ttft": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+}
+
+
+class SLOLimits(InputModel):
+    """SLOs of requests that ask for none, and the most that requests may ask for; SLOs in seconds, None: no limit."""
+
+    default_tpot: float | None = Field(None, gt=0)
+    strictest_tpot: float | None = Field(None, gt=0)
+    default_ttft: float | None = Field(None, gt=0)
+    strictest_ttft: float | None = Field(None, gt=0)
+    lowest_priority: int | None = Field(None, le=0)  # lower is earlier, and requests that ask for none have 0
+
+    def apply(self, asked: dict[str, float | None]) -> dict[str, float | None]:
+        """Return ``slo_tpot`` and ``slo_ttft`` of a request; InvalidInputError if they are stricter than allowed."""
+        found = {}
+        for name in ("tpot", "ttft"):
+            value, strictest = asked[f"slo_{name}"], getattr(self, f"strictest_{name}")
+            if value is not None and strictest is not None and value < strictest:
+                raise InvalidInputError(f"slo_{name} must be at least {strictest:g} s here, got {value:g}")
+            found[f"slo_{name}"] = getattr(self, f"default_{name}") if value is None else value
+        return found
+
+    def check_priority(self, priority: int) -> None:
+        """Raise InvalidInputError if a request would be served earlier than allowed."""
+        if self.lowest_priority is not None and priority < self.lowest_priority:
+            raise InvalidInputError(f"priority must be at least {self.lowest_priority} here, got {priority}")
+
+
+def asked_slos(body: SamplingBody, headers: Mapping[str, str]) -> dict[str, float | None]:
+    """Return the SLOs of body and headers, in seconds; the body goes first.
+
+    Raises:
+        InvalidInputError: a header is no positive number.
+    """
+    found: dict[str, float | None] = {}
+    for field, names in SLO_HEADERS.items():
+        found[field] = getattr(body, field)
+        given = next(((name, headers[name]) for name in names if name in headers), None)
+        if found[field] is None and given is not None:
+            name, text = given
+            try:
+                milliseconds = float(text)
+            except ValueError:
+                milliseconds = float("nan")
+            if not 0 < milliseconds < float("inf"):
+                raise InvalidInputError(f"header {name} must be a positive number of milliseconds, got {text!r}")
+            found[field] = milliseconds / 1e3
+    return found
+
+
+class PromptInputs(NamedTuple):
+    """A prompt as the model takes it."""
+
+    tokens: list[int]
+    beside: dict[str, Any] = {}  # noqa: RUF012  what belongs to its images, as arguments of submit; never written
+
+
+def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> PromptInputs:
+    """Return the token ids of a completion's prompt."""
+    if isinstance(prompt, str):
+        adds = body.add_special_tokens is not False
+        ids: list[int] = engine.tokenizer(prompt, add_special_tokens=adds)["input_ids"]
+        if not ids:
+            raise InvalidInputError("prompt is empty; give it at least one token")
+        return PromptInputs(ids)
+    if max(prompt) >= engine.vocab_size:
+        raise InvalidInputError(f"prompt has token {max(prompt)}, and the vocabulary has {engine.vocab_size} tokens")
+    return PromptInputs(prompt)
+
+
+def chat_prompt(
+    messages: list[Message],
+    engine: ServedEngine,
+    limits: RequestLimits,
+    templates: ChatTemplates,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> PromptInputs:
+    """Return messages in the tokenizer's chat template, or with images in the processor's.
+
+    Raises:
+        InvalidInputError: there is no template, it refuses the messages, or images are too large.
+    """
+    has_images = any(message.num_images for message in messages)
+    if has_images and engine.processor is None:
+        raise InvalidInputError("messages: this server takes no images (image_url); send text only")
+    maker: Any = engine.processor if has_images else engine.tokenizer
+    if getattr(maker, "chat_template", None) is None:
+        raise InvalidInputError("the model has no chat template; use /v1/completions, or start with --chat-template")
+    as_tensors = {"return_tensors": "pt"} if has_images else {}
+    budget = ImageBudget(lambda number: limits.check("pixels", number, "messages", "pixels of all images"))
+    shown = [message.for_template(budget if has_images else None) for message in messages]
+    try:
+        found = templates.apply(
+            maker, shown, template_kwargs or {}, tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message, return_dict=True, tokenize=True, **as_tensors,
+        )  # fmt: skip
+    except REFUSALS as error:
+        if isinstance(error, InvalidInputError):  # of an image, or of what the template drops
+            raise
+        raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
+    beside = tensors_of_one(found) if has_images else {"inputs": found["input_ids"]}
+    ids = beside.pop("inputs")
+    ids = ids[0].tolist() if has_images else ids
+    if not ids:
+        raise InvalidInputError("messages: the chat template made no tokens of them")
+    return PromptInputs(ids, beside)
+
+
+def order_of(body: SamplingBody, made: PromptInputs, terms: dict[str, Any], engine: ServedEngine, choice: int) -> Order:
+    """Return the order of one choice of a request; ``terms`` are the arguments that depend on the tenant.
+
+    Raises:
+        InvalidInputError: a field cannot be served.
+    """
+    prompt, arguments = made.tokens, _sampling(body, engine.generation_config) | terms | made.beside
+    arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
+    arguments |= {"priority": body.priority, "best_effort": body.best_effort}
+    if body.seed is not None:
+        arguments["seed"] = (body.seed + choice) % SEEDS
+    arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None
+    if body.min_tokens:
+        if body.min_tokens > arguments["max_new_tokens"]:
+            raise InvalidInputError(f"min_tokens is {body.min_tokens}, and at most {arguments['max_new_tokens']} fit")
+        arguments["min_new_tokens"] = body.min_tokens
+    if body.stop_strings:
+        arguments["stop_strings"] = body.stop_strings
+    for name, ids in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids or ())):
+        if wrong := [token for token in ids if not 0 <= token < engine.vocab_size]:
+            raise InvalidInputError(f"{name}: token ids must be below {engine.vocab_size}, got {wrong[0]}")
+    if body.logit_bias:
+        arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
+    if body.repetition_penalty is not None:
+        arguments["repetition_penalty"] = body.repetition_penalty
+    if body.presence_penalty or body.frequency_penalty:
+        penalties = OccurrencePenalties(len(prompt), body.presence_penalty, body.frequency_penalty)
+        arguments["logits_processor"] = [penalties]
+    if (num_top := num_top_logprobs(body)) is not None:
+        arguments["logprobs"] = num_top
+    return Order(prompt, arguments, body.json_schema if isinstance(body, ChatBody) else None)
+
+
+def num_top_logprobs(body: SamplingBody) -> int | None:
+    """Return how many log probabilities besides the token's own are asked for; None: not even that."""
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    assert isinstance(body, CompletionBody)
+    return body.logprobs
+
+
+def end_tokens(body: SamplingBody, generation_config: Any) -> list[int]:
+    """Return the tokens that end the output: the model's own, unless they are to be ignored, and the request's."""
+    own = [] if body.ignore_eos else model_end_tokens(generation_config)
+    return [*own, *(body.stop_token_ids or [])]
+
+
+def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
+    """Return sampling options; a model whose own config samples gives the values that the body does not."""
+    own = generation_config if generation_config.do_sample else None
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
+    found = {}
+    for name, value in neutral.items():
+        given = getattr(body, name)
+        found[name] = given if given is not None else (getattr(own, name, None) if own is not None else None)
+        if found[name] is None:
+            found[name] = value
+    if found["top_k"] == -1:  # vLLM's name for all tokens
+        found["top_k"] = 0
+    if found["temperature"] == 0:
+        return {"do_sample": False}
+    return {"do_sample": True} | {name: value for name, value in found.items() if value is not None}
+
+
+def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
+    room = engine.max_len - prompt_len
+    if room < 1:
+        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in the {engine.max_len} that fit")
+    is_chat, asked = isinstance(body, ChatBody), body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked = body.max_completion_tokens
+    if asked is None:
+        return min(DEFAULT_CHAT_TOKENS if is_chat else DEFAULT_MAX_TOKENS, room)
+    if asked > room:
+        raise InvalidInputError(f"max_tokens is {asked}, and a prompt of {prompt_len} tokens leaves room for {room}")
+    return asked

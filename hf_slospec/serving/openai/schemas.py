@@ -1,0 +1,71 @@
+"""Check of JSON schemas in a process of its own, which ends at its deadline or when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.generate.grammars import JSON_OPTIONS
+from hf_slospec.serving.openai.limits import LimitError, RequestLimits
+from hf_slospec.serving.openai.work import Turns
+
+PROGRAM = Path(__file__).with_name("schema_process.py")
+KEPT = 256  # schemas that are known to be fine
+WALL_TIMES = 5.0  # the processor's seconds: others may use the processor
+
+
+class SchemaCheck:
+    """Lets a schema pass if it can be compiled within limits of time and memory."""
+
+    def __init__(self, limits: RequestLimits):
+        self.limits = limits
+        self.turns = Turns(1, limits.waiting)  # one at a time: it takes the processor from the model
+        self._fine: dict[str, None] = {}  # the oldest one goes first
+
+    async def check(self, client: str, schema: dict[str, Any]) -> None:
+        """Return if a schema can be compiled.
+
+        Raises:
+            InvalidInputError: it is invalid, or cannot be followed.
+            LimitError: compiling it takes too long, or too much memory.
+            BusyError: too many others wait.
+        """
+        if (key := json.dumps(schema)) in self._fine:
+            return
+        async with self.turns.turn(client):
+            fault = await self._compile(key)
+        if fault:
+            raise InvalidInputError(f"response_format: the schema cannot be followed: {fault}")
+        self._fine[key] = None
+        if len(self._fine) > KEPT:
+            del self._fine[next(iter(self._fine))]
+
+    async def _compile(self, schema: str) -> str:
+        """Return what is wrong with a schema; an empty text if nothing is."""
+        seconds, memory = self.limits.schema_s, self.limits.schema_memory_bytes
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(PROGRAM), str(seconds), str(memory),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        given = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
+        try:
+            fault, _ = await asyncio.wait_for(process.communicate(given), WALL_TIMES * (seconds + 1))
+        except TimeoutError:
+            fault = b""
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await asyncio.shield(process.wait())
+        if process.returncode:
+            raise LimitError(
+                "schema_s",
+                f"response_format: compiling the schema takes more than {seconds} s or {memory >> 20} MiB; make it "
+                "simpler, such as by fewer patterns",
+            )
+        return fault.decode(errors="replace")

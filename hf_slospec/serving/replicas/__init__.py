@@ -1,6 +1,0 @@
-"""Replicas of the models on Ray Serve, with routing by what they can guarantee; needs ``hf_slospec[ray]``."""
-
-from hf_slospec.serving.replicas.application import app
-from hf_slospec.serving.replicas.options import ReplicaOptions
-
-__all__ = ["ReplicaOptions", "app"]

@@ -1,0 +1,181 @@
+"""Beam search against brute force, and that a beam contains the optimal tree (AdaServe, theorem 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.level import extend_beam
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request
+from hf_slospec.lab.policies.goodput import confident_length
+from hf_slospec.models.packed.model import PackedModel
+from tests.support.optimal_nodes import optimal_nodes
+from tests.support.tiny_models import tiny_model
+from tests.support.toys import SEEDS, path_to
+
+NEVER = -torch.inf
+
+
+def random_beam(seed: int, beam: int, vocab: int, is_tied: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer of three requests: its path log probabilities and the logits after its nodes."""
+    rng = np.random.default_rng(seed)
+    if is_tied:
+        paths, logits = rng.integers(-2, 1, (3, beam)), rng.integers(0, 3, (3, beam, vocab))
+    else:
+        paths, logits = -rng.exponential(size=(3, beam)), 3.0 * rng.normal(size=(3, beam, vocab))
+    logits = torch.tensor(logits, dtype=torch.float32)
+    logits[..., 1:][torch.tensor(rng.random((3, beam, vocab - 1)) < 0.2)] = NEVER  # as a grammar mask does
+    return torch.tensor(paths, dtype=torch.float32).sort(dim=-1, descending=True).values, logits
+
+
+def all_children(paths: torch.Tensor, logits: torch.Tensor) -> FloatArray:
+    """Path log probabilities of every child, [3, beam, vocab]."""
+    children = paths[..., None] + (logits - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
+    return children.numpy()
+
+
+BEAMS = given(seed=SEEDS, beam=st.integers(1, 5), vocab=st.integers(2, 7), width=st.integers(1, 12))
+
+
+@BEAMS
+@settings(deadline=None)
+def test_extend_beam_keeps_the_best_children(seed: int, beam: int, vocab: int, width: int) -> None:
+    paths, logits = random_beam(seed, beam, vocab, is_tied=False)
+    tokens, parents, extended = extend_beam(paths, logits, width)
+    assert tokens.shape == parents.shape == extended.shape == (3, min(width, beam * vocab))
+    children = all_children(paths, logits)
+    for request in range(3):
+        best = sorted(
+            ((children[request, parent, token], parent, token) for parent in range(beam) for token in range(vocab)),
+            key=lambda child: -child[0],
+        )
+        found = list(zip(*(column[request].tolist() for column in (extended, parents, tokens)), strict=True))
+        possible = [child for child in best[: len(found)] if child[0] > NEVER]
+        assert found[: len(possible)] == possible
+        assert all(child[0] == NEVER for child in found[len(possible) :])
+
+
+@BEAMS
+@settings(deadline=None)
+def test_extend_beam_breaks_ties_by_parent(seed: int, beam: int, vocab: int, width: int) -> None:
+    paths, logits = random_beam(seed, beam, vocab, is_tied=True)
+    tokens, parents, extended = (column.numpy() for column in extend_beam(paths, logits, width))
+    children = all_children(paths, logits)
+    for request in range(3):
+        assert (extended[request] == np.sort(children[request].ravel())[::-1][:width]).all()
+        assert (extended[request] == children[request, parents[request], tokens[request]]).all()
+        assert len({*zip(parents[request], tokens[request], strict=True)}) == len(tokens[request])
+        order = list(zip(-extended[request], parents[request], strict=True))
+        assert order == sorted(order)
+
+
+def test_extend_beam_never_raises_a_path_probability() -> None:
+    paths = torch.tensor([[0.0, -1e-7]])
+    certain = torch.tensor([[[0.0, 1e4, 0.0], [90.0, 0.0, 0.0]]])
+    tokens, parents, extended = extend_beam(paths, certain, 2)
+    assert tokens.tolist() == [[1, 0]]
+    assert parents.tolist() == [[0, 1]]
+    assert (extended <= paths).all()
+
+
+def test_drafting_stops_once_every_request_is_unsure() -> None:
+    draft = tiny_model("llama")
+    requests = [Request(index, [1, 5 + index, 9], 40) for index in range(4)]
+
+    def trees(min_confidence: float, width: int = 1) -> list[TokenTree]:
+        drafter = AssistantDrafter(PackedModel(draft, "sdpa"), 8 * width, 101)
+        return drafter.draft(requests, Plan(8, width, min_confidence=min_confidence))
+
+    whole = trees(0.0)
+    confidences = np.sort(np.concatenate([tree.path_probs[1:] / tree.path_probs[:-1] for tree in whole]))
+    depths = set()
+    for threshold in ((confidences[:-1] + confidences[1:]) / 2).tolist():
+        depth = max(confident_length(tree, threshold) for tree in whole)
+        depths.add(depth)
+        for cut, tree in zip(trees(threshold), whole, strict=True):
+            assert cut.tokens.tolist() == tree.up_to(depth).tokens.tolist()
+    assert {1, 8} <= depths and len(depths) > 2
+    assert trees(0.999, width=3)[0].max_depth < 8  # beams stop, too: no path is sure all along
+
+
+def test_drafting_stops_where_a_plan_does_not_go_on() -> None:
+    requests = [Request(index, [1, 5 + index, 9], 40) for index in range(2)]
+    model, seen = tiny_model("llama"), list[np.ndarray]()
+
+    def goes_on(path_probs: np.ndarray) -> bool:
+        seen.append(path_probs)
+        return len(seen) < 3
+
+    trees = AssistantDrafter(PackedModel(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2, goes_on=goes_on))
+    whole = AssistantDrafter(PackedModel(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2))
+    for index, (tree, own) in enumerate(zip(trees, whole, strict=True)):
+        assert tree.tokens.tolist() == own.up_to(3).tokens.tolist()
+        given = np.concatenate([level[index] for level in seen])
+        assert given == pytest.approx(tree.path_probs[1:])
+
+
+def search(table: torch.Tensor, depth: int, width_at: Callable[[int], int]) -> TokenTree:
+    """One request's candidate tree after token 0; ``table[t]`` holds the logits after token t."""
+    tokens, path_logprobs = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1)
+    columns, begin, num_nodes = [(np.array([0]), np.array([-1]), np.array([0]), np.array([1.0]))], 0, 1
+    for level in range(1, depth + 1):
+        tokens, parents, path_logprobs = extend_beam(path_logprobs, table[tokens], width_at(level))
+        layer = begin + parents[0].numpy(), np.full(tokens.shape[1], level), path_logprobs[0].double().exp().numpy()
+        columns.append((tokens[0].numpy(), *layer))
+        begin, num_nodes = num_nodes, num_nodes + tokens.shape[1]
+    return TokenTree(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def optimal(tree: TokenTree, budget: int) -> tuple[IntArray, FloatArray]:
+    """Nodes of the optimal tree in canonical order, and their path probabilities."""
+    chosen = optimal_nodes([tree], [0.0], budget)
+    assert chosen is not None
+    return chosen[0], tree.path_probs[chosen[0]]
+
+
+@given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
+@settings(deadline=None, max_examples=60)
+def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed: int, vocab: int, budget: int) -> None:
+    table = torch.tensor(3.0 * np.random.default_rng(seed).normal(size=(vocab, vocab)), dtype=torch.float32)
+    full = search(table, budget - 1, lambda level: vocab**level)
+    narrow = search(table, budget - 1, lambda level: budget - level)
+    in_beam = {tuple(path_to(narrow, node)) for node in range(narrow.num_nodes)}
+    assert {tuple(path_to(full, node)) for node in optimal(full, budget)[0]} <= in_beam
+
+
+@given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
+@settings(deadline=None, max_examples=60)
+def test_beam_contains_an_optimal_tree_when_paths_tie(seed: int, vocab: int, budget: int) -> None:
+    # Which of several equally likely tokens torch.topk keeps is its own affair; what they are worth is not.
+    table = torch.tensor(np.random.default_rng(seed).integers(0, 2, (vocab, vocab)), dtype=torch.float32)
+    full = search(table, budget - 1, lambda level: vocab**level)
+    narrow = search(table, budget - 1, lambda level: budget - level)
+    assert optimal(narrow, budget)[1].tolist() == optimal(full, budget)[1].tolist()
+
+
+@pytest.mark.parametrize("level", [1, 2, 4])
+@pytest.mark.parametrize("fan", [2, 3, 6])
+def test_one_node_narrower_loses_a_chain_with_a_fan(level: int, fan: int) -> None:
+    """A certain chain of level - 1 tokens, then ``fan`` equally likely ones, each followed by anything."""
+    vocab, budget = level + fan, level + fan
+    table = torch.zeros(vocab, vocab)
+    for token in range(level - 1):
+        table[token] = NEVER
+        table[token, token + 1] = 0.0
+    table[level - 1, :level] = NEVER
+
+    wide = search(table, level + 1, lambda at: vocab)
+    enough = search(table, level + 1, lambda at: budget - at if at == level else vocab)
+    too_narrow = search(table, level + 1, lambda at: budget - at - 1 if at == level else vocab)
+    best = optimal(wide, budget)[1].sum()
+    assert best == pytest.approx(level + 1)
+    assert optimal(enough, budget)[1].sum() == pytest.approx(best)
+    assert optimal(too_narrow, budget)[1].sum() < best - 0.1 / fan

@@ -1,0 +1,63 @@
+"""SLOs-Serve's policy, in one scenario or two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
+from tests.support.policy_costs import EIGHT, costs, late, requests_of
+from tests.support.toys import chain
+
+
+def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float = 0.0) -> list[int]:
+    plan = policy.plan(requests, now_s)
+    trees = policy.select(requests, [chain(*[0.9] * plan.depth)] * len(requests), plan).trees
+    assert [request for request, tree in zip(requests, trees, strict=True) if tree.num_nodes > 1] == plan.drafting
+    return [tree.max_depth for tree in trees]
+
+
+def length_by_goodput(policy: SLOsServePolicy, requests: Sequence[Request]) -> int:
+    return policy._best_length(policy._begin(requests, 0), policy._useful_lengths(requests))
+
+
+def test_slos_serve_speculates_as_long_as_each_tier_needs() -> None:
+    step = costs(0.02, 0.02)  # a little more than a second
+    tight, relaxed, easy = (
+        Request(i, [1, 2], 50, (Stage(tpot_slo_s),)) for i, tpot_slo_s in enumerate((0.7, 1.0, 9.0))
+    )
+    longest, shorter, none = lengths(SLOsServePolicy(EIGHT, step), [tight, relaxed, easy])
+    assert longest > shorter > none == 0
+    assert lengths(SLOsServePolicy(EIGHT, step), [easy, easy]) == [0, 0]
+
+
+def test_slos_serve_speculates_longer_for_those_behind() -> None:
+    config = SLOSpecConfig(max_depth=8, token_budget=8)  # with room for more prompt, chains could pay for that alone
+    policy = SLOsServePolicy(config, costs(0.02, 0.02))
+    [ahead] = lengths(policy, [late(0, 1.5, emitted=9)], 2.0)
+    [behind] = lengths(policy, [late(0, 1.5, emitted=1)], 3.0)
+    [far_behind] = lengths(policy, [late(0, 1.5, emitted=1)], 1e4)
+    assert ahead == 0 < behind <= far_behind
+
+
+def test_slos_serve_gives_what_is_left_to_those_without_target() -> None:
+    policy = SLOsServePolicy(EIGHT, costs(0.001, 0.02))
+    tight, free = Request(0, [1, 2], 50, (Stage(0.6),)), Request(1, [1, 2], 50)
+    own, others = lengths(policy, [tight, free])
+    assert own >= others > 0
+    dear = SLOsServePolicy(EIGHT, costs(0.12, 0.02))
+    own, others = lengths(dear, [Request(0, [1, 2], 50, (Stage(0.75),)), *requests_of(3)])[:2]
+    assert own > others
+    nobody = requests_of(2)
+    assert lengths(policy, nobody) == [length_by_goodput(policy, nobody)] * 2
+
+
+def test_slos_serve_decodes_what_cannot_be_kept_by_goodput() -> None:
+    policy = SLOsServePolicy(EIGHT, costs(0.02))
+    hopeless = Request(0, [1, 2], 50, (Stage(1e-6),))
+    assert lengths(policy, [hopeless]) == [length_by_goodput(policy, [hopeless])]
+    both = [hopeless, *requests_of(1)]
+    assert lengths(policy, both) == [length_by_goodput(policy, both)] * 2
+    # Beside one that can be kept, it is served as that one is.
+    assert len({*lengths(policy, [hopeless, Request(1, [1, 2], 50, (Stage(0.8),))])}) == 1

@@ -1,0 +1,55 @@
+"""Intervals over seeds and requests, and shares of distances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.lab.intervals import draw, interval_of, scaled, share_closed, t_quantile, wilson
+
+
+@pytest.mark.parametrize(("degrees", "exact"), [(1, 12.7062), (9, 2.2622), (10, 2.2281), (20, 2.0860), (1000, 1.9623)])
+def test_quantiles_are_those_of_the_tables(degrees: int, exact: float) -> None:
+    assert t_quantile(degrees) == pytest.approx(exact, rel=2e-3)
+
+
+def test_interval_of_the_mean() -> None:
+    found = interval_of([1.0, 2.0, 3.0])  # standard deviation 1
+    assert found["mean"] == 2.0
+    assert found["high"] - 2.0 == pytest.approx(4.302653 / 3**0.5) == pytest.approx(2.0 - found["low"])
+    assert interval_of([4.0]) == {"mean": 4.0}
+
+
+@pytest.mark.parametrize("number", [2, 4, 12])
+def test_intervals_contain_the_mean_as_often_as_they_should(number: int) -> None:
+    draws = np.random.default_rng(number).normal(5.0, 2.0, (2000, number))
+    found = [interval_of(row.tolist()) for row in draws]
+    assert np.mean([own["low"] <= 5.0 <= own["high"] for own in found]) == pytest.approx(0.95, abs=0.02)
+
+
+def test_wilson_intervals() -> None:
+    assert wilson(9, 10) == pytest.approx({"mean": 0.9, "low": 0.5958, "high": 0.9821}, abs=1e-4)
+    assert wilson(10, 10)["high"] == pytest.approx(1.0) and wilson(0, 10)["low"] == 0.0 < wilson(0, 10)["high"]
+    for share in (0.5, 0.95):
+        hits = np.random.default_rng(0).binomial(100, share, 2000)
+        found = [wilson(int(hit), 100) for hit in hits]
+        assert np.mean([own["low"] <= share <= own["high"] for own in found]) == pytest.approx(0.95, abs=0.02)
+    for number in (0, 3):
+        with pytest.raises(InvalidInputError, match=f"got 4 of {number}"):
+            wilson(4, number)
+
+
+def test_share_of_a_distance() -> None:
+    assert share_closed(10.0, 4.0, 2.0) == share_closed(0.0, 3.0, 4.0) == 0.75
+    assert share_closed(1.0, 0.5, 2.0) == -0.5
+    assert share_closed(1.0, 1.0, 1.0) is None
+
+
+def test_intervals_are_plotted(tmp_path: Path) -> None:
+    own = {rate: {"mean": 1.0, "low": 0.5, "high": 1.2} for rate in ("1", "2")}
+    draw({"attained": {"auto": own, "bound": own}}, "rate", tmp_path / "docs" / "plot.png")
+    assert scaled(own["1"], 100.0) == {"mean": 100.0, "low": 50.0, "high": 120.0}
+    assert (tmp_path / "docs" / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,205 @@
+"""Simulated texts: calibrated, ranked, and replayed as they were recorded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.errors import InvalidFileError, InvalidInputError
+from hf_slospec.lab.texts import Library, RecordedText, Recording, Text, TextModel
+from tests.support.toys import SEEDS
+
+TEXT_MODELS = st.builds(
+    TextModel,
+    acceptance=st.floats(0.05, 0.95),
+    spread=st.sampled_from([0.5, 12.0, math.inf]),
+    evenness=st.sampled_from([0.3, 2.0, math.inf]),
+    sibling=st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]),
+    sharpness=st.sampled_from([0.5, 1.0, 3.0]),
+    num_children=st.integers(1, 6),
+    distance=st.sampled_from([0.0, 0.2, 0.9]),
+    coupled=st.booleans(),
+)
+
+
+@given(model=TEXT_MODELS, seed=SEEDS, length=st.integers(1, 60))
+@settings(deadline=None)
+def test_children_descend_and_ranks_name_them(model: TextModel, seed: int, length: int) -> None:
+    text = model.write(np.random.default_rng(seed), length)
+    assert text.child_probs.shape == (length, model.num_children)
+    assert len(text) == length
+    assert (np.diff(text.child_probs, axis=1) <= 0.0).all()
+    assert (text.child_probs >= 0.0).all() and (text.child_probs.sum(axis=1) <= 1.0 + 1e-9).all()
+    assert ((text.ranks >= 0) & (text.ranks <= model.num_children)).all()
+
+
+def hits(text: Text) -> np.ndarray:
+    """Which child the target took.  -> [length, num_children] bool"""
+    return text.ranks[:, None] == np.arange(text.child_probs.shape[1])
+
+
+@pytest.mark.parametrize("sibling", [0.2, 0.5, 0.8])
+def test_with_sharpness_1_probabilities_are_the_frequencies_of_hits(sibling: float) -> None:
+    model, rng = TextModel(0.7, spread=3.0, sibling=sibling), np.random.default_rng(0)
+    texts = [model.write(rng, 200) for _ in range(400)]
+    probs, hit = np.concatenate([t.child_probs for t in texts]), np.concatenate([hits(t) for t in texts])
+    for rank in range(model.num_children):
+        for least in np.arange(0.0, 1.0, 0.1):
+            within = (probs[:, rank] >= least) & (probs[:, rank] < least + 0.1)
+            if (number := np.count_nonzero(within)) > 200:
+                shown, found = probs[within, rank].mean(), hit[within, rank].mean()
+                error = math.sqrt(max(shown * (1.0 - shown), 1e-3) / number)
+                assert abs(found - shown) < 4.5 * error, (rank, least)
+
+
+def test_a_sharp_draft_is_too_sure_and_a_dull_one_not_sure_enough() -> None:
+    for sharpness, sign in ((3.0, 1.0), (0.4, -1.0)):
+        text = TextModel(0.7, sharpness=sharpness).write(np.random.default_rng(0), 20_000)
+        is_sure = text.child_probs[:, 0] > 0.75
+        assert sign * (text.child_probs[is_sure, 0].mean() - hits(text)[is_sure, 0].mean()) > 0.03
+
+
+def first_hits(distance: float, coupled: bool, num_children: int = 4) -> float:
+    """How often the target takes the draft's first choice."""
+    model = TextModel(0.5, evenness=6.0, num_children=num_children, distance=distance, coupled=coupled)
+    return float(hits(model.write(np.random.default_rng(1), 20_000))[:, 0].mean())
+
+
+def test_a_draft_further_away_is_accepted_less_often() -> None:
+    for coupled in (False, True):
+        rates = [first_hits(distance, coupled) for distance in (0.0, 0.15, 0.3, 0.5)]
+        assert all(a > b + 0.02 for a, b in itertools.pairwise(rates)), rates
+    alike = TextModel(0.5, evenness=6.0).write(np.random.default_rng(1), 20_000)
+    assert first_hits(1e-6, coupled=False) == pytest.approx(float(hits(alike)[:, 0].mean()), abs=0.02)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.2, 0.4])
+def test_coupled_drafts_match_at_least_as_often_as_theory_says(distance: float) -> None:
+    """(1 - TV) / (1 + TV), Daliri et al., arXiv 2408.07978."""
+    assert first_hits(distance, coupled=True) >= (1 - distance) / (1 + distance) - 0.01
+    assert first_hits(distance, coupled=True) > first_hits(distance, coupled=False) + 0.05
+
+
+def test_a_coupled_draft_equal_to_the_target_knows_the_text() -> None:
+    text = TextModel(0.4, coupled=True).write(np.random.default_rng(0), 500)
+    assert not text.ranks.any()
+
+
+def test_sharpness_changes_what_is_shown_and_not_what_is_written() -> None:
+    plain, sharp = (TextModel(0.6, sharpness=s).write(np.random.default_rng(5), 300) for s in (1.0, 3.0))
+    assert (plain.ranks == sharp.ranks).all()
+    assert (plain.child_probs[:, 0] != sharp.child_probs[:, 0]).any()
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
+def test_chains_are_accepted_as_often_as_asked_for(acceptance: float) -> None:
+    model, rng = TextModel(acceptance, sibling=0.0), np.random.default_rng(1)  # without siblings the first one is best
+    rates = [hits(model.write(rng, 100))[:, 0].mean() for _ in range(2000)]
+    assert np.mean(rates) == pytest.approx(acceptance, abs=0.015)
+    assert np.std(rates) > 0.07, "requests differ in how difficult they are"
+
+
+def test_without_spread_all_requests_are_alike_and_places_are_independent() -> None:
+    model = TextModel(0.8, spread=math.inf, evenness=math.inf, sibling=0.0)
+    text = model.write(np.random.default_rng(2), 50_000)
+    assert text.child_probs[:, 0] == pytest.approx(0.8)
+    in_a_row = hits(text)[:, 0].reshape(-1, 5).cumprod(axis=1).sum(axis=1)
+    assert in_a_row.mean() == pytest.approx(sum(0.8**depth for depth in range(1, 6)), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["acceptance", "spread", "evenness", "sharpness", "sibling", "num_children"])
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+def test_impossible_models_are_refused_by_name(name: str, value: float) -> None:
+    if name == "num_children":
+        value = 0
+    with pytest.raises(InvalidInputError, match=name):
+        TextModel(**{name: value})
+
+
+def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:
+    model, rng = TextModel(num_children=3), np.random.default_rng(3)
+    texts = [model.write(rng, length) for length in (4, 1, 7)]
+    library = Library(texts)
+    assert library.num_children == 3
+    for index, text in enumerate(texts):
+        for place in range(10):
+            row = library.places(np.array([index]), np.array([place]))[0]
+            own = min(place, len(text) - 1)
+            assert (library.child_probs[row] == text.child_probs[own]).all()
+            assert library.ranks[row] == text.ranks[own] == library.token(index, place)
+
+
+@given(seed=SEEDS, lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=30)
+def test_recordings_read_what_was_written(
+    seed: int, lengths: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng, path = np.random.default_rng(seed), tmp_path_factory.mktemp("recording") / "texts.json"
+    texts = [TextModel().write(rng, length) for length in lengths]
+    made = [RecordedText(input_tokens=3, child_probs=t.child_probs.tolist(), ranks=t.ranks.tolist()) for t in texts]
+    Recording(provenance={"seed": seed}, texts=made).write(path)
+    read = Recording.read(path)
+    assert read.provenance == {"seed": seed}
+    for text, back in zip(texts, read.texts, strict=True):
+        assert (back.text().child_probs == text.child_probs).all()
+        assert (back.text().ranks == text.ranks).all()
+
+
+def test_a_text_is_cut_without_touching_the_rest() -> None:
+    text = TextModel().write(np.random.default_rng(0), 9)
+    cut = text.up_to(4)
+    assert len(cut) == 4 and (cut.child_probs == text.child_probs[:4]).all()
+
+
+GOOD = '{"texts": [\n {"input_tokens": 2,\n  "child_probs": [[0.9, 0.05], [0.5, 0.5]],\n  "ranks": [0, 2]}]}'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("0.9, 0.05", "0.05, 0.9", r":2:2: texts\.0: child_probs must be in descending order"),
+        ("0.9, 0.05", "0.9", r":2:2: texts\.0: child_probs must have the same number"),
+        ("0.9, 0.05", "1.9, 0.05", r":2:2: texts\.0: child_probs must lie within 0\.\.1"),
+        ("0.9, 0.05", "0.9, 0.9", r":2:2: texts\.0: child_probs of a place must not sum"),
+        ("0.9, 0.05", "NaN, 0.05", r":2:2: texts\.0: child_probs must lie"),
+        ("0.9, 0.05", '0.9, "x"', r":3:25: texts\.0\.child_probs\.0\.1: "),
+        ("[0, 2]", "[0, 3]", r":2:2: texts\.0: ranks must be the index"),
+        ("[0, 2]", "[0]", r":2:2: texts\.0: ranks must be the index"),
+        ("[0, 2]", "[0, 1.5]", r":4:16: texts\.0\.ranks\.1: "),
+        ('"input_tokens": 2', '"input_tokens": 0', r":2:19: texts\.0\.input_tokens: "),
+        ('"input_tokens": 2', '"input_token": 2', r":2:2: texts\.0\.input_tokens: Field required"),
+        ('{"texts"', '{"version": 2, "texts"', r":1:13: version: "),
+        ("}]}", "}]", r":4:\d+: Expecting"),
+    ],
+)
+def test_malformed_recordings_say_where(old: str, new: str, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(GOOD)
+    assert len(Recording.read(path).texts) == 1
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(InvalidFileError, match=r"r\.json" + fault):
+        Recording.read(path)
+
+
+def test_texts_of_different_width_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    narrow = '{"input_tokens": 1, "child_probs": [[0.5]], "ranks": [1]}'
+    path.write_text(GOOD.replace("]}", "]}, " + narrow, 1))
+    with pytest.raises(InvalidFileError, match="same number of children"):
+        Recording.read(path)
+
+
+def test_of_many_faults_some_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    text = {"input_tokens": 1, "child_probs": [[0.5]], "ranks": ["x"] * 900}
+    path.write_text(json.dumps({"texts": [text]}))
+    with pytest.raises(InvalidFileError, match="and 895 more faults") as error:
+        Recording.read(path)
+    assert len(str(error.value).splitlines()) == 6

@@ -1,0 +1,419 @@
+"""Tests for a CUDA device, and the whole engine, on a CPU stand-in for the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.gpu import bandwidth, floor, identity
+from benchmarks.gpu.contestants import COMPILED
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cli.app import app
+from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.generate.speculator import MEASURE_S
+from hf_slospec.models.costs.measure import Forwards, Size
+from hf_slospec.models.device import device_calls
+from hf_slospec.models.device.graphs import CaptureError, CudaGraphs, Graphs, Run
+from hf_slospec.models.device.memory import as_memory_error
+from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.target import PackedTarget
+from tests.support import cuda_tests
+from tests.support.cuda_stand_in import Stream, stand_in_cuda
+from tests.support.cuda_tensors import CUDA, Device
+from tests.support.cuda_tests import (  # noqa: F401  collected here once more
+    moved,
+    on_cuda,
+    test_a_capture_that_fails_leaves_cuda_usable,
+    test_an_answer_one_question_late,
+    test_auto_is_triton_and_flash_is_flash,
+    test_drafting_and_verifying_wait_for_nothing,
+    test_pieces_of_few_keys,
+    test_replays_are_what_forwards_compute,
+    test_too_much_memory_ends_it,
+)
+from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_k=30)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    for name in MEASURE_S:
+        monkeypatch.setitem(MEASURE_S, name, 0.0)  # two sizes: times of a stand-in say nothing
+    with stand_in_cuda() as device:
+        yield device
+
+
+# ---- what it is strict about
+
+
+def test_tensors_of_host_and_device_do_not_mix() -> None:
+    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    assert there.is_cuda and there.device == CUDA and not there.is_cpu
+    for mix in (
+        lambda: here + there,
+        lambda: torch.cat([here, there]),
+        lambda: there.index_add_(0, here.long(), there),
+    ):
+        with pytest.raises(RuntimeError, match="host and device"):
+            mix()
+    assert (there + torch.tensor(1.0)).tolist() == [2.0, 2.0, 2.0]  # one value may be of the host
+    assert (here + there.cpu()).is_cpu and (here.to(CUDA) + there).is_cuda
+
+
+def test_what_has_the_host_wait(device: Device) -> None:
+    there = torch.tensor([1, 0, 2], device="cuda")
+    pinned = torch.empty(3, dtype=torch.int64, pin_memory=True)
+    torch.cuda.set_sync_debug_mode("error")
+    for wait in (there.tolist, there.nonzero, there.cpu, lambda: there[there > 0], lambda: bool(there.sum())):
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            wait()
+    pinned.copy_(there, non_blocking=True)
+    there.copy_(torch.tensor([1, 0, 2]), non_blocking=True)
+    torch.cuda.set_sync_debug_mode("default")
+    before = device.num_waits
+    assert there[there > 0].tolist() == [1, 2]
+    assert device.num_waits == before + 2  # for the mask, and for the values
+
+
+def test_what_has_not_arrived_is_not_to_be_read() -> None:
+    there, here = torch.tensor([1, 0, 2], device="cuda"), torch.zeros(3, dtype=torch.int64)
+    here.copy_(there, non_blocking=True)
+    there.zero_()
+    assert here.tolist() != [1, 0, 2]
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    assert here.tolist() == [1, 0, 2]
+
+
+def test_what_has_not_left_is_not_to_be_written() -> None:
+    there, here = torch.zeros(3, device="cuda"), torch.ones(3)
+    there.copy_(here, non_blocking=True)
+    here.zero_()
+    with pytest.raises(AssertionError, match="before the device had read it"):
+        torch.cuda.synchronize()
+
+
+def test_each_device_has_its_own_random_numbers() -> None:
+    torch.manual_seed(0)
+    drawn = torch.rand(3), torch.rand(3, device="cuda")
+    torch.cuda.manual_seed_all(0)
+    torch.rand(3)
+    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn[1].cpu())
+
+
+def test_graphs_do_again_what_was_captured() -> None:
+    there, out = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    out.copy_(there * 2 + 1)
+    graph.capture_end()
+    there.fill_(5.0)
+    graph.replay()
+    assert out.tolist() == [11.0, 11.0, 11.0]
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with pytest.raises(RuntimeError, match="capturing"):
+        there.tolist()
+    with pytest.raises(RuntimeError, match="previous error"):
+        graph.capture_end()
+
+
+def test_memory_whose_graphs_are_gone_takes_no_capture(device: Device) -> None:
+    memory, out = torch.cuda.graph_pool_handle(), torch.zeros(3, device="cuda")
+
+    def captured() -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(memory)
+        out.add_(1)
+        graph.capture_end()
+        return graph
+
+    kept = [captured()]
+    kept.append(captured())
+    assert device.users[memory] == 2
+    kept.clear()
+    with pytest.raises(RuntimeError, match="use_count > 0"):
+        captured()
+
+
+def test_a_capture_is_broken_by_what_other_threads_do_to_the_device() -> None:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with ThreadPoolExecutor(1) as other:
+        for call in (torch.cuda.synchronize, torch.cuda.empty_cache):
+            with pytest.raises(RuntimeError, match="another thread captures"):
+                other.submit(call).result(60)
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        graph.capture_end()
+    with pytest.raises(RuntimeError, match="outside graph capture"):
+        torch.rand(3, device="cuda")
+
+
+# ---- captures on it
+
+
+def doubled() -> Run:
+    there, out = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    return lambda: out.copy_(there * 2)
+
+
+def test_graphs_that_go_while_another_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = CudaGraphs(CUDA)
+    replays = [held.capture(doubled())]
+    memory_of_first = held._memory
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: replays.clear())
+    assert held.capture(doubled())().tolist() == [2.0, 2.0, 2.0]
+    assert held._memory == memory_of_first
+    assert held.capture(doubled())().tolist() == [2.0, 2.0, 2.0]  # into other memory, as no graph is left
+    assert held._memory != memory_of_first
+
+
+@pytest.mark.parametrize("num_alive", [0, 1])
+def test_failed_captures_release_their_memory(device: Device, num_alive: int) -> None:
+    held = CudaGraphs(CUDA)
+    replays = [held.capture(doubled()) for _ in range(num_alive)]
+
+    def synchronizing() -> None:
+        torch.cuda.synchronize()
+
+    def failing() -> None:
+        raise ValueError("not of the device")
+
+    for run, error in ((synchronizing, CaptureError), (failing, ValueError)):
+        with pytest.raises(error):
+            held.capture(run)
+        gc.collect()
+        assert device.users[held._memory] == num_alive and device.allocates_to is None
+        torch.rand(3, device="cuda")
+    replays.append(held.capture(doubled()))
+    assert all(replay().tolist() == [2.0, 2.0, 2.0] for replay in replays)
+
+
+def test_only_the_memory_of_captures_counts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = 0
+
+    def run() -> torch.Tensor:
+        nonlocal num_bytes
+        num_bytes += 2**20 if device.captures else 2**30
+        return made()
+
+    made = doubled()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: num_bytes)
+    held = CudaGraphs(CUDA)
+    graphs = Graphs(held, CUDA)
+    graphs.patience = 0
+    for size in (1, 2):
+        graphs.run({"x": torch.zeros(size)}, lambda inputs: run(), 0)
+    assert (len(graphs), held.num_bytes) == (2, 2 * 2**20)
+
+
+def test_other_threads_wait_with_calls_that_would_break_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, others = threading.Event(), list[Future[None]]()
+    plain = device_calls._LOCK
+
+    class Watched:
+        def __enter__(self) -> None:
+            asked.set()
+            plain.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            plain.release()
+
+    monkeypatch.setattr(device_calls, "_LOCK", Watched())
+    held, made = CudaGraphs(CUDA), doubled()
+    with ThreadPoolExecutor(1) as pool:
+        for call in (device_calls.empty_cache, lambda: device_calls.synchronize(CUDA)):
+
+            def run(call: Callable[[], None] = call) -> torch.Tensor:
+                asked.clear()
+                others.append(pool.submit(call))
+                assert asked.wait(60)
+                return made()
+
+            held.capture(run)
+            others[-1].result(60)
+
+
+def test_out_of_memory_in_one_thread_does_not_break_captures_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = list[bool]()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(is_held(device_calls._LOCK)))
+    with pytest.raises(MemoryError), as_memory_error():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert freed == [True]
+
+
+def is_held(lock: Any) -> bool:
+    return bool(lock._is_owned())
+
+
+def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled, plain = list[bool](), torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*args, **kwargs)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for move, expected in ((on_cuda, False), (copy.deepcopy, before)):
+        enabled.clear()
+        packed = PackedModel(move(tiny_model("llama")), "sdpa")
+        enabled.clear()  # of stock forwards, with which the model is checked
+        Forwards(packed)(Size(4, 2, 8))
+        assert enabled and set(enabled) == {expected}
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+# ---- the engine on it
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", GREEDY), ("llama", SAMPLED), ("gemma3", GREEDY), ("gpt2", SAMPLED), ("mixtral", GREEDY)],
+)
+def test_fp32_token_for_token_by_sdpa(family: str, options: dict[str, Any]) -> None:
+    cuda_tests.test_fp32_token_for_token_by_sdpa(family, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GREEDY | dict(repetition_penalty=1.2, output_scores=True, output_logits=True),
+        SAMPLED | dict(num_return_sequences=2, min_new_tokens=5, top_p=0.9),
+    ],
+)
+def test_options_that_look_at_the_text(options: dict[str, Any]) -> None:
+    model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
+    generator = SLOSpecGenerator(model, draft)
+    assert_same_as_stock(model, generator.generate, moved(ragged_prompts(2)), **options, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("policy", ["adaserve", "auto", "sequoia", "turbospec"])
+def test_policies_and_prompt_lookup(policy: str) -> None:
+    model = on_cuda(tiny_model("llama"))
+    for draft in (None, on_cuda(tiny_model("llama", noise=0.03))):
+        generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(policy=policy, check_invariants=True))
+        inputs = moved(ragged_prompts(3))
+        stock = model.generate(**inputs, **GREEDY, max_new_tokens=12)
+        assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=12, slo_tpot=[0.1, None, 5.0]), stock)
+
+
+@pytest.fixture
+def waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often drafting and verifying had the host wait, and how often there was drafting and verifying."""
+    found = Counter[str]()
+
+    def count(cls: Any, name: str) -> None:
+        method = getattr(cls, name)
+
+        def run(*args: Any) -> Any:
+            before = device.num_waits
+            out = method(*args)
+            found.update({f"waits to {name}": device.num_waits - before, f"calls to {name}": 1})
+            return out
+
+        monkeypatch.setattr(cls, name, run)
+
+    count(AssistantDrafter, "draft")
+    count(PackedTarget, "verify")
+    return found
+
+
+def assert_one_wait_each(waits: Counter[str]) -> None:
+    assert waits["calls to draft"] > 3
+    assert waits["waits to draft"] <= waits["calls to draft"] and waits["waits to verify"] == waits["calls to verify"]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("dtype", "attention"), [(torch.float32, "sdpa"), (torch.bfloat16, "flash")])
+def test_the_host_waits_twice_a_step(
+    dtype: torch.dtype, attention: str, options: dict[str, Any], waits: Counter[str]
+) -> None:
+    """Once for the drafted trees and once for the chosen tokens, however many rows there are."""
+    model, draft = on_cuda(tiny_model("llama"), dtype), on_cuda(tiny_model("llama", noise=0.03), dtype)
+    config = SLOSpecConfig(policy="fixed", attention=attention, cuda_graphs=False)
+    generator = SLOSpecGenerator(model, draft, config=config)
+    generator.generate(**moved(ragged_prompts(4)), **options, max_new_tokens=12)
+    assert_one_wait_each(waits)
+
+
+def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
+    cuda_tests.serve(4, 6)
+    assert captures
+
+
+def test_streams_that_share_a_cache_wait_for_each_other() -> None:
+    cache = PackedModel(on_cuda(tiny_model("llama"))).kv_cache
+    cache.reserve({CachedSequence(): 9})
+    default, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    addresses = {stack.data_ptr() for stack in cache.pool._stacks.values()}
+    with torch.cuda.stream(other):
+        assert [cache.pool, cache.pool] and other.waited_for == [default] and other.recorded == addresses
+    assert [cache.pool, cache.pool] and default.waited_for == [other] and default.recorded == addresses
+
+
+def test_calls_on_another_stream_beside_the_batcher() -> None:
+    model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
+    inputs, other = moved(ragged_prompts(2)), torch.cuda.Stream()
+    alone = model.generate(**inputs, **GREEDY, max_new_tokens=12)
+    config = SLOSpecConfig(policy="fixed", check_invariants=True)
+    with SLOSpecGenerator(model, draft, config=config) as generator, torch.cuda.stream(other):
+        handle = generator.submit([5, 6, 7], max_new_tokens=24, **GREEDY)
+        for _ in range(2):
+            assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=12), alone)
+        handle.result(120)
+    assert other.waited_for and torch.cuda.current_stream().waited_for
+
+
+def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
+    """And waits once for all sampled requests."""
+    model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(4).values(), strict=True)]
+    with SLOSpecGenerator(model, draft, config=SLOSpecConfig(max_batch=3, check_invariants=True)) as generator:
+        handles = [generator.submit(prompt, max_new_tokens=12, seed=3, **SAMPLED) for prompt in prompts]
+        found = [handle.result(120).token_ids for handle in handles]
+    assert_one_wait_each(waits)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        torch.manual_seed(3)
+        stock = model.generate(torch.tensor([prompt], device=CUDA), **SAMPLED, max_new_tokens=12)
+        assert stock[0, len(prompt) :].tolist() == list(tokens)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, for static caches
+def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but its own tests, and times that say nothing."""
+    monkeypatch.setitem(bandwidth.READ_BYTES, "cuda", 2**20)
+    monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
+    monkeypatch.setattr(identity, "BATCH", 2)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # there is no compiler for the stand-in
+    path = tmp_path / "result.json"
+    shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
+    sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--budget-s", "3600", "--json", str(path)]
+    result = CliRunner().invoke(app, ["gpu-check", *shapes, *sizes, "--profile"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())["results"]
+    assert found["environment"]["device"] == "cuda:0"
+    outcomes = {(record["dtype"], record["name"]): record["status"] for record in found["identity"]}
+    assert set(outcomes.values()) == {"passed", "refused"}
+    assert [name for name, outcome in outcomes.items() if outcome == "refused"] == [("float32", "hf_slospec, flash")]
+    (cell,) = found["speed"]
+    not_measured = {row["name"]: row["reason"] for row in cell["contestants"] if row["status"] != "measured"}
+    assert not_measured == {}
+    assert [row["compiled"] for row in cell["contestants"] if row["name"] == COMPILED] == [True]
+    assert cell["profile"]["status"] == "measured", cell["profile"]
+    assert len(found["floor"]) == 1

@@ -1,0 +1,373 @@
+"""Replicas that are full, dead or slow, and clients that leave: nothing is lost, asked for ever or counted twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
+from hf_slospec.algo.latency import LatencyCurve
+from hf_slospec.algo.prefixes import PrefixIndex
+from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.cli.app import app as cli
+from hf_slospec.engine.request import PhaseTimes, Progress, Request, Stage
+from hf_slospec.replicas import start
+from hf_slospec.replicas.failover import ReplicatedEngine
+from hf_slospec.replicas.messages import Offer
+from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.router import GuaranteeRouter, SentOffers
+from hf_slospec.serving.loading import ModelOptions
+from tests.support.fake_replicas import FakeHandle, FakeStream, order_of, replicated
+from tests.support.served_pair import WAIT_S, alone
+
+PROMPT = "def main(argv):\n    "
+
+
+def ids(engine: ReplicatedEngine) -> list[int]:
+    return engine.tokenizer(PROMPT)["input_ids"]
+
+
+class Router(GuaranteeRouter):
+    def __init__(self) -> None:
+        self._sent, self._prefixes, self._running, self._reports = SentOffers(), PrefixIndex(), [], {}
+
+
+class RoutedHandle(FakeHandle):
+    """Fake handle whose offers go where the real router's order says; loads are those set by the test."""
+
+    def __init__(self, handle: FakeHandle):
+        super().__init__(handle.replicas)
+        self.router, self.loads = Router(), {}
+
+    def _decode(self, offer: Offer) -> FakeStream:
+        self.offers.append(offer)
+        assert len(self.offers) < 200, "the front asks in a tight circle"
+        order = self.router._in_order(offer, {name: self.loads[name] for name in self.replicas})
+        self.streams.append(FakeStream(self.replicas[order[0]].decode(offer), None, lambda: None))
+        return self.streams[-1]
+
+
+def routed(engine: ReplicatedEngine, handle: FakeHandle, **loads: ReplicaLoad) -> RoutedHandle:
+    own = RoutedHandle(handle)
+    own.loads = loads
+    engine.handle = engine.streams = own
+    engine.running = own.running
+    return own
+
+
+async def fill(generator: SLOSpecGenerator) -> None:
+    """Submit long requests until one runs and the queue is full."""
+    while True:
+        is_running = generator.stats().running
+        try:
+            generator.submit(PROMPT, max_new_tokens=4000)
+        except QueueFull:
+            if is_running:  # before the queue was full, so that it stays full
+                return
+        await asyncio.sleep(0.05)
+
+
+IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
+
+
+def test_full_replica_with_least_load_is_not_asked_for_ever() -> None:
+    """r0: few long requests, its queue full; r1 has more requests, and room: the offer never goes there."""
+    with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
+        own = routed(engine, handle, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
+        full = handle.replicas["r0"].generator
+
+        async def run() -> None:
+            await fill(full)
+            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=5))
+            assert decoding.replica == "r1"
+
+        asyncio.run(run())
+        assert own.offers
+
+
+def test_all_queues_full_is_an_error_not_a_circle() -> None:
+    with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
+        routed(engine, handle, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
+
+        async def run() -> None:
+            for replica in handle.replicas.values():
+                await fill(replica.generator)
+            with pytest.raises(QueueFull):
+                await engine.submit(order_of(ids(engine), max_new_tokens=5))
+
+        asyncio.run(run())
+
+
+def test_replica_whose_batcher_died_and_that_serve_still_lists_is_not_asked_again_and_again(pair: Any) -> None:
+    """Serve takes three failed checks, 6 s, to take it out; until then it is idle, so all retries go to it."""
+    with replicated(2) as (engine, handle):
+        own = routed(engine, handle, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
+
+        async def run() -> list[int]:
+            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=60))
+            tokens = []
+            async for new, _ in decoding.asteps():
+                if not tokens:
+                    await asyncio.to_thread(handle.replicas["r0"].generator.stop, False)
+                tokens += new
+            return tokens
+
+        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=60)
+        assert own.offers
+
+
+def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -> None:
+    """r0 dies with a request that has written tokens; r1's queue is full just then; the request is lost."""
+    with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
+
+        async def run() -> list[int]:
+            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=100))
+            tokens = []
+            async for new, _ in decoding.asteps():
+                if not tokens:
+                    names = list(handle.replicas)
+                    dead = handle.replicas.pop(decoding.replica)
+                    (other,) = handle.replicas.values()
+                    for _ in range(3):
+                        with contextlib.suppress(QueueFull):
+                            other.generator.submit(PROMPT, max_new_tokens=100)
+                        await asyncio.sleep(0.05)
+                    await asyncio.to_thread(dead.generator.stop, False)
+                    assert len(names) == 2
+                tokens += new
+            return tokens
+
+        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=100)
+
+
+def test_stream_that_ends_without_an_answer_is_a_fault_of_the_replica(pair: Any) -> None:
+    with replicated(2) as (engine, handle):
+        real = handle.decode.remote
+
+        class Empty:
+            async def __anext__(self) -> Any:
+                raise StopAsyncIteration
+
+            def cancel(self) -> None: ...
+
+        handle.decode.remote = lambda offer: (setattr(handle.decode, "remote", real), Empty())[1]
+
+        async def run() -> list[int]:
+            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=5))
+            return [token async for new, _ in decoding.asteps() for token in new]
+
+        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=5)
+
+
+def test_cancel_during_begin_sends_no_further_offer() -> None:
+    """``cancel`` closes the stream; its RayError is taken for a death, and another replica gets the request."""
+    with replicated(2) as (engine, handle):
+        from ray.exceptions import RayError
+
+        number = []
+
+        class Slow:
+            def __init__(self) -> None:
+                self.closed = asyncio.Event()
+                number.append(self)
+
+            async def __anext__(self) -> Any:
+                await self.closed.wait()
+                raise RayError("cancelled")
+
+            def cancel(self) -> None:
+                self.closed.set()
+
+        handle.decode.remote = lambda offer: Slow()
+
+        async def run() -> None:
+            from hf_slospec.replicas.failover import ReplicatedDecoding
+
+            order = order_of(ids(engine))
+            decoding = ReplicatedDecoding(engine, order, engine._need(order))
+            begin = asyncio.ensure_future(decoding.begin())
+            await asyncio.sleep(0.05)
+            decoding.cancel()
+            await asyncio.wait([begin], timeout=0.5)
+            begin.cancel()
+            assert len(number) == 1
+
+        asyncio.run(run())
+
+
+def test_load_that_is_asked_for_while_the_batcher_dies_is_an_error_of_ours() -> None:
+    """CancelledError ends the task that asked (Serve's report), as if somebody had cancelled it."""
+    with replicated(1) as (_engine, handle):
+        generator = handle.replicas["r0"].generator
+
+        async def run() -> None:
+            speculator = generator.decoder.speculator
+            with speculator.lock:
+                generator.submit(PROMPT, max_new_tokens=4)
+                await asyncio.sleep(0.2)  # the step waits for the lock
+                asked = asyncio.ensure_future(generator.aload())
+                await asyncio.sleep(0.05)
+                engine_of = generator._service._engine()
+                engine_of.step = lambda: 1 / 0  # a CUDA error, say
+            await asyncio.wait([asked], timeout=60)
+            assert asked.done()
+            if asked.cancelled():
+                raise AssertionError("aload was cancelled")
+            assert isinstance(asked.exception(), NotRunningError)
+
+        asyncio.run(run())
+
+
+def test_later_guarantee_counts_in_autoscaling() -> None:
+    """One replica: no offer must be guaranteed, and the guarantee is decided after `Taken`."""
+    with replicated(1) as (engine, handle):
+        replica = handle.replicas["r0"]
+        lock = replica.generator.decoder.speculator.lock
+
+        async def run() -> None:
+            order = order_of(ids(engine), max_new_tokens=8, slo_tpot=5.0)
+            offer = Offer(order, engine._need(order), Progress([]), "test", 0)
+            answers = replica.decode(offer)
+            with lock:  # of an echo's prompt_logprobs, or a generate call
+                await anext(answers)
+            last = [answer async for answer in answers][-1]
+            assert last.metrics.guaranteed and last.metrics.attained
+            assert (await replica.record_autoscaling_stats())["missed"] == 0.0
+
+        asyncio.run(run())
+
+
+def test_requests_with_slos_are_not_kept_for_ever() -> None:
+    """Serve calls record_autoscaling_stats only where there is autoscaling."""
+    with replicated(1) as (engine, handle):
+        replica = handle.replicas["r0"]
+        replica._recent.extend((time.monotonic() - 3600, False) for _ in range(1000))
+
+        async def run() -> None:
+            order = order_of(ids(engine), max_new_tokens=2, slo_tpot=5.0)
+            async for _ in replica.decode(Offer(order, engine._need(order), Progress([]), "test", 0)):
+                pass
+            assert len(replica._recent) < 10
+
+        asyncio.run(run())
+
+
+def test_declined_offer_does_not_lift_the_limit_after_running_out_of_memory() -> None:
+    with replicated(1) as (_engine, handle):
+        generator = handle.replicas["r0"].generator
+        scheduler = generator._service._engine().scheduler
+        scheduler._kv_limit = 123
+        refused = generator.submit(PROMPT, max_new_tokens=8, slo_tpot=1e-7, must_guarantee=True)
+        with pytest.raises(Exception, match="cannot be guaranteed"):
+            refused.result(WAIT_S)
+        assert scheduler._kv_limit == 123
+
+
+def stages_request() -> Request:
+    return Request(0, [1, 2], 100, stages=(Stage(0.1, 3), Stage(0.1)))
+
+
+def test_resumed_tokens_of_a_later_stage_earn_no_time() -> None:
+    request = stages_request()
+    request.resume(Progress(list(range(53)), 50.0, 49.0), now_s=1000.0)
+    # 50 tokens of stage 2 are from before; now 1 token in 4 s is late by 40 times
+    request.emit(7)
+    request.record_step(0, 0, 1.0, PhaseTimes(), 1004.0)
+    assert request.metrics().attained is False
+
+
+def test_missed_stage_stays_missed_over_a_resumption() -> None:
+    first = stages_request()
+    for index in range(4):
+        first.emit(5)
+        first.record_step(0, 0, 1.0, PhaseTimes(), 100.0 * (index + 1))
+    assert first.metrics().attained is False
+    progress = first.progress(400.0)
+    second = stages_request()
+    second.resume(progress, 400.0)
+    second.emit(5)
+    second.record_step(0, 0, 1.0, PhaseTimes(), 400.05)
+    assert second.metrics().attained is False
+
+
+def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
+    prompt = list(range(8000))
+    router = Router()
+    router._prefixes.record("b", prompt)
+    loads = {
+        "a": ReplicaLoad(kv_free=100_000, step_s=LatencyCurve((1, 64), (0.01, 0.05))),
+        "b": ReplicaLoad(kv_free=100_000, step_s=LatencyCurve((1, 64), (0.01001, 0.05))),
+    }
+    from hf_slospec.serving.openai.engine import Order
+
+    offer = Offer(Order(prompt), Need(8000, 9000, 0.1), Progress([]), "f", 0, must_guarantee=True)
+    assert router._in_order(offer, loads)[0] == "b"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(dtype="bogus"),
+        dict(device="toaster"),
+        dict(size="huge"),
+        dict(metrics_prefix="1 bad"),
+        dict(hang_s=math.inf),
+        dict(drain_s=math.inf),
+        dict(cpus=math.inf),
+        dict(min_replicas=3),
+        dict(cpus=2.5),
+        dict(response_template={"x": 1}),
+        dict(api_keys={"": {}}),
+    ],
+    ids=str,
+)
+def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    from hf_slospec import InvalidInputError
+
+    (name,) = wrong
+    with pytest.raises(InvalidInputError, match=name):
+        ReplicaOptions(**wrong)
+
+
+def test_drafter_reaches_the_models_of_a_replica() -> None:
+    from hf_slospec import InvalidInputError
+    from hf_slospec.serving.openai.serve import ServeOptions
+
+    models = ModelOptions("org/name", None, "suffix+org/draft", allow_pickle=False, share_texts=True)
+    options = start.replica_options(ServeOptions(models), 2)
+    assert options.models == models
+    with pytest.raises(InvalidInputError, match="--drafter alone"):
+        ReplicaOptions(target="org/name", assistant="org/draft", drafter="suffix")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "0"], "--replicas"),
+        (["--replicas", "2", "--host", "0.0.0.0"], "--api-key"),
+        (["--replicas", "2", "--dtype", "bogus"], "dtype"),
+        (["--replicas", "2", "--target", "no/such", "--assistant", "no/such"], "no/such"),
+        (["--replicas", "2", "--drafter", "lookup+./no/such"], "./no/such"),
+        (["--replicas", "2", "--port", "{busy}"], "cannot listen"),
+    ],
+)
+def test_command_is_refused_before_ray_starts(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(start.ray, "init", lambda **_: pytest.fail("Ray was started"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        busy = str(listener.getsockname()[1])
+        command = ["serve", *(option.format(busy=busy) for option in options)]
+        result = CliRunner(env={"COLUMNS": "300"}).invoke(cli, command)
+    assert result.exit_code != 0 and message in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)

@@ -1,0 +1,331 @@
+"""The front over replicas of this process: refusals, deaths and resumption, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from hf_slospec import InvalidInputError, NotRunningError, QueueFull
+from hf_slospec.generate.penalties import OccurrencePenalties
+from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
+from hf_slospec.replicas.messages import Offer
+from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.engine import LocalEngine
+from tests.support.fake_replicas import FakeHandle, offer_of, order_of, replicated
+from tests.support.served_pair import WAIT_S, alone
+
+PROMPT = "def main(argv):\n    "
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[tuple[ReplicatedEngine, FakeHandle]]:
+    with replicated(2) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(two: tuple[ReplicatedEngine, FakeHandle]) -> ReplicatedEngine:
+    return two[0]
+
+
+@pytest.fixture
+def handle(two: tuple[ReplicatedEngine, FakeHandle]) -> Iterator[FakeHandle]:
+    two[1].offers.clear()
+    two[1].streams.clear()
+    yield two[1]
+    two[1].dies_after = lambda offer: None
+    two[1].rename()
+
+
+def ids(engine: ReplicatedEngine) -> list[int]:
+    prompt: list[int] = engine.tokenizer(PROMPT)["input_ids"]
+    return prompt
+
+
+async def until_idle(handle: FakeHandle) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while any(one.running + one.waiting for one in (own.generator.stats() for own in handle.replicas.values())):
+            await asyncio.sleep(0.02)
+
+
+async def decoded(engine: ReplicatedEngine, order: Any) -> tuple[list[int], ReplicatedDecoding]:
+    decoding = await engine.submit(order)
+    tokens = [token async for new, _ in decoding.asteps() for token in new]
+    return tokens, decoding
+
+
+CASES: list[dict[str, Any]] = [
+    dict(),
+    dict(do_sample=True, temperature=1.2, seed=3),
+    dict(slo_tpot=0.5, logprobs=1),
+    dict(logits_processor=[OccurrencePenalties(8, 0.5, 0.5)]),
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=["-".join(case) or "greedy" for case in CASES])
+def test_output_goes_on_where_a_replica_died(
+    pair: Any, engine: ReplicatedEngine, handle: FakeHandle, options: dict[str, Any]
+) -> None:
+    whole, undisturbed = asyncio.run(decoded(engine, order_of(ids(engine), **options)))
+    if set(options) <= {"do_sample", "temperature", "seed"}:
+        stock = {name: value for name, value in options.items() if name != "seed"}
+        assert whole == alone(pair, PROMPT, options.get("seed"), max_new_tokens=40, **stock)
+    for deaths in ([1], [2, 3], [1, 1, 4], [0, 2]):
+        left = list(deaths)
+        handle.dies_after = lambda offer, left=left: left.pop(0) if left else None
+        tokens, decoding = asyncio.run(decoded(engine, order_of(ids(engine), **options)))
+        assert tokens == whole
+        assert decoding.num_faults == len(deaths)
+        assert decoding.metrics.tokens == len(whole) and decoding.finish_reason == undisturbed.finish_reason
+        assert (decoding.metrics.resumed > 0) == any(number > 1 for number in deaths)  # the first answer has no tokens
+        assert [each.logprob for each in decoding.logprobs] == pytest.approx(
+            [each.logprob for each in undisturbed.logprobs], abs=1e-4
+        )
+    assert [offer.number for offer in handle.offers] == sorted({offer.number for offer in handle.offers})
+
+
+def test_json_goes_on_within_its_schema(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    def order() -> Any:
+        made = order_of(ids(engine), do_sample=True, seed=4, eos_token_id=0, max_new_tokens=60)
+        return type(made)(made.prompt, made.arguments, SCHEMA)
+
+    whole, _ = asyncio.run(decoded(engine, order()))
+    left = [3, 2]
+    handle.dies_after = lambda offer: left.pop(0) if left else None
+    assert asyncio.run(decoded(engine, order()))[0] == whole
+
+
+def test_seed_is_drawn_once(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    left = [2, 2]
+    handle.dies_after = lambda offer: left.pop(0) if left else None
+    asyncio.run(decoded(engine, order_of(ids(engine), do_sample=True)))
+    assert len(handle.offers) == 3 and len({offer.order.arguments["seed"] for offer in handle.offers}) == 1
+
+
+def test_time_goes_on_over_deaths(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    left = [3]
+    handle.dies_after = lambda offer: left.pop(0) if left else None
+    begun_s = time.monotonic()
+    _, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=1.0)))
+    seconds, metrics = time.monotonic() - begun_s, decoding.metrics
+    assert metrics.ttft_s is not None and metrics.tpot_s is not None
+    assert 0 < metrics.ttft_s + metrics.tpot_s * (metrics.tokens - 1) <= seconds + 0.1
+    progress = handle.offers[-1].progress
+    assert progress.steps <= metrics.steps and progress.drafted <= metrics.drafted
+
+
+def test_request_that_kills_replicas_is_given_back(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    handle.dies_after = lambda offer: 0
+    with pytest.raises(NotRunningError, match=f"{MAX_FAULTS} replicas failed"):
+        asyncio.run(decoded(engine, order_of(ids(engine))))
+    assert len(handle.offers) == MAX_FAULTS
+
+
+def test_every_replica_may_refuse_once_before_the_request_is_best_effort(
+    pair: Any, engine: ReplicatedEngine, handle: FakeHandle
+) -> None:
+    tokens, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=1e-6)))
+    assert tokens == alone(pair, PROMPT, max_new_tokens=40)
+    assert [(offer.declined, offer.must_guarantee) for offer in handle.offers] == [
+        (frozenset(), True), (frozenset({"r0"}), True), (frozenset(), False),
+    ]  # fmt: skip
+    assert not decoding.metrics.guaranteed
+    handle.offers.clear()
+    _, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=5.0)))
+    assert decoding.metrics.guaranteed and len(handle.offers) == 1
+    handle.offers.clear()
+    asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=1e-6, best_effort=True)))
+    assert [offer.must_guarantee for offer in handle.offers] == [False]
+
+
+def test_only_full_queues_everywhere_are_an_error() -> None:
+    with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
+
+        async def run() -> None:
+            prompt = ids(engine)
+            busy = [await engine.submit(order_of(prompt, max_new_tokens=4000)) for _ in range(2)]
+            orders = (engine.submit(order_of(prompt, max_new_tokens=4000)) for _ in range(8))
+            waiting = [await asyncio.gather(order, return_exceptions=True) for order in orders]
+            taken = [found for (found,) in waiting if not isinstance(found, QueueFull)]
+            assert 1 <= len(taken) <= 4
+            for decoding in (*busy, *taken):
+                assert isinstance(decoding, ReplicatedDecoding)
+                decoding.cancel()
+            await until_idle(handle)
+
+        asyncio.run(run())
+
+
+def test_errors_of_the_request_are_not_tried_elsewhere(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    with pytest.raises(InvalidInputError, match="max_new_tokens"):
+        asyncio.run(decoded(engine, order_of(ids(engine), max_new_tokens=10**9)))
+    assert len(handle.offers) == 1
+
+
+def test_cancelled_request_leaves_its_replica(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    async def run() -> None:
+        decoding = await engine.submit(order_of(ids(engine), max_new_tokens=4000))
+        steps = decoding.asteps()
+        await anext(steps)
+        decoding.cancel()
+        await until_idle(handle)
+        assert handle.streams[-1].was_cancelled
+
+    asyncio.run(run())
+
+
+def test_replica_whose_batcher_died_is_unhealthy_and_loses_nothing(pair: Any) -> None:
+    with replicated(2) as (engine, handle):
+        begun = asyncio.Event()
+
+        def dies_after(offer: Offer) -> None:
+            begun.set()
+
+        handle.dies_after = dies_after
+
+        async def run() -> list[int]:
+            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=60, slo_tpot=5.0))
+            tokens = list[int]()
+            async for new, _ in decoding.asteps():
+                if not tokens:
+                    await asyncio.to_thread(handle.first().generator.stop, False)
+                    dead = handle.replicas.pop("r0")
+                    with pytest.raises(NotRunningError):
+                        dead.check_health()
+                tokens += new
+            assert decoding.replica == "r1" and decoding.num_faults == 1
+            return tokens
+
+        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=60)
+
+
+def test_step_that_hangs_fails_the_health_check(handle: FakeHandle) -> None:
+    replica = handle.first()
+    replica.check_health()
+    speculator = replica.generator.decoder.speculator
+    batcher = replica.generator._service.batcher
+    with speculator.lock:
+        running = replica.generator.submit(PROMPT, max_new_tokens=4)
+        time.sleep(0.3)
+        replica.check_health()  # it waits for a generate call, which is no step
+    running.result(30)
+    batcher.step_begun_s = time.monotonic() - 1.0
+    with pytest.raises(NotRunningError, match=r"has not ended for more than 0\.2 s"):
+        replica.check_health()
+    batcher.step_begun_s = None
+
+
+def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEngine) -> None:
+    replica = handle.first()
+
+    async def run() -> None:
+        answers = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=3000, slo_tpot=5.0), number=7))
+        await anext(answers)
+        report = await replica.record_routing_stats()
+        assert report["seen"]["test"] == 7
+        assert report["load"]["guaranteed"] == ((5.0, 1),)
+        assert json.dumps(report["load"])  # plain data: Serve's controller handles it without this package
+        gauges = await replica.record_autoscaling_stats()
+        assert set(gauges) == {"missed", "waiting", "utilisation"} and gauges["utilisation"] > 0
+        await answers.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", dict(prompt=PROMPT, max_tokens=12, temperature=0)),
+    ("/v1/completions", dict(prompt=[PROMPT, "import os\n"], max_tokens=9, temperature=0.9, seed=5, n=2, logprobs=2)),
+    ("/v1/completions", dict(prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)),
+    ("/v1/completions", dict(prompt=PROMPT, max_tokens=12, temperature=0, stream=True)),
+    ("/v1/completions", dict(prompt=PROMPT, max_tokens=10**9)),
+    ("/v1/completions", dict(prompt="")),
+    ("/v1/chat/completions", dict(messages=[{"role": "user", "content": "x"}])),
+    ("/tokenize", dict(prompt=PROMPT)),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=str)
+def test_answers_are_those_of_the_local_server(
+    engine: ReplicatedEngine, handle: FakeHandle, path: str, body: dict[str, Any]
+) -> None:
+    local = LocalEngine(handle.first().generator)
+
+    async def answers() -> list[Any]:
+        found = []
+        for own in (local, engine):
+            app = make_app(own, ServerSettings(model_name="tiny"))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+                response = await client.post(path, json=body)
+            found.append((response.status_code, _plain(response.text)))
+        return found
+
+    here, there = asyncio.run(answers())
+    assert _without_floats(here) == _without_floats(there)
+    assert _floats(here) == pytest.approx(_floats(there), abs=1e-3)  # steps of other shapes round logprobs differently
+
+
+def _plain(text: str) -> Any:
+    """An answer without what differs from call to call."""
+    if text.startswith("data: "):
+        texts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        return "".join(choice["text"] for each in texts for choice in each["choices"])
+    whole = json.loads(text)
+    for name in ("id", "created"):
+        whole.pop(name, None)
+    if "usage" in whole:
+        whole["usage"] = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+    return whole
+
+
+def _floats(answer: Any) -> list[float]:
+    """All floats of an answer, in its order."""
+    if isinstance(answer, (list, tuple, dict)):
+        parts = answer.values() if isinstance(answer, dict) else answer
+        return [number for part in parts for number in _floats(part)]
+    return [answer] if isinstance(answer, float) else []
+
+
+def _without_floats(answer: Any) -> Any:
+    """An answer with one and the same number in place of each float."""
+    return json.loads(json.dumps(answer), parse_float=lambda _: 0.5)
+
+
+def test_metrics_of_all_replicas_are_in_one_place(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    async def metrics() -> str:
+        app = make_app(engine, ServerSettings(model_name="tiny"))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(metrics())
+    for replica in ("r0", "r1"):
+        assert f'hf_slospec:num_requests_running{{replica="{replica}"}} 0.0' in text
+    assert text.count("# TYPE hf_slospec:num_requests_running gauge") == 1
+
+
+def test_engine_without_replicas_takes_nothing(engine: ReplicatedEngine) -> None:
+    engine.check_running()
+    bare = ReplicatedEngine(engine.handle, engine.handle.first().describe(None), lambda: [])
+    with pytest.raises(NotRunningError, match="no replica runs"):
+        bare.check_running()
+
+
+def test_log_probabilities_of_a_prompt_are_computed_once(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+    fatal, prompt = iter([2]), ids(engine)
+    handle.dies_after = lambda offer: next(fatal, None)
+
+    async def run() -> Any:
+        decoding = await engine.submit(order_of(prompt, prompt_logprobs=2, max_new_tokens=12, eos_token_id=None))
+        tokens = [token async for new, _ in decoding.asteps() for token in new]
+        assert len(tokens) == 12 and decoding.num_faults == 1
+        return decoding.prompt_logprobs
+
+    found = asyncio.run(run())
+    assert [offer.order.arguments["prompt_logprobs"] for offer in handle.offers] == [2, None]
+    assert found == handle.first().generator.prompt_logprobs(prompt, 2)

@@ -1,0 +1,227 @@
+"""Replicas on a local Ray: answers, bursts, deaths, scaling down, deploys and the end of the server, for real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.replicas import ReplicaOptions
+from hf_slospec.replicas.start import served
+from tests.support.paths import ROOT
+from tests.support.served_pair import PROMPTS, alone
+
+WAIT_S = 600.0  # far more than anything here takes
+OPTIONS = ReplicaOptions(
+    dtype="float32", replicas=2, cpus=0.1, threads=1, drain_s=WAIT_S, config=SLOSpecConfig(kv_tokens=20_000)
+)
+
+
+@pytest.fixture(scope="module")
+def url(free_port: int, pair: Any) -> Iterator[str]:
+    _ = SLOSpecGenerator(*pair, OPTIONS.config).decoder.speculator.costs  # measured here, for all replicas
+    with served(OPTIONS, "127.0.0.1", free_port) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def body_of(index: int, tokens: int = 60, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPTS[index % len(PROMPTS)], "max_tokens": tokens, "temperature": 0} | fields
+    if index % 2:
+        body |= {"temperature": 1.0, "seed": index}
+    return body
+
+
+def text_of(pair: Any, body: dict[str, Any]) -> str:
+    """What stock ``generate`` writes."""
+    sampling = dict(do_sample=True, temperature=1.0, top_k=0) if "seed" in body else dict(do_sample=False)
+    ids = alone(pair, body["prompt"], body.get("seed"), max_new_tokens=body["max_tokens"], **sampling)
+    return str(pair[2].decode(ids, skip_special_tokens=True))
+
+
+async def streamed(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event) -> tuple[str, dict[str, Any]]:
+    """Return text and measurements of a streamed answer; ``begun`` is set with its first token."""
+    text, usage = "", dict[str, Any]()
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/completions", json=body | fields) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                assert "error" not in chunk, chunk
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                begun.set()
+                usage = chunk.get("usage") or usage
+    return text, usage["metrics"]
+
+
+def during_streams(
+    url: str, pair: Any, disturb: Callable[[], Awaitable[Any]], number: int = 4, tokens: int = 100
+) -> list[dict[str, Any]]:
+    """Check that streams which are disturbed once all have begun end as if they were not; return measurements."""
+    bodies = [body_of(index, tokens) for index in range(number)]
+
+    async def run() -> list[tuple[str, dict[str, Any]]]:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+            begun = [asyncio.Event() for _ in bodies]
+            pairs = zip(bodies, begun, strict=True)
+            streams = asyncio.gather(*(streamed(client, body, event) for body, event in pairs))
+            all_begun = asyncio.gather(*(event.wait() for event in begun))
+            await asyncio.wait([streams, all_begun], return_when=asyncio.FIRST_COMPLETED)  # or one has failed
+            await disturb()
+            return await streams
+
+    found = asyncio.run(run())
+    assert [text for text, _ in found] == [text_of(pair, body) for body in bodies]
+    return [metrics for _, metrics in found]
+
+
+def replica_processes() -> list[psutil.Process]:
+    own = psutil.Process().children(recursive=True)
+    return [one for one in own if any("Replica" in part and ":Model" in part for part in one.cmdline())]
+
+
+def num_running(url: str) -> int:
+    text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
+    return text.count("\nhf_slospec:num_requests_running{")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.5)
+
+
+def test_answers_are_those_of_generate_and_a_burst_uses_all_replicas(url: str, pair: Any) -> None:
+    bodies = [body_of(index, 24, slo_tpot=5.0 if index < 3 else None) for index in range(8)]
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+
+    answers = [response.json() for response in asyncio.run(run())]
+    assert [answer["choices"][0]["text"] for answer in answers] == [text_of(pair, body) for body in bodies]
+    metrics = [answer["usage"]["metrics"] for answer in answers]
+    assert len({own["replica"] for own in metrics}) == 2
+    assert [own["guaranteed"] for own in metrics] == [True] * 3 + [False] * 5
+    text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
+    assert {own["replica"] for own in metrics} == {
+        line.split('replica="')[1].split('"')[0] for line in text.splitlines() if "num_requests_running{" in line
+    }
+    assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
+
+
+def test_other_machines_reach_none_of_rays_ports(url: str) -> None:
+    addresses = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = process.net_connections(kind="inet")
+            addresses += [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]
+    assert len(addresses) > 2 * OPTIONS.replicas, "each replica has two, and the node has some"
+    assert all(address.removeprefix("::ffff:").startswith("127.") for address in addresses), addresses
+
+
+def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url: str, pair: Any) -> None:
+    body = body_of(0, 16, slo_tpot=1e-6)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()
+    assert answer["choices"][0]["text"] == text_of(pair, body)
+    assert answer["usage"]["metrics"]["guaranteed"] is False
+    text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
+    declined = [line for line in text.splitlines() if line.startswith("hf_slospec:slo_guarantees_declined_total{")]
+    assert [float(line.split()[-1]) for line in declined] == [1.0, 1.0]
+
+
+def test_client_that_goes_away_frees_its_replica(url: str) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+            fields = {"stream": True, "max_tokens": 1500}
+            async with client.stream("POST", "/v1/completions", json=body_of(0) | fields) as response:
+                async for _ in response.aiter_lines():
+                    break
+
+    asyncio.run(run())
+
+    def is_idle() -> bool:
+        lines = httpx.get(f"{url}/metrics", timeout=WAIT_S).text.splitlines()
+        return all(line.endswith(" 0.0") for line in lines if line.startswith("hf_slospec:num_requests_running{"))
+
+    wait_until(is_idle)
+
+
+def test_replica_that_is_killed_loses_nothing_and_is_replaced(url: str, pair: Any) -> None:
+    async def kill() -> None:
+        os.kill(replica_processes()[0].pid, signal.SIGKILL)
+
+    def some_were_resumed() -> bool:  # the killed replica may have served none of the streams
+        metrics = during_streams(url, pair, kill)
+        wait_until(lambda: num_running(url) == 2)
+        return any(own["resumed_tokens"] for own in metrics)
+
+    assert any(some_were_resumed() for _ in range(5))
+
+
+def test_controller_that_is_killed_disturbs_nothing(url: str, pair: Any) -> None:
+    async def kill() -> None:
+        ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
+
+    replicas = replica_processes()
+    during_streams(url, pair, kill)
+    wait_until(lambda: num_running(url) == 2)
+    assert replica_processes() == replicas
+
+
+def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, pair: Any) -> None:
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-m", "hf_slospec", "serve", "--replicas", "1", "--dtype", "float32",
+               "--port", url.rsplit(":", 1)[1], "--config", '{"kv_tokens": 10000}']  # fmt: skip
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = list[str]()
+
+    async def deploy() -> None:
+        def read() -> None:
+            assert process.stderr is not None
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith("address"):
+                    return
+
+        await asyncio.to_thread(read)
+
+    try:
+        metrics = during_streams(url, pair, deploy)
+        assert not any(own["resumed_tokens"] for own in metrics)  # the replicas that go, two of two, finish them
+        assert any(line.startswith("address") for line in lines), lines
+
+        async def end() -> None:
+            process.send_signal(signal.SIGINT)
+
+        during_streams(url, pair, end, number=2)
+        assert process.wait(WAIT_S) == 0
+        assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 404  # the cluster goes on without it
+    finally:
+        process.kill()
+        process.stderr.close()
