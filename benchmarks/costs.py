@@ -18,8 +18,8 @@ from tqdm import tqdm
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.models.costs.measure import Forwards, Size
+from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import evaluating
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES
 

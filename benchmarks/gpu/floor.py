@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.costs.measure import Forwards, Size
+from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import evaluating
 
 NUM_FORWARDS = 10
 GOAL = 1.15  # verify time over the floor, at batch 1

@@ -14,7 +14,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.generate.divergence import DivergenceReport, divergence_report, first_difference
-from hf_slospec.models.packed.running import trained_len
+from hf_slospec.models.inspection.properties import trained_len
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.tiny.load import Pair
 

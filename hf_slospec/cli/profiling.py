@@ -10,8 +10,8 @@ from rich.table import Table
 from hf_slospec.cli.budget import Show
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT, REPEATS, measure
 from hf_slospec.models.costs.profiles import save_profile
+from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import evaluating
 
 
 def profile(name: str, packed: PackedModel, seconds: float, keep: bool, show: Show) -> dict[str, Any]:

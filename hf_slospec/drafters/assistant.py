@@ -18,9 +18,9 @@ from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.device.memory import as_memory_error
+from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import draft_nodes
-from hf_slospec.models.packed.running import evaluating
 from hf_slospec.models.sequences.request_sequences import RequestSequences, RequestText
 
 

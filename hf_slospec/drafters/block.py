@@ -15,8 +15,8 @@ from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.coupling import Coupling, coupled
-from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 
 

@@ -11,8 +11,8 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.device.memory import as_memory_error
+from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import evaluating
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 MAX_WAITING = 256  # tokens of one request whose features are kept; more are processed at once

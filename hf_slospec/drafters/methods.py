@@ -21,8 +21,8 @@ from hf_slospec.drafters.translation import TokenTranslation
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError
 from hf_slospec.models.costs.measure import measure_by
+from hf_slospec.models.inspection.properties import evaluating, input_device, vocab_size
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import evaluating, input_device, vocab_size
 
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
 

@@ -15,13 +15,14 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import PackedBatch, Span, active_forward
 from hf_slospec.models.attention.backends import Backend
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import Size
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.device.transfer import to_device
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+from hf_slospec.models.inspection.properties import evaluating
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import evaluating
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 LAST_HIDDEN = -1  # the target's hidden state after its last norm, numbered as in output_hidden_states

@@ -22,7 +22,7 @@ from hf_slospec.generate.enable import decoder_of
 from hf_slospec.generate.prepare import Call, StockCall, stock_generate
 from hf_slospec.generate.processors import is_stateless, processors_of_row
 from hf_slospec.generate.rows import pad_token
-from hf_slospec.models.packed.running import input_device
+from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.sampling import Processor
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}

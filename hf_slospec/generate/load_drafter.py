@@ -30,7 +30,7 @@ from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError,
 from hf_slospec.generate.validation import check_causal_lm, check_one_way, check_tokenizer
 from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.models.inspection.hub import hub_options, loading_hint
-from hf_slospec.models.packed.running import input_device, vocab_size
+from hf_slospec.models.inspection.properties import input_device, vocab_size
 
 logger = logging.getLogger(__name__)
 

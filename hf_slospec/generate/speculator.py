@@ -20,9 +20,9 @@ from hf_slospec.engine.request import Request
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.device.memory import MemoryUse
+from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.features_trial import check_features
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import vocab_size
 from hf_slospec.models.target import FeatureReader, PackedTarget, Sampler
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory

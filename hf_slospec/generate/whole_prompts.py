@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import vocab_size
 from hf_slospec.models.packed.prefilled_prompts import Prefilled, cached_tensors, own_cache, sees_later_tokens
 from hf_slospec.models.recurrent.stock_cache import StateLayer, read_states
 

@@ -14,9 +14,9 @@ from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_pr
 from hf_slospec.models.device.machine import log_idle_gpu
 from hf_slospec.models.device.threads import release_openmp_threads, warn_if_oversubscribed
 from hf_slospec.models.inspection.hooks import changing_hooks
+from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.running import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.packed.trial import check_by_trial, counts_padding
 
 

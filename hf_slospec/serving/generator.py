@@ -30,7 +30,7 @@ from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_tokenizer
 from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.models.inspection.hub import hub_options
-from hf_slospec.models.packed.running import input_device
+from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import BatchingService

@@ -40,7 +40,7 @@ from hf_slospec.generate.speculator import Speculator, clock
 from hf_slospec.generate.whole_prompts import keeping_rope_deltas
 from hf_slospec.models.device.host_memory import return_freed_memory
 from hf_slospec.models.device.memory import free_memory
-from hf_slospec.models.packed.running import autocast_dtype, trained_len, vocab_size
+from hf_slospec.models.inspection.properties import autocast_dtype, trained_len, vocab_size
 from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.serving.batcher import Batcher

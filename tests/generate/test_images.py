@@ -20,8 +20,8 @@ from hf_slospec import (
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.generate import whole_prompts
 from hf_slospec.generate.speculator import MEASURE_S
-from hf_slospec.models.packed.probe import probe_layers
 from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
+from hf_slospec.models.packed.probe import probe_layers
 from tests.support.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
 from tests.support.tiny_models import assert_same_as_stock, sharpened, tiny_model
 

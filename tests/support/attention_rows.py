@@ -9,7 +9,8 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import PackedBatch, Span
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape, Stored
+from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape, Stored
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.new_tokens import tree_after_chain
 
 TREES = [

@@ -16,8 +16,9 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.level import Level
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.kv_cache.cache import KVCache
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import Outputs
 from hf_slospec.models.sampling import PendingChoices
 from tests.support.simulated_threads import World

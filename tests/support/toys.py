@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, FloatArray, IntArray, TokenTree
-from hf_slospec.models.kv_cache.pool import Stored
+from hf_slospec.models.batch.cached_sequence import Stored
 
 NextProbs = Callable[[Sequence[int]], FloatArray]  # all tokens so far -> [vocab], probabilities of the next one
 

@@ -27,7 +27,7 @@ from hf_slospec.drafters.heads.unsupported import refuse_unsupported_head
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, SLOSpecError, UnsupportedModelError
 from hf_slospec.models.inspection.checkpoints import listed, not_finite
 from hf_slospec.models.inspection.hub import hub_options
-from hf_slospec.models.packed.running import input_device, vocab_size
+from hf_slospec.models.inspection.properties import input_device, vocab_size
 
 # There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
 LOADING_ERRORS = (

@@ -12,8 +12,8 @@ from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash_kernels import HALF
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_plan import MAX_ROWS, TreePlan, plan_tree
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Span
-from hf_slospec.models.kv_cache.pool import CachedSequence
 
 logger = logging.getLogger(__name__)
 

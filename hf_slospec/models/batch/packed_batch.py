@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.device.transfer import to_device
-from hf_slospec.models.kv_cache.pool import CachedSequence, LayerShape
 
 NO_LENGTHS = "a layer's attention depends on sequence lengths (flash attention's does not), so it cannot be captured"
 FIRST_SEEN = 2  # first place in a table of mask values that is neither False nor True

@@ -11,8 +11,8 @@ import torch
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models.attention import MAX_DENSE
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.device.device_calls import apart_from_captures, synchronize
-from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain
 from hf_slospec.models.recurrent.states import RecurrentStates

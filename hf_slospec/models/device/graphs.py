@@ -22,8 +22,6 @@ from hf_slospec.models.device.device_calls import apart_from_captures
 from hf_slospec.models.device.memory import is_out_of_memory
 from hf_slospec.models.device.sync_guard import SyncGuard
 from hf_slospec.models.device.transfer import DeviceCopy, map_tensors, signature, tensors_in
-from hf_slospec.models.inspection.fingerprint import PLAIN, settings, weight_homes
-from hf_slospec.models.inspection.hooks import changing_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -294,30 +292,3 @@ def _is_close(found: torch.Tensor, right: torch.Tensor) -> bool:
         errors.append((a - b).norm())
         sizes.append(b.norm())
     return bool(torch.stack(errors).norm() <= TOLERANCE * torch.stack(sizes).norm())
-
-
-class GraphPreconditions:
-    """Addresses of a model's weights and settings of its modules, which captured forwards depend on."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-        self._settings: Hashable = None
-        self._version = 0
-        self.renew()
-
-    def renew(self) -> None:
-        """Read the modules again: replaced ones, hooks, and plain attributes such as an adapter's switches."""
-        modules = list(self._model.modules())
-        has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
-        self._homes = list(weight_homes(self._model))
-        weights = [home[name] for home, name in self._homes]
-        are_plain = all(type(weight) in PLAIN for weight in weights)
-        self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        if (now := settings(self._model)) != self._settings:  # thousands of values, compared here and in no forward
-            self._settings = now
-            self._version += 1
-
-    def now(self) -> Hashable:
-        """Return a value that stays equal as long as no change is noticed."""
-        weights = (home.get(name) for home, name in self._homes)
-        return self._version, tuple(None if weight is None else weight.data_ptr() for weight in weights)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from hf_slospec.models.inspection.layer_classes import plain_class
 from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
-from hf_slospec.models.linear.packed_layers import plain_class
 
 OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
 # Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's

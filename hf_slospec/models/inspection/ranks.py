@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
-from hf_slospec.models.packed.running import input_device
+from hf_slospec.models.inspection.properties import input_device
 
 T = TypeVar("T")
 OTHER_SPLITS = {  # sizes in transformers' DistributedConfig, beside `tp_size`

@@ -10,7 +10,8 @@ from types import FrameType
 
 import torch
 
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+from hf_slospec.models.batch.cached_sequence import CachedSequence
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.states import RecurrentStates
 
 

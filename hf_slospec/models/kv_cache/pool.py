@@ -5,76 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 import torch
 
+from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.device.transfer import to_device
-from hf_slospec.models.recurrent.states import RecurrentStates
-
-
-class Stored(NamedTuple):
-    """Shape of one token's K or V in one layer; the two may differ (multi-head latent attention, autocast)."""
-
-    num_heads: int
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one token."""
-        return self.num_heads * self.dim * self.dtype.itemsize
-
-    @classmethod
-    def like(cls, tensor: torch.Tensor) -> Stored:
-        """Return the shape of a layer's K or V, [batch, num_heads, num_tokens, dim]."""
-        return cls(tensor.shape[1], tensor.shape[-1], tensor.dtype, tensor.device)
-
-
-class LayerShape(NamedTuple):
-    """Shapes of all that one attention layer stores per token."""
-
-    key: Stored
-    value: Stored
-    index_key: Stored | None = None  # key of an indexer, which chooses the keys that the layer attends to
-
-    @property
-    def stored(self) -> list[Stored]:
-        """Return the shapes of all that is stored."""
-        return [shape for shape in self if shape is not None]
-
-
-@dataclass(eq=False)
-class CachedSequence:
-    """A sequence's range of slots: committed tokens first, then room for those that a step stages behind them.
-
-    Only ``length`` tells which tokens are committed, so dropping a rejected token's K/V touches no memory. ``start``
-    and ``capacity`` change when the pool is repacked or enlarged.
-    """
-
-    start: int = 0
-    capacity: int = 0
-    length: int = 0  # committed tokens
-    position_offset: int = 0  # of new tokens, from their places: tokens of an image may share positions
-    prompt_len: int = 0  # tokens that stock decoding forwards together, with RoPE by their number if it varies
-    num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
-    states: RecurrentStates | None = None  # of layers that keep no K and V, if the model has such
-
-    def truncate(self, length: int) -> None:
-        """Keep ``length`` tokens at most: all of them are dropped if a state has taken in those that go."""
-        if length < self.length and self.states is not None and length < self.states.length:
-            self.states, length = None, 0
-        self.length = min(self.length, length)
-
-    def commit(self, nodes: Sequence[int]) -> None:
-        """Commit some of the staged tokens, each following the one before; their K/V has been moved together."""
-        self.length += len(nodes)
-        if self.states is not None:
-            self.states.kept = nodes
 
 
 class KVPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -14,24 +14,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.models.inspection.hooks import changing_hooks
+from hf_slospec.models.inspection.layer_classes import Prepacked, plain_class, set_class
 from hf_slospec.models.linear.packed_weight import PackedWeight, is_usual, released_error
 
 Copy = tuple[nn.Module, str]  # a layer and the name of its weight
 EXPERTS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel", "_apply_gate")
 
 active: ContextVar[Mapping[Copy, PackedWeight]] = ContextVar("hf_slospec_prepacked", default={})  # noqa: B039  read only
-
-
-class Prepacked:
-    """Base of a layer's class while a packed forward runs.
-
-    Nothing else of the layer changes, so that other threads may copy it or run forwards of their own meanwhile.
-    """
-
-    plain: ClassVar[type[nn.Module]]  # the layer's own class
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (self.plain,), self.__dict__
 
 
 class _PrepackedLinear(Prepacked, nn.Linear):
@@ -199,16 +188,6 @@ def guard(model: nn.Module) -> None:
     """Refuse moves, casts and loads of a model with released weights as a whole: layers come after their siblings."""
     for name in GUARDED:
         model.__dict__.setdefault(name, _Guard(model, name))
-
-
-def plain_class(layer: nn.Module) -> Any:
-    """Return the layer's own class."""
-    return layer.plain if isinstance(layer, Prepacked) else type(layer)
-
-
-def set_class(layer: nn.Module, own: Any) -> None:
-    """Set a layer's class; an assignment would take twenty times as long."""
-    object.__setattr__(layer, "__class__", own)
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:

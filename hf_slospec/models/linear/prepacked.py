@@ -24,6 +24,7 @@ from torch import nn
 from hf_slospec.config import Prepack
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.hooks import is_compiled
+from hf_slospec.models.inspection.layer_classes import plain_class, set_class
 from hf_slospec.models.linear.cpu_kernel_choice import choose
 from hf_slospec.models.linear.packed_layers import (
     Copy,
@@ -31,10 +32,8 @@ from hf_slospec.models.linear.packed_layers import (
     active,
     guard,
     is_plain,
-    plain_class,
     prepacked_class,
     release_weights,
-    set_class,
     weight_names,
 )
 from hf_slospec.models.linear.packed_weight import PackedWeight, ReleasedWeight, matrices_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hf_slospec.models.inspection.properties import cannot_be_packed, evaluating, refused_if_it_fails
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain
-from hf_slospec.models.packed.running import cannot_be_packed, evaluating, refused_if_it_fails
 
 LENGTH = 6  # tokens of the text
 TOLERANCE = 0.1  # relative; a state of another layer or token is further off

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention import AttentionLayer, MaskSource, Positions
-from hf_slospec.models.kv_cache.pool import LayerShape, Stored
-from hf_slospec.models.packed.running import cannot_be_packed, is_reached, layer_types
+from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
+from hf_slospec.models.inspection.properties import cannot_be_packed, is_reached, layer_types
 
 
 class OwnProbe(MaskSource):

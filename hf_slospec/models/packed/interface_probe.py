@@ -10,9 +10,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_slospec.models.attention import AttentionLayer
+from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
+from hf_slospec.models.inspection.properties import cannot_be_packed, is_reached, layer_types
 from hf_slospec.models.inspection.reach import Reach, reach_of
-from hf_slospec.models.kv_cache.pool import LayerShape, Stored
-from hf_slospec.models.packed.running import UNREAD_MASK_SHAPE, cannot_be_packed, is_reached, layer_types
+from hf_slospec.models.packed.running import UNREAD_MASK_SHAPE
 from hf_slospec.models.recurrent.calls import CONVOLUTION, Key, Mixer, StateCache
 from hf_slospec.models.recurrent.stock_cache import StateLayer
 

@@ -29,11 +29,13 @@ from hf_slospec.models.attention import (
     backend_for,
 )
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
-from hf_slospec.models.device.graphs import GraphCounts, GraphHistory, GraphPreconditions, Graphs, capturer_for
+from hf_slospec.models.device.graphs import GraphCounts, GraphHistory, Graphs, capturer_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.inspection.fingerprint import Fingerprint
+from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
+from hf_slospec.models.inspection.properties import hidden_states, input_device, vocab_size, watching_autocast
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -41,13 +43,7 @@ from hf_slospec.models.length_rope import LengthRope
 from hf_slospec.models.linear.prepacked import PrepackedLayers
 from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS, padded
 from hf_slospec.models.packed.probe import probe_layers, refuse_by_declaration
-from hf_slospec.models.packed.running import (
-    hidden_states,
-    input_device,
-    run_model,
-    vocab_size,
-    watching_autocast,
-)
+from hf_slospec.models.packed.running import run_model
 
 
 class Outputs(NamedTuple):

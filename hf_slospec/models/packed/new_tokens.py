@@ -9,7 +9,7 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import FIRST_SEEN, NewTokens
-from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 
 

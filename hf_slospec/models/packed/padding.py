@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.batch.packed_batch import NewTokens
 from hf_slospec.models.device.bucket_sizes import BATCHES, BUCKETS, bucket_for
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+from hf_slospec.models.kv_cache.pool import KVPool
 
 MAX_PADDING_SLOTS = 144  # tokens: the largest step between two sizes, and 16 padding sequences
 SHORT = 16  # tokens: padding sequences so long do not make attention slower

@@ -9,15 +9,10 @@ import torch
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import AttentionLayer
 from hf_slospec.models.inspection.hooks import is_compiled
+from hf_slospec.models.inspection.properties import evaluating, input_device, layer_types, refused_if_it_fails
 from hf_slospec.models.packed.gathered_probe import OwnProbe
 from hf_slospec.models.packed.interface_probe import NO_MIXING, InterfaceProbe
-from hf_slospec.models.packed.running import (
-    evaluating,
-    input_device,
-    layer_types,
-    refused_if_it_fails,
-    run_model,
-)
+from hf_slospec.models.packed.running import run_model
 from hf_slospec.models.recurrent.stock_cache import StateLayer
 
 # Layers whose attention can be replaced, or that keep a state, or both; the probe sees which of them can be packed.

@@ -10,15 +10,15 @@ from transformers import DynamicCache
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.inspection.checkpoints import listed, not_finite
-from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
-from hf_slospec.models.packed.running import (
+from hf_slospec.models.inspection.properties import (
     cannot_be_packed,
     evaluating,
     given_position_ids,
     refused_if_it_fails,
     takes_position_ids,
 )
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
 
 # Relative error of a node's logits: above rounding, and far below the error of attending to a wrong token.

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.kv_cache.cache import KVCache
-from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed.model import DraftLevel, Outputs, PackedModel
 from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
 from hf_slospec.models.recurrent.states import RecurrentStates

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from hf_slospec.engine.request import FinishReason, RequestMetrics
 from hf_slospec.generate.grammars import Grammars
-from hf_slospec.models.packed.running import vocab_size
+from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.handle import RequestHandle

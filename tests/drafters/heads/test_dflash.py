@@ -16,8 +16,8 @@ from hf_slospec.drafters.block import block_rows, block_tokens, context_tokens
 from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import measure
-from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial
 from tests.support.flash_stand_in import StandIn

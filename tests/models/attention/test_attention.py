@@ -12,7 +12,8 @@ import torch
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import AttentionLayer, Span, active_forward
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import tree_after_chain
 from tests.support.tiny_models import ragged_prompts, tiny_model

@@ -22,7 +22,7 @@ from hf_slospec.models.attention import FlashAttention, PackedBatch, Span, maske
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.kernel_trial import attention_with_lse
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
-from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 from tests.support import flash_stand_in
 from tests.support.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case

@@ -11,7 +11,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from hf_slospec.models.attention import GatheredForward, Positions, given_positions, own_attention
 from hf_slospec.models.attention.positions import bias_by_position
-from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
+from hf_slospec.models.kv_cache.pool import KVPool
 from tests.support.attention_rows import ROWS, Case, case
 
 WINDOW = 4

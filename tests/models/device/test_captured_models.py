@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.memory import as_memory_error
-from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed import model as packed
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import request_sequences

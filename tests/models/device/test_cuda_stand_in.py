@@ -22,11 +22,11 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.generate.speculator import MEASURE_S
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.device import device_calls
 from hf_slospec.models.device.graphs import CaptureError, CudaGraphs, Graphs, Run
 from hf_slospec.models.device.memory import as_memory_error
-from hf_slospec.models.kv_cache.pool import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests

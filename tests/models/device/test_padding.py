@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.device.bucket_sizes import BATCHES, BUCKETS, bucket_for
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS, SHORT, padded
 from tests.support.graph_bench import Bench
 from tests.support.graph_stand_in import Tapes

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.engine.request import Request
+from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.kv_cache.cache import KVCache
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import request_sequences
 from hf_slospec.models.sequences.request_sequences import RequestSequences

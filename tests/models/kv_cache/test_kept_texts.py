@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.request import Request
-from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.sequences import request_sequences as module
 from hf_slospec.models.sequences.kept_texts import KeptText, KeptTexts, num_common
 from hf_slospec.models.sequences.request_sequences import RequestSequences

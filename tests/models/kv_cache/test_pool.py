@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from hf_slospec.models.kv_cache.pool import CachedSequence, KVPool, LayerShape
+from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
+from hf_slospec.models.kv_cache.pool import KVPool
 from tests.support.toys import SEEDS, stored
 
 NUM_SLOTS = 24

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.request import Request
+from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.kv_cache.cache import KVCache
-from hf_slospec.models.kv_cache.pool import KVPool, LayerShape, Stored
+from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.sequences import request_sequences as module
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from tests.support.toys import SEEDS

@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.batch.cached_sequence import CachedSequence
+from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
-from hf_slospec.models.packed.running import evaluating
 from hf_slospec.models.recurrent.groups import MAX_AT_ONCE
 from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_models import VOCAB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_slospec.models.kv_cache.pool import CachedSequence
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.recurrent.calls import CONVOLUTION, Key
 from hf_slospec.models.recurrent.operators import Inputs, Whole
 from hf_slospec.models.recurrent.states import RecurrentStates

@@ -1,0 +1,29 @@
+"""Classes that replace those of layers while packed forwards run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class Prepacked:
+    """Base of a layer's class while a packed forward runs.
+
+    Nothing else of the layer changes, so that other threads may copy it or run forwards of their own meanwhile.
+    """
+
+    plain: ClassVar[type[nn.Module]]  # the layer's own class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (self.plain,), self.__dict__
+
+
+def plain_class(layer: nn.Module) -> Any:
+    """Return the layer's own class."""
+    return layer.plain if isinstance(layer, Prepacked) else type(layer)
+
+
+def set_class(layer: nn.Module, own: Any) -> None:
+    """Set a layer's class; an assignment would take twenty times as long."""
+    object.__setattr__(layer, "__class__", own)

@@ -1,0 +1,146 @@
+"""Properties of a model that packed forwards need, and the errors that refuse it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from inspect import signature
+from typing import Any
+
+import torch
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.models.device.memory import DEVICE_ERRORS, is_out_of_memory
+
+FORWARD_ERRORS = (
+    TypeError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+)
+
+
+def vocab_size(model: Any) -> int:
+    """Return the size of the vocabulary in the model's config."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def trained_len(model: Any) -> int | None:
+    """Return the length of the longest text that the model was trained for; None if its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_embeds_tokens(model: Any) -> None:
+    """Raise UnsupportedModelError unless the model has one table that embeds its tokens."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:
+        embeddings = None
+    if not isinstance(getattr(embeddings, "weight", None), torch.Tensor):
+        found = "none" if embeddings is None else f"a {type(embeddings).__name__}"
+        raise cannot_be_packed(model, f"its input embeddings must be one table of all tokens, and are {found}")
+
+
+def input_device(model: Any) -> torch.device:
+    """Return the device of the input embeddings; if they are offloaded, the device on which they are executed."""
+    embeddings = model.get_input_embeddings()
+    own: torch.device = embeddings.weight.device
+    if own.type != "meta":
+        return own
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device("meta" if device is None else device)
+
+
+def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the positions as an argument of the model's forward; nothing if it takes none and counts by itself."""
+    return {"position_ids": position_ids} if takes_position_ids(model) else {}
+
+
+def takes_position_ids(model: Any) -> bool:
+    """Return whether the model's forward names ``position_ids``, which stock ``generate`` then gives to it."""
+    return "position_ids" in _arguments(model)
+
+
+def _arguments(model: Any) -> frozenset[str]:
+    return _arguments_of(type(model).forward)
+
+
+@functools.cache
+def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature(forward).parameters)
+
+
+def hidden_states(found: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return hidden states that a model was asked for, side by side.  -> [num_tokens, num_layers * hidden]"""
+    return torch.cat([found.hidden_states[layer][0].to(device) for layer in layers], dim=-1)
+
+
+@contextlib.contextmanager
+def refused_if_it_fails(model: Any) -> Iterator[None]:
+    """Raise UnsupportedModelError if the model's forward fails inside this context; device errors pass through."""
+    try:
+        yield
+    except DEVICE_ERRORS:
+        raise
+    except FORWARD_ERRORS as error:
+        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
+            raise
+        raise cannot_be_packed(model, f"its forward failed on a packed batch with {error!r}") from error
+
+
+def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
+    """Return the error that refuses a model by its class name."""
+    return UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation mode inside this context: dropout would also draw from the global generator."""
+    training: list[Any] = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes products in, in this thread now; None where it is off."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+@contextlib.contextmanager
+def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
+    """Give a function that returns the autocast dtype within the model's last forward inside this context.
+
+    ``Accelerator.prepare`` replaces a model's forward by one that turns autocast on for itself.
+    """
+    seen: list[torch.dtype | None] = [None]
+    device = input_device(model).type
+
+    def watch(*_: Any) -> None:
+        seen[0] = autocast_dtype(device)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(watch)
+    try:
+        yield lambda: seen[0]
+    finally:
+        hook.remove()
+
+
+def layer_types(model: Any) -> list[str]:
+    """Return the type of each layer in the model's config; empty if it has none."""
+    return list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def is_reached(window: int | None, model: Any) -> bool:
+    """Return whether texts may get longer than a window."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return bool(window and (most is None or window < most))
