@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -22,12 +23,11 @@ import numpy as np
 import torch
 import typer
 
-from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, load_tiny_pair, tiny_prompts
+from hf_slospec import Request, SLOSpecConfig, SLOSpecGenerator, StepCosts, load_tiny_pair, tiny_prompts
 from hf_slospec.algo.acceptance import SHARPNESS, Acceptance
 from hf_slospec.algo.tree import Forest
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, UNCOUPLED, Bench, Method, provenance, summarize
-from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Selection
+from hf_slospec.engine.protocols import PolicyStep, Selection
 from hf_slospec.policies.fixed import FixedPolicy
 from hf_slospec.tiny.load import load_pair
 
@@ -91,20 +91,16 @@ def speed(
 class Observed(FixedPolicy):
     """Policy of constant shape that also predicts what is accepted."""
 
-    def __init__(self, depth: int, width: int, acceptance: Acceptance):
-        super().__init__(depth, width)
+    def __init__(self, config: SLOSpecConfig, costs: StepCosts, acceptance: Acceptance):
+        super().__init__(config, costs)
         self.acceptance = acceptance
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        self.prediction = self.acceptance.predict(requests, Forest.of(candidates))
-        return Selection(candidates, self.prediction.expected_tokens(np.ones(len(self.prediction.path_probs))).tolist())
-
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        forest = self.prediction.forest
-        is_verified = np.ones(len(forest.depths), dtype=np.bool_)
-        self.acceptance.observe(requests, self.prediction, is_verified, forest.indices(accepted))
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+        candidates, _ = yield self.plan(requests, begun_s)
+        forest = Forest.of(candidates)
+        prediction, is_verified = self.acceptance.predict(requests, forest), np.ones(len(forest.depths), dtype=np.bool_)
+        accepted, _ = yield Selection(candidates, prediction.expected_tokens(is_verified).tolist())
+        self.acceptance.observe(requests, prediction, is_verified, forest.indices(accepted))
 
 
 def study(
@@ -115,7 +111,7 @@ def study(
     acceptance = Acceptance(depth)
     generator = SLOSpecGenerator(
         target, draft, tokenizer, SLOSpecConfig(max_depth=depth, max_width=width, coupling=sharpness is not None),
-        make_policy=lambda config, costs: Observed(depth, width, acceptance),
+        make_policy=partial(Observed, acceptance=acceptance),
     )  # fmt: skip
     expected, steps = 0.0, list[int]()
     with patch("hf_slospec.models.coupling.SHARPNESS", sharpness or SHARPNESS):

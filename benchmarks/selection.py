@@ -13,7 +13,6 @@ import json
 import time
 from pathlib import Path
 from statistics import median
-from typing import get_args
 
 import numpy as np
 
@@ -23,11 +22,11 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Policy
+from hf_slospec.engine.protocols import Policy, StepDecisions
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from hf_slospec.policies.settings import PolicyName
+from hf_slospec.policies.registry import all_policies
 
 DEPTH, WIDTH, REPEATS = 8, 3, 60
 COUNTS = (1, 8, 64, 256, 1024)
@@ -62,13 +61,12 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
     spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
     for repeat in range(REPEATS):
         laps = [time.perf_counter()]
-        plan = policy.plan(requests, 0.01 * repeat)
+        step = StepDecisions(policy.step(requests, 0.01 * repeat))
+        plan = step.plan()
         laps.append(time.perf_counter())
-        selection = policy.select(requests, trees, plan)
+        selection = step.select(trees, plan)
         laps.append(time.perf_counter())
-        policy.observe(
-            requests, [[1] if tree.num_nodes > 1 else [] for tree in selection.trees], PhaseTimes(0.01, 0.0, 0.02)
-        )
+        step.observe([[1] if tree.num_nodes > 1 else [] for tree in selection.trees], PhaseTimes(0.01, 0.0, 0.02))
         laps.append(time.perf_counter())
         for name, begun_s, ended_s in zip(spent, laps, laps[1:], strict=False):
             spent[name].append(1e3 * (ended_s - begun_s))
@@ -77,7 +75,7 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policies", nargs="+", choices=get_args(PolicyName), default=["auto", "adaserve"])
+    parser.add_argument("--policies", nargs="+", choices=list(all_policies()), default=["auto", "adaserve"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = {}

@@ -37,11 +37,11 @@ FORWARD = [
     ("rotary embedding", r"rotary|rotate_half"),
     ("activations", r"torch/nn/modules/activation\.py|transformers/activations\.py"),
     ("the rest of the layers", "transformers/models/"),
-    ("inputs and masks", r"hf_slospec/models/(packed|new_tokens)\.py"),
+    ("inputs and masks", r"hf_slospec/models/packed/(model|new_tokens)\.py"),
 ]
 PHASES = [
     ("verify", r"_verify \(.*models/target\.py"),
-    ("draft", r"draft \(.*models/drafters/assistant\.py"),
+    ("draft", r"draft \(.*hf_slospec/drafters/assistant\.py"),
     ("plan and select", "hf_slospec/policies/"),
     ("accept", "hf_slospec/algo/accept.py"),
     ("commit", r"commit \(.*models/target\.py"),

@@ -45,7 +45,7 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_preserve_defaults = True
 ALIASES = (
     *("IntArray", "FloatArray", "BoolArray", "Count", "StepTime", "ShapeTime", "TreeTime", "OnReplaced"),
-    *("SLOTpot", "SLOOrder", "NewPolicy", "Prompt", "IsOver"),
+    *("SLOTpot", "SLOOrder", "NewPolicy", "Prompt", "IsOver", "PolicyStep"),
 )
 autodoc_type_aliases = {name: name for name in ALIASES}  # shown as they are written,
 TypeAliasForwardRef.__repr__ = lambda alias: alias.name  # within other types too

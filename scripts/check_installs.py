@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "gpu-check", "simulate")
+COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "simulate")
 START_S = 900.0  # that a server may take until it answers
 HELP = f"""
 from hf_slospec.cli.app import app

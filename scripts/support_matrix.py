@@ -463,7 +463,7 @@ def page(results: dict[str, Verdict]) -> str:
         "...](drafters.md)) are not part of this test.",
         "",
         "A class is exact for the settings tested here. A checkpoint may use other settings, so each model is checked "
-        "by a trial when it is enabled. `python scripts/check_model.py org/name` compares a checkpoint of yours with "
+        "by a trial when it is enabled. `python -m hf_slospec check org/name` compares a checkpoint of yours with "
         "stock `generate` and prints a report ([Check your model](own_models.md#check-your-model)).",
         "",
         "**Attention.** The tests above use `sdpa`. `triton` (CUDA, bf16 or fp16; the default there) does everything "

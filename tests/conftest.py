@@ -31,6 +31,7 @@ def _settings() -> Iterator[None]:
 
     from hf_slospec.generate.speculator import MEASURE_S
     from hf_slospec.models.linear import cpu_kernel_choice as kernel_choice
+    from tests.support import policy_names  # noqa: F401  registers the policies of the lab
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -19,6 +19,7 @@ from benchmarks.gpu.counts import counting, replaced
 from benchmarks.gpu.failures import outcome_of
 from benchmarks.gpu.limits import TimedOutError, at_most
 from hf_slospec.cli.benchmark import OURS, Bench
+from hf_slospec.engine.protocols import StepDecisions
 from hf_slospec.engine.step import Engine
 from hf_slospec.models.packed.model import PackedModel
 
@@ -27,7 +28,7 @@ STEP, LEVEL = "step", "draft level"
 METHODS = {
     STEP: (Engine, "step"),
     "draft": (Engine, "_draft"),
-    "select": (Engine, "_select"),
+    "select": (StepDecisions, "select"),
     "verify": (Engine, "_verify"),
     "commit": (Engine, "_commit"),
     "forward": (PackedModel, "_run"),

@@ -46,7 +46,7 @@ class Prediction:
 
     forest: Forest
     drawings: Sequence[Drawing]  # by tree
-    conditionals: Conditionals  # of the draft
+    conditionals: Conditionals  # the draft's conditional probabilities
     calibrated: FloatArray  # [num_nodes] f64, calibrated conditionals
     path_probs: FloatArray  # [num_nodes] f64, products of the calibrated conditionals along paths
 

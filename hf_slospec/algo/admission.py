@@ -147,7 +147,7 @@ def _largest_set(
         counts, left, rates = counts[kept], left[kept], rates[kept]
         trail.append((parents[kept], is_taken[kept]))
 
-    # Of equal states the first in order of preference is taken.
+    # Ties: the first state in order of preference is taken.
     at = max(range(len(counts)), key=lambda state: (*counts[state, : len(priorities)], -state))
     chosen: list[int] = []
     for place in reversed(range(len(jobs))):

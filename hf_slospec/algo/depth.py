@@ -61,15 +61,15 @@ class DepthControl:
 
     STANDS = 4  # steps
     SIMILAR = 1.5  # ratio of numbers of requests that one choice serves
-    LOOK_SHARE = 0.01  # of the time
+    LOOK_SHARE = 0.01  # share of the time that looks may take
     MIN_GAP = 8  # steps between looks, and before the first one of those at doubling intervals
     WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes that are drafted before the averages decide, whichever is less
     PROBE_DEPTH = 2  # levels of a look while speculation is off
     MIN_CONTINUATION = 0.2
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
     MARGIN = 1.02  # factor by which speculation must be better than plain decoding to be switched on
-    WEIGHT = 0.1  # of a step in the running averages, if the place was drafted in the step before, too
-    MAX_WEIGHT = 0.5  # of a step in the running averages, if the place was not drafted for long
+    WEIGHT = 0.1  # weight of a step in the running averages, if the level was drafted in the step before, too
+    MAX_WEIGHT = 0.5  # weight of a step in the running averages, if the level was not drafted for long
     DOUBT = 0.5  # standard deviation of a node's contribution in one step, at most
     NO_DOUBT = 0.02  # relative error of the averages below which they are taken as they are
 
@@ -205,7 +205,7 @@ class DepthControl:
         if not max_depth:
             return 0, 1, 0.0, plain
         losses = (1.0 - rates / rates.max((1, 2), keepdims=True))[-2:].max(axis=0)
-        at = int(np.argmin(losses[1:].T))  # of equal losses the narrowest shape, then the shallowest
+        at = int(np.argmin(losses[1:].T))  # ties: the narrowest shape, then the shallowest
         width, depth = divmod(at, max_depth)
         return depth + 1, width + 1, float(rates[0, depth + 1, width]), plain
 

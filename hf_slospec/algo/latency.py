@@ -17,7 +17,7 @@ class LatencyCurve:
     """Seconds of one forward by its number of tokens; linear between the measured points and beyond the last."""
 
     num_tokens: tuple[int, ...]  # ascending
-    seconds: tuple[float, ...]  # of each, never falling
+    seconds: tuple[float, ...]  # one per size, never falling
 
     @classmethod
     def fit(cls, num_tokens: Sequence[int], seconds: Sequence[float]) -> LatencyCurve:
@@ -62,8 +62,8 @@ class ForwardCost:
     """Seconds of one packed forward: a curve in its tokens, and linear terms in requests and keys."""
 
     curve: LatencyCurve
-    per_request_s: float = 0.0  # of every request after the first
-    per_key_s: float = 0.0  # of every cached token that some request attends to
+    per_request_s: float = 0.0  # seconds per request after the first
+    per_key_s: float = 0.0  # seconds per cached token that some request attends to
 
     def __call__(
         self,

@@ -46,7 +46,7 @@ def merge_forests(
     # A merged node is named by the first given node with its path, and found by its parent's name and its token.
     name_of = np.arange(len(depths))
     name_of[roots] = roots[tree_of[roots]]
-    path_probs = np.ones(len(depths))  # of merged nodes, at their names
+    path_probs = np.ones(len(depths))  # [num_nodes] f64, indexed by the merged nodes' names
     for depth in range(1, int(depths.max()) + 1):
         layer = np.flatnonzero(depths == depth)
         above = name_of[parents[layer]]
@@ -60,7 +60,7 @@ def merge_forests(
 
     names = np.flatnonzero(name_of == np.arange(len(depths)))
     names = names[np.lexsort((depths[names], -path_probs[names], tree_of[names]))]  # stable: ties stay in order
-    place_of = np.empty(len(depths), dtype=np.int64)  # of names, in their trees
+    place_of = np.empty(len(depths), dtype=np.int64)  # index in its tree, by name
     ends = np.cumsum(np.bincount(tree_of[names], minlength=len(roots) // len(forests)))
     merged = []
     for own in np.split(names, ends[:-1]):

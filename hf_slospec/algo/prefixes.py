@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 BLOCK = 32  # tokens; prompts are compared by whole blocks
-MAX_BLOCKS = 2**16  # of all prompts together; those used least recently are dropped
+MAX_BLOCKS = 2**16  # blocks of all prompts together; the least recently used are dropped
 
 
 class PrefixIndex:

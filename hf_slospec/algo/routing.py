@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from hf_slospec.algo.latency import LatencyCurve
 
-POWER = 4.0  # of a ratio of time to SLO: the larger, the less requests that are far from missing theirs count
+POWER = 4.0  # exponent of the ratio of time to SLO: the larger, the less requests far from missing theirs count
 AFFINITY = 2.0  # requests that K/V of a whole prompt outweighs
 LEAST_S = 1e-6  # shorter SLOs count as this one
 FREE = LatencyCurve((1,), (0.0,))
@@ -27,13 +25,13 @@ class ReplicaLoad:
 
     guaranteed: tuple[tuple[float, int], ...] = ()  # TPOT SLO in seconds (inf: none), unfinished requests with it
     best_effort: int = 0  # unfinished requests without a guarantee
-    prefill_tokens: int = 0  # of all these, prompt tokens that are not processed yet
+    prefill_tokens: int = 0  # prompt tokens of all these requests that are not processed yet
     kv_free: int = 0  # tokens of K/V that no unfinished request holds or waits for
     step_s: LatencyCurve = FREE  # seconds of a step by its tokens, drafting excluded
     acceptance_length: float = 1.0  # tokens committed per request and step, recently
     nodes: float = 1.0  # verified per request and step, roots included, recently
     draft_s: float = 0.0  # seconds of drafting in a step, recently
-    output_tokens: float = 100.0  # of a request, on average of those that finished recently
+    output_tokens: float = 100.0  # per request, averaged over those that finished recently
 
     @property
     def num_requests(self) -> int:
@@ -131,24 +129,6 @@ def ranked(loads: Sequence[ReplicaLoad], need: Need, num_reusable: Sequence[int]
         return load.kv_free < need.kv_tokens, strain - load.strain, load.prefill_tokens + left, index
 
     return sorted(range(len(loads)), key=cost)
-
-
-def least_loaded(loads: Sequence[ReplicaLoad]) -> int:
-    """Return the replica with the fewest unfinished requests, then the least prefill."""
-    return min(range(len(loads)), key=lambda index: _emptiness(loads[index], index))
-
-
-def shortest_queue(loads: Sequence[ReplicaLoad]) -> int:
-    """Return the first replica with the fewest unfinished requests, as ordinary routers do."""
-    return min(range(len(loads)), key=lambda index: (loads[index].num_requests, index))
-
-
-def power_of_two(loads: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
-    """Return the replica with fewer unfinished requests of two random ones."""
-    if len(loads) == 1:
-        return 0
-    first, second = rng.choice(len(loads), 2, replace=False).tolist()
-    return int(second if loads[second].num_requests < loads[first].num_requests else first)
 
 
 def utilisation(load: ReplicaLoad) -> float:

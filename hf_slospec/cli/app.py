@@ -11,7 +11,6 @@ from hf_slospec.cli.commands.bench import bench
 from hf_slospec.cli.commands.check import check
 from hf_slospec.cli.commands.demo import demo
 from hf_slospec.cli.commands.generate import generate
-from hf_slospec.cli.commands.gpu_check import gpu_check
 from hf_slospec.cli.commands.profile import profile
 from hf_slospec.cli.commands.serve import serve
 from hf_slospec.cli.commands.simulate import simulate
@@ -34,5 +33,5 @@ def main(
     """Handle the options of the command line itself; the commands do the work."""
 
 
-for command in (generate, serve, demo, bench, profile, check, gpu_check, simulate):
+for command in (generate, serve, demo, bench, profile, check, simulate):
     app.command()(command)

@@ -48,7 +48,13 @@ AllowMissing = Annotated[
         "--allow-missing", help="Load checkpoints that lack tensors, which stay random, or have unknown ones."
     ),
 ]
-ConfigJSON = Annotated[str, typer.Option(help="SLOSpecConfig fields as JSON, e.g. '{\"max_depth\": 4}'.")]
+ConfigJSON = Annotated[
+    str,
+    typer.Option(
+        help='SLOSpecConfig fields as JSON, e.g. \'{"max_depth": 4}\'. "policy" is auto, adaserve, fixed, none or any '
+        "other registered one; an unknown name lists them."
+    ),
+]
 ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the results with provenance to this file.")]
 
 

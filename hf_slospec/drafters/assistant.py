@@ -15,20 +15,21 @@ from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.drafters.translation import DraftText, TokenTranslation
 from hf_slospec.engine.costs import MAX_CATCH_UP
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import draft_nodes
-from hf_slospec.models.sequences.request_sequences import RequestSequences, RequestText
+from hf_slospec.models.sequences.request_sequences import RequestSequences
+from hf_slospec.models.sequences.room import RequestText
 
 
 @dataclass(frozen=True, eq=False)
 class AssistantNetwork:
     """Inputs and outputs of an assistant model (:class:`Network`)."""
 
-    vocab_size: int  # of the target, as either vocabulary may be padded further than the other
+    vocab_size: int  # the target's; either vocabulary may be padded further than the other
     device: torch.device
     translation: TokenTranslation | None = None
 
@@ -49,7 +50,7 @@ class AssistantNetwork:
         return Scores(found[..., self.translation.to(self.device)[1]])
 
 
-class AssistantDrafter:
+class AssistantDrafter(Drafter):
     """Beam search on the draft model's probabilities, coupled to the noise of sampled requests.
 
     Its candidate trees hold every beam node. The draft's K/V cache holds committed tokens only: a call first processes
@@ -85,7 +86,6 @@ class AssistantDrafter:
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Return how many forwards took longer than later ones of their size will."""
         return self.packed.num_one_off_forwards
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:

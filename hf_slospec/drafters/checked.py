@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -13,13 +12,18 @@ from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 
+METHODS = ("release", "take_features", "read_kv_of", "reuse", "relieve", "close")
 
-class CheckedDrafter:
+
+class CheckedDrafter(Drafter):
     """Drafter of the user, whose candidate trees are checked before they are verified."""
 
     def __init__(self, drafter: Drafter, vocab_size: int, keeps_rng: bool = True):
         """``keeps_rng`` restores the global generator, which the target samples from, after drafting."""
         self.drafter, self.vocab_size, self.keeps_rng = drafter, vocab_size, keeps_rng
+        for name in METHODS:  # those that the object lacks, as it need not be a Drafter, do nothing
+            if hasattr(drafter, name):
+                setattr(self, name, getattr(drafter, name))
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
         with torch.random.fork_rng(enabled=self.keeps_rng):
@@ -43,12 +47,12 @@ class CheckedDrafter:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that the drafter reads."""
         return tuple(getattr(self.drafter, "feature_layers", ()))
 
-    def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
-        reader: Any = self.drafter
-        reader.take_features(request, begin, features)
+    @property
+    def num_one_off_forwards(self) -> int:
+        return int(getattr(self.drafter, "num_one_off_forwards", 0))
 
-    def release(self, request: Request) -> None:
-        self.drafter.release(request)
+    @property
+    def num_feature_bytes(self) -> int:
+        return int(getattr(self.drafter, "num_feature_bytes", 0))

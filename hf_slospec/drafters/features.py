@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.inspection.properties import evaluating
@@ -104,7 +104,7 @@ class FeatureQueue:
         self._waiting.clear()
 
 
-class FeatureDrafter:
+class FeatureDrafter(Drafter):
     """Base of drafters whose network has K/V of committed tokens that it computes from features of the target.
 
     Features of prompts are processed as they come, later ones when they are needed. Where features are missing (of K/V
@@ -120,14 +120,21 @@ class FeatureDrafter:
         ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`.
         """
         self.packed, self.vocab_size = packed, vocab_size
-        self.feature_layers: tuple[int, ...] = packed.model.feature_layers
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self.features = FeatureQueue()
 
     @property
+    def feature_layers(self) -> tuple[int, ...]:
+        layers: tuple[int, ...] = self.packed.model.feature_layers
+        return layers
+
+    @property
     def num_one_off_forwards(self) -> int:
-        """Return how many forwards took longer than later ones of their size will."""
         return self.packed.num_one_off_forwards
+
+    @property
+    def num_feature_bytes(self) -> int:
+        return self.features.num_bytes
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
         self.features.add(request, begin, features)
@@ -137,7 +144,7 @@ class FeatureDrafter:
             try:
                 with as_memory_error(), evaluating(self.packed.model):
                     self._process([request])
-            except MemoryError:  # of this request only; its K/V saves time, and the memory is needed
+            except MemoryError:  # ends nothing: this request's K/V only saves time, and the memory is needed
                 self.sequences.release(request, may_keep=False)
                 self.features.drop(request)
 
@@ -158,7 +165,6 @@ class FeatureDrafter:
         raise NotImplementedError
 
     def reuse(self, request: Request) -> int:
-        """Give a request that has no K/V that of a text which begins alike; return its tokens with K/V."""
         before = self.sequences.num_cached(request)
         if (found := self.sequences.reuse(request)) > before:
             found -= 1  # the last one may have been computed with the token behind it, which may be another here
@@ -171,12 +177,10 @@ class FeatureDrafter:
         self.features.drop(request)
 
     def relieve(self) -> bool:
-        """Free the K/V of all requests, which only saves time; return whether there was any."""
         had_some = not self.sequences.is_empty
         self.close()
         return had_some
 
     def close(self) -> None:
-        """Release all requests and the network's K/V cache."""
         self.features.clear()
         self.sequences.close()

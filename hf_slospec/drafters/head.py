@@ -27,7 +27,7 @@ class HeadNetwork:
     """Inputs and outputs of a head (:class:`Network`)."""
 
     head: DraftHead
-    vocab_size: int  # of the target
+    vocab_size: int  # the target's
 
     @property
     def vocabulary(self) -> Vocabulary | None:

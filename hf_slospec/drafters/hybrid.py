@@ -66,7 +66,7 @@ def _path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
     return path
 
 
-class HybridDrafter:
+class HybridDrafter(Drafter):
     """Merges the trees of several drafters: cheap ones first (prompt lookup, suffix trees), then a model.
 
     Acceptance is learned for each drafter by itself, from the text that requests went on with, so that the drafters'
@@ -91,8 +91,11 @@ class HybridDrafter:
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Return how many forwards took longer than later ones of their size will."""
-        return sum(getattr(source.drafter, "num_one_off_forwards", 0) for source in self._sources)
+        return sum(source.drafter.num_one_off_forwards for source in self._sources)
+
+    @property
+    def num_feature_bytes(self) -> int:
+        return sum(source.drafter.num_feature_bytes for source in self._sources)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
@@ -113,13 +116,10 @@ class HybridDrafter:
         )
 
     def reuse(self, request: Request) -> int:
-        """Let every drafter reuse a text that begins alike; return the tokens that the one with the most knows."""
-        reuses = [getattr(source.drafter, "reuse", None) for source in self._sources]
-        return max((reuse(request) for reuse in reuses if reuse is not None), default=0)
+        return max(source.drafter.reuse(request) for source in self._sources)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that one of the drafters reads."""
         return next((own.feature_layers for own in self._readers), ())
 
     def take_features(self, request: Request, begin: int, features: Any) -> None:
@@ -127,14 +127,12 @@ class HybridDrafter:
             reader.take_features(request, begin, features)
 
     def read_kv_of(self, sequences: Any) -> None:
-        """Let drafters that read the target's K/V do so."""
         for source in self._sources:
-            if (read_kv_of := getattr(source.drafter, "read_kv_of", None)) is not None:
-                read_kv_of(sequences)
+            source.drafter.read_kv_of(sequences)
 
     @property
-    def _readers(self) -> list[Any]:
-        return [source.drafter for source in self._sources if getattr(source.drafter, "feature_layers", ())]
+    def _readers(self) -> list[Drafter]:
+        return [source.drafter for source in self._sources if source.drafter.feature_layers]
 
     def release(self, request: Request) -> None:
         for source in self._sources:
@@ -143,21 +141,12 @@ class HybridDrafter:
             source.drafter.release(request)
 
     def relieve(self) -> bool:
-        """Free memory that only saves time; return whether there was any."""
-        relieves = [getattr(source.drafter, "relieve", None) for source in self._sources]
-        asked = [relieve() for relieve in relieves if relieve is not None]
-        return any(asked)
-
-    @property
-    def features(self) -> Any:
-        """Features that wait to be processed; None if no drafter reads any."""
-        return next((own.features for own in self._readers), None)
+        has_freed = [source.drafter.relieve() for source in self._sources]
+        return any(has_freed)
 
     def close(self) -> None:
-        """Release what the drafters keep."""
         for source in self._sources:
-            if (close := getattr(source.drafter, "close", None)) is not None:
-                close()
+            source.drafter.close()
 
     def _model_plan(self, plan: Plan) -> Plan:
         return plan if self.max_model_depth is None else replace(plan, depth=min(plan.depth, self.max_model_depth))

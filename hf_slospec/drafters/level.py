@@ -36,7 +36,7 @@ class Vocabulary(NamedTuple):
     """Tokens that a draft model proposes, where they are not simply the target's first ones."""
 
     target_ids: torch.Tensor  # [draft_vocab] int64, the target's id of each column of the logits
-    size: int  # of the target's vocabulary
+    size: int  # size of the target's vocabulary
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the target's whole vocabulary; -inf where the draft has none."""
@@ -78,9 +78,9 @@ class Level:
 
     network: Network | None  # None: ``outputs`` is not used, and logits are of the target's ids
     sizes: tuple[int, ...]  # nodes of each layer so far; the first one is the root
-    width: int  # of the next layer, at most
+    width: int  # beam width of the next layer at most
     nodes: torch.Tensor  # see Beam
-    states: torch.Tensor | None  # of the parents' layer; at the root, of the root itself
+    states: torch.Tensor | None  # states of the parents' layer; at the root, those of the root itself
     limits: Limits | None  # None: whether the next layer is futile is not asked
     is_coupled: bool  # the next layer needs the requests' noise, so it is made outside of graphs
 
@@ -232,7 +232,7 @@ def _is_futile(nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int, lim
         paths = _paths(nodes, path_logprobs.shape[1], depth).flatten(1)
         above = nodes[:, 1].gather(1, paths)
         logprobs = _logprobs(nodes[:, 2])
-        # Of each token on the way to a node, given its parent.
+        # Probability of each token on the path to a node, given its parent.
         own = (logprobs.gather(1, paths) - logprobs.gather(1, above)).view(*path_logprobs.shape, depth)
         is_futile = is_futile | ~(own.amin(-1) > limits.log_min_confidence).any()
     return is_futile.view(1)

@@ -33,7 +33,7 @@ class Room(NamedTuple):
     """Limits that a drafter of one engine has to fit."""
 
     max_nodes: int  # tree nodes of one request at a time
-    vocab_size: int  # of the target
+    vocab_size: int  # the target's
     max_slots: int | None = None  # K/V slots of all requests and kept texts; None: no limit
     max_kept: float = 0  # tokens of kept texts
     keeps_rng: bool = True  # the target samples from the global generator, which drafting must not move
@@ -311,7 +311,7 @@ class OwnMethod(DraftMethod):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return tuple(getattr(self.drafter, "feature_layers", ()))
+        return tuple(getattr(self.drafter, "feature_layers", ()))  # it need not be a Drafter
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return CheckedDrafter(self.drafter, room.vocab_size, room.keeps_rng)

@@ -10,14 +10,14 @@ import numpy as np
 
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 
 MAX_NGRAM = 3  # longest n-gram of last tokens that is looked up; shorter ones are tried if it does not occur
 TRUST = 0.7  # conditional probability of continuations that all matches agree on
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Prompt lookup, with several matches as branches of a tree.
 
     Every earlier occurrence of the request's last tokens proposes the tokens that followed it. Continuations are merged

@@ -11,10 +11,11 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import PackedBatch, Span, active_forward
 from hf_slospec.models.attention.backends import Backend
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import Size
 from hf_slospec.models.device.device_calls import synchronize
@@ -108,11 +109,8 @@ class _SharedKVForward:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
+        rules: AttentionRules,
         mask: torch.Tensor | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return attention of queries [num_tokens, num_heads, 1, head_dim]; mask and window are in the batch.
 
@@ -123,18 +121,19 @@ class _SharedKVForward:
             raise RuntimeError("a layer of the assistant does not attend to the shared K/V that it was given")
         layer = self.layers[kind]
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         own = query[:, :, 0].transpose(0, 1)  # [num_heads, num_tokens, head_dim]
-        return self.backend(own, keys, values, self.batches[kind], scaling, None, softcap, sinks)[:, None]
+        return self.backend(own, keys, values, self.batches[kind], rules._replace(window=None))[:, None]
 
 
-class SharedKVDrafter:
+class SharedKVDrafter(Drafter):
     """Beam search on the predictions of an assistant that reads the target's K/V and caches none.
 
     Of the target's hidden states it keeps each request's last one.
     """
 
-    feature_layers: tuple[int, ...] = (LAST_HIDDEN,)
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (LAST_HIDDEN,)
 
     def __init__(self, assistant: Any, vocab_size: int):
         """``vocab_size`` is the target's."""
@@ -142,7 +141,6 @@ class SharedKVDrafter:
         self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # place behind the token, its feature [1, hidden]
 
     def read_kv_of(self, sequences: RequestSequences) -> None:
-        """Set the requests of the target, whose K/V is read."""
         self._sequences, self._model = sequences, SharedKVModel(self.assistant, sequences.packed)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
@@ -176,7 +174,6 @@ class SharedKVDrafter:
         self._last.pop(request, None)
 
     def close(self) -> None:
-        """Release the hidden states of all requests."""
         self._last.clear()
 
 

@@ -17,7 +17,7 @@ from hf_slospec.algo.calibration import Conditionals
 from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import Forest, TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
@@ -75,7 +75,7 @@ class _Output:
     """One request's output among the shared ones."""
 
     key: int
-    num_tokens: int = 0  # of the output, appended so far
+    num_tokens: int = 0  # output tokens appended so far
 
 
 class _SharedOutputs:
@@ -135,7 +135,7 @@ def _speculated(cache: SuffixDecodingCache, key: int, context: list[int], max_no
     return cache.speculate(key, context, max_nodes, ANY_LENGTH, 0.0, MIN_PATH_PROB, use_tree_spec=True)
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Suffix decoding: continuations of earlier occurrences of the last tokens.
 
     Suffix trees of Snowflake's ``arctic-inference`` count what followed every earlier occurrence of up to

@@ -19,7 +19,7 @@ from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.sequences.kept_texts import num_common
 
 WINDOW = 10  # tokens before new ones that are split again, and as many more before these as context
-MAX_CUTS = 64  # of a text, the last ones
+MAX_CUTS = 64  # cuts per text; the last ones are kept
 MIN_COMMON = 0.01  # share of the smaller vocabulary that the other one must have
 MAX_PIECE = 8  # bytes of a token that is looked up beside invalid UTF-8
 ROLES = ("bos_token_id", "eos_token_id")
@@ -37,7 +37,7 @@ def _bytes_by_char() -> dict[str, int]:
 
 
 BYTES_BY_CHAR = _bytes_by_char()
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of sentencepiece vocabularies
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # byte tokens of sentencepiece vocabularies
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
@@ -61,7 +61,7 @@ class TokenTexts:
         first = Counter(token[:1] for token in vocab)
         is_byte_level = first["Ġ"] > first["▁"]
         self.keys: dict[int, Key] = {}
-        ranks: dict[int, int] = {}  # of several tokens with one text, tokenizers use the one of the highest rank
+        ranks: dict[int, int] = {}  # where tokens share a text, tokenizers use the one of the highest rank
         for token, number in vocab.items():
             if number in self.special:
                 self.keys[number] = token

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Policy, Selection
+from hf_slospec.engine.protocols import Plan, Policy, PolicyStep, Selection, StepDecisions
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
@@ -30,51 +29,63 @@ def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) 
         InvalidInputError: it cannot.
     """
     if not isinstance(tree, TokenTree):
-        raise InvalidInputError(f"{source} returned {type(tree).__name__} objects, where TokenTree was expected")
+        raise InvalidInputError(
+            f"{source} returned {type(tree).__name__} objects, where hf_slospec.TokenTree was expected"
+        )
     whole = tree.tokens, tree.parents, tree.depths
     are_arrays = all(isinstance(column, np.ndarray) for column in (*whole, tree.path_probs))
     if not are_arrays or any(column.dtype.kind not in "iu" for column in whole):
         raise InvalidInputError(
-            f"{source} returned a tree that is not made of numpy arrays, integers but for path_probs"
+            f"{source} returned a tree that is not made of numpy arrays, integers but for path_probs; make it by "
+            "TokenTree.chain or TokenTree.root_only, or of such arrays"
         )
     if (fault := tree.fault()) is not None:
-        raise InvalidInputError(f"{source} returned an invalid tree: {fault}")
+        raise InvalidInputError(f"{source} returned an invalid tree: {fault}; parents must precede their children")
     if int(tree.tokens[0]) != request.tokens[-1]:
         raise InvalidInputError(
             f"{source} returned a tree whose root is not the request's last token: the root is {int(tree.tokens[0])} "
-            f"and the last token {request.tokens[-1]}"
+            f"and the last token {request.tokens[-1]}; begin the tree with request.tokens[-1]"
         )
     if tree.tokens.min() < 0 or tree.tokens.max() >= vocab_size:
-        raise InvalidInputError(f"{source} proposed a token outside 0 .. {vocab_size - 1}")
+        raise InvalidInputError(
+            f"{source} proposed a token outside 0 .. {vocab_size - 1}; propose ids of the target's vocabulary"
+        )
 
 
-class CheckedPolicy:
+class CheckedPolicy(Policy):
     """User's policy whose plans and selections are checked."""
 
     def __init__(self, policy: Policy, max_nodes: int, vocab_size: int):
         """Wrap a policy.
 
         Args:
-            policy: the user's; its ``observe`` may leave out the last parameter, ``plan``.
+            policy: the user's. One without a ``step`` of its own need not have the base class.
             max_nodes: maximum nodes of one request's tree, root not counted.
             vocab_size: bound of the token ids.
 
         Raises:
             InvalidTypeError: it lacks a method.
         """
-        for name in ("plan", "select", "observe"):
-            if not callable(getattr(policy, name, None)):
+        has_step = isinstance(policy, Policy) and type(policy).step is not Policy.step
+        for name in () if has_step else ("plan", "select", "observe"):
+            method = getattr(policy, name, None)
+            if not callable(method) or getattr(method, "__func__", None) in (Policy.plan, Policy.select):
                 raise InvalidTypeError(
                     f"make_policy must return a policy with a method {name!r}, see hf_slospec.Policy; got "
                     f"{type(policy).__name__}"
                 )
-        self.policy, self.max_nodes, self.vocab_size = policy, max_nodes, vocab_size
-        self._observes_plan = _takes(policy.observe, 4)
+        self._step_of_policy = policy.step if has_step else partial(Policy.step, policy)
+        self.max_nodes, self.vocab_size = max_nodes, vocab_size
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        plan = self.policy.plan(requests, begun_s, num_prefill_tokens)
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+        decisions = StepDecisions(self._step_of_policy(requests, begun_s, num_prefill_tokens))
+        candidates, plan = yield self._checked_plan(requests, decisions.plan())
+        accepted, phases = yield self._checked_selection(requests, decisions.select(candidates, plan))
+        decisions.observe(accepted, phases)
+
+    def _checked_plan(self, requests: Sequence[Request], plan: Any) -> Plan:
         if not isinstance(plan, Plan):
-            raise InvalidInputError(f"policy.plan returned {type(plan).__name__}, where Plan was expected")
+            raise InvalidInputError(f"policy.plan returned {type(plan).__name__}, where hf_slospec.Plan was expected")
         if not isinstance(plan.depth, Integral) or not isinstance(plan.width, Integral):
             raise InvalidInputError(
                 f"policy.plan returned depth {plan.depth!r} and width {plan.width!r}; both must be integers"
@@ -88,22 +99,29 @@ class CheckedPolicy:
             return plan
         drafting = list(plan.drafting)
         if not set(drafting) <= set(requests):
-            raise InvalidInputError("policy.plan drafts for requests that do not decode in this step")
+            raise InvalidInputError(
+                "policy.plan drafts for requests that do not decode in this step; name in "
+                "Plan.drafting only requests that it was given"
+            )
         if len(set(drafting)) < len(drafting):
-            raise InvalidInputError("policy.plan drafts for a request twice")
+            raise InvalidInputError("policy.plan drafts for a request twice; name each once in Plan.drafting")
         return replace(plan, drafting=drafting)
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        selection = self.policy.select(requests, candidates, plan)
+    def _checked_selection(self, requests: Sequence[Request], selection: Any) -> Selection:
         if not isinstance(selection, Selection):
-            raise InvalidInputError(f"policy.select returned {type(selection).__name__}, where Selection was expected")
+            raise InvalidInputError(
+                f"policy.select returned {type(selection).__name__}, where hf_slospec.Selection was expected"
+            )
         if not len(selection.trees) == len(selection.expected) == len(requests):
             raise InvalidInputError(
                 f"policy.select returned {len(selection.trees)} trees and {len(selection.expected)} expectations for "
-                f"{len(requests)} requests"
+                f"{len(requests)} requests; return one of each for every request, in their order"
             )
         if not np.isfinite(np.array([*selection.expected, selection.step_s], dtype=np.float64)).all():
-            raise InvalidInputError("policy.select returned expected tokens or seconds that are not finite numbers")
+            raise InvalidInputError(
+                "policy.select returned expected tokens or seconds that are not finite numbers; step_s is 0.0 "
+                "where it is not known"
+            )
         for request, tree in zip(requests, selection.trees, strict=True):
             check_tree("policy.select", request, tree, self.vocab_size)
             if tree.num_nodes - 1 > self.max_nodes:
@@ -112,18 +130,3 @@ class CheckedPolicy:
                     f"{self.max_nodes}; raise max_depth or max_width in SLOSpecConfig, or select less"
                 )
         return selection
-
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        observe: Callable[..., None] = self.policy.observe
-        observe(requests, accepted, phases, *([plan] if self._observes_plan else []))
-
-
-def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    """Return whether the function can be called with this many positional arguments."""
-    try:
-        inspect.signature(function).bind(*[None] * num_arguments)
-    except TypeError:
-        return False
-    return True

@@ -16,13 +16,13 @@ from hf_slospec.engine.events import PhaseTimes, StepEvent
 Count = IntArray | FloatArray | float
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and what takes its place
 
-WEIGHT = 0.1  # of one step in the averages over recent steps
+WEIGHT = 0.1  # weight of one step in the averages over recent steps
 FLOW_MEMORY = 100.0  # steps over which the arrival of prompts is averaged
 FLOW_PRIOR = 16.0  # steps without any prompt that the average begins with
 MAX_CATCH_UP = 64  # tokens per request; drafters spread longer stretches over several steps
 FAR, PATIENCE = math.log(1.5), 64  # a correction that stayed this far from 1 for so many steps replaces the profile
 LEAST = 1e-3  # factor of a replaced draft cost, which must not become free
-ROUNDING = 0.05  # of the seconds in `step_curve`, so that equal curves recur and results for them can be cached
+ROUNDING = 0.05  # relative rounding of `step_curve`, so that equal curves recur and results for them can be cached
 
 
 class RecentSteps:
@@ -85,7 +85,7 @@ class SizeCorrection:
 
     def __init__(self) -> None:
         self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens): sums of log ratios, weights
-        self._log_sum = self._count_sum = 0.0  # of these
+        self._log_sum = self._count_sum = 0.0  # over the recent steps
         self._octaves, self._log_factors = np.arange(16.0), np.zeros(16)
 
     def __call__(self, num_tokens: Count) -> FloatArray:

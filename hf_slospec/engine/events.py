@@ -35,18 +35,18 @@ class Commit(NamedTuple):
     num_emitted: int  # new tokens of the request so far
     at_s: float  # on the engine's clock
     num_nodes: int  # verified in the step, root included
-    num_accepted: int  # of the tokens it added, those that the draft had proposed
+    num_accepted: int  # added tokens that the draft had proposed
 
 
 @dataclass(frozen=True)
 class RequestStep:
     """One request's part in a step."""
 
-    index: int  # of the request
+    index: int  # the request's index
     nodes: int  # verified, root included
     committed: int  # tokens
     expected: float  # tokens that the policy expected
-    tpot_slo_s: float | None  # of its stage
+    tpot_slo_s: float | None  # TPOT SLO of its stage, in seconds
     elapsed_s: float  # since its stage began
     emitted: int  # tokens since its stage began
 
@@ -56,9 +56,9 @@ class StepEvent:
     """One step of the engine. Times are seconds of the engine's monotonic clock."""
 
     begun_s: float
-    num_decoding: int  # of the requests, which come first; the others chose the first token after their prompts
+    num_decoding: int  # decoding requests, which come first; the others chose the first token after their prompts
     depth: int  # draft levels planned; 0: no speculation
-    width: int  # of a request's beam, as planned
+    width: int  # planned beam width per request
     phases: PhaseTimes
     predicted_s: float  # seconds that the policy expected; 0 where it makes no prediction
     requests: tuple[RequestStep, ...]  # those that chose tokens

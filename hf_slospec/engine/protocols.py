@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from hf_slospec.algo.tree import FloatArray, TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
@@ -29,7 +31,6 @@ class Plan:
     min_confidence: float = 0.0  # stop drafting once every path holds a token that is less probable than this
     goes_on: Callable[[FloatArray], bool] | None = None  # asked for the next level, see below; None: no further rule
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
-    state: Any = None  # data of the policy for its own select and observe; nothing else reads it
 
 
 READ_CHUNK = 64  # tokens of a prompt whose logits are read: each costs as much as a node that is verified
@@ -58,7 +59,7 @@ class Schedule:
     """The requests of one step."""
 
     decoding: Sequence[Request]
-    chunks: Sequence[Chunk] = ()  # of requests in prefill
+    chunks: Sequence[Chunk] = ()  # stretches of requests in prefill
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -104,12 +105,15 @@ class Selection:
         return Selection([*self.trees, *trees], [*self.expected, *[1.0] * len(trees)], self.step_s)
 
 
-class Target(Protocol):
-    """The target model. It may also have ``num_one_off_forwards``, as a drafter may.
+class Target(ABC):
+    """The target model; the methods that are not abstract do nothing by default."""
 
-    With ``lend(num_slots)`` it may use so many slots beyond its own, and drops those of an earlier call.
-    """
+    @property
+    def num_one_off_forwards(self) -> int:
+        """Forwards so far that took longer than later ones of their size will, such as captures."""
+        return 0
 
+    @abstractmethod
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
@@ -126,6 +130,7 @@ class Target(Protocol):
             MemoryError: there is no memory for so much at a time; nothing has changed.
         """
 
+    @abstractmethod
     def commit(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
     ) -> None:
@@ -135,22 +140,32 @@ class Target(Protocol):
             MemoryError: there is no memory to do so; every request has the K/V that it had before the step.
         """
 
+    @abstractmethod
+    def release(self, request: Request) -> None:
+        """Drop or keep the K/V of a request that finished, was cancelled or preempted; unknown ones are ignored."""
+
     def reuse(self, request: Request) -> int:
         """Give a request that has no K/V that of a text which begins alike, if there is one.
 
         Returns:
             The request's tokens whose K/V is cached now; never all.
         """
+        return request.num_cached
 
     def num_reusable(self, request: Request) -> int:
         """Return how many tokens ``reuse`` would find now; 0 for a request that has K/V."""
+        return 0
 
     @property
     def num_kept(self) -> int:
         """Tokens of requests that are over whose K/V is kept."""
+        return 0
 
-    def release(self, request: Request) -> None:
-        """Drop or keep the K/V of a request that finished, was cancelled or preempted; unknown ones are ignored."""
+    def lend(self, num_slots: int) -> None:
+        """Use so many slots beyond the target's from now on, and drop those of an earlier call."""
+
+    def close(self) -> None:
+        """Release all K/V."""
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless exactly the K/V of these requests is taken and the rest is free."""
@@ -178,20 +193,30 @@ class Scheduler(Protocol):
         """Remove a request that has finished."""
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes candidate trees: an assistant model, prompt lookup, or an object of your own (``drafter=``).
 
     The output is always what the target would have written; good proposals make it faster. Several threads may call
-    one drafter at the same time. It may also have ``reuse(request)``, which gives a request what is kept of a text that
-    begins alike and returns the number of its tokens that are known then, ``relieve()``, which frees memory when it is
-    short and returns whether there was any to free, ``num_one_off_forwards``, the number of its forwards so far that
-    took longer than later ones of their size will (captures), and ``close()``. One that reads hidden states
-    of the target (features) has ``feature_layers``, their numbers as in the model's ``output_hidden_states``, and
-    ``take_features(request, begin, features)``, which is called once for all committed tokens, in order, after the
-    step that processed them: ``features`` [num_tokens, len(feature_layers) * hidden] are those of
-    ``request.tokens[begin:]``, as many as there are.
+    one drafter at the same time. The methods that are not abstract do nothing by default. An object of your own may
+    also be of a class of its own, with those that it needs.
     """
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that the drafter reads, numbered as in the model's ``output_hidden_states``."""
+        return ()
+
+    @property
+    def num_one_off_forwards(self) -> int:
+        """Forwards so far that took longer than later ones of their size will, such as captures."""
+        return 0
+
+    @property
+    def num_feature_bytes(self) -> int:
+        """Bytes of features that wait to be processed."""
+        return 0
+
+    @abstractmethod
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
         """Propose how each request's text continues.
 
@@ -212,18 +237,68 @@ class Drafter(Protocol):
         The drafter may not have drafted for it before.
         """
 
+    def take_features(self, request: Request, begin: int, features: Any) -> None:
+        """Take the hidden states of committed tokens, each token once, in order, after the step that processed them.
 
-class Policy(Protocol):
-    """Decides how a step's token budget is spent. Its methods are called in this order, once each per step."""
+        A request whose K/V was loaded or reused begins behind its first token.
+
+        Args:
+            begin: the first token's index in ``request.tokens``; the token behind the last one is known as well.
+            features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states side by side.
+        """
+
+    def read_kv_of(self, sequences: Any) -> None:
+        """Take the target's sequences, for drafters that read its K/V."""
+
+    def reuse(self, request: Request) -> int:
+        """Give a request what is kept of a text that begins alike; return the number of its tokens known then."""
+        return 0
+
+    def relieve(self) -> bool:
+        """Free memory that only saves time; return whether there was any."""
+        return False
+
+    def close(self) -> None:
+        """Release what the drafter keeps, as an engine that used it ends."""
+
+
+# A policy's part of one step. It yields a Plan and is sent the candidate trees with the plan in force, which drafts
+# nothing (depth 0) where the engine has paused drafting; it yields a Selection and is sent the accepted nodes of each
+# verified tree with the PhaseTimes of the step, and ends.
+PolicyStep = Generator[Plan | Selection, Any, None]
+
+
+class Policy:
+    """Decides how a step's token budget is spent.
+
+    Define ``plan``, ``select`` and, to learn from outcomes, ``observe``: they are called in this order, once each per
+    step. A policy that needs data of its plan later defines ``step`` in place of them.
+    """
+
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+        """Make the decisions of one step: yield a plan, then a selection, and learn from the outcome.
+
+        It is sent ``(candidates, plan)`` for its plan and ``(accepted, phases)`` for its selection, as ``select`` and
+        ``observe`` get them. It is dropped where the step fails.
+        """
+        candidates, plan = yield self.plan(requests, begun_s, num_prefill_tokens)
+        accepted, phases = yield self.select(requests, candidates, plan)
+        observe: Callable[..., None] = self.observe
+        observe(requests, accepted, phases, *([plan] if _takes(observe, 4) else []))
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         """Return how deep and wide to draft for these requests, in a step that began at ``begun_s``.
 
         ``num_prefill_tokens`` of other requests go through the same forward.
         """
+        raise NotImplementedError
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        """Return the draft trees to verify, parts of the candidate trees, with the draft's own path probabilities."""
+        """Return the draft trees to verify, parts of the candidate trees, with the draft's own path probabilities.
+
+        The plan has depth 0 where the engine has paused drafting.
+        """
+        raise NotImplementedError
 
     def observe(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
@@ -232,3 +307,37 @@ class Policy(Protocol):
 
         A policy of your own may leave ``plan`` out.
         """
+
+
+class StepDecisions:
+    """The decisions of one step, as a policy's generator makes them. Each method is called once, in this order."""
+
+    def __init__(self, step: PolicyStep):
+        self._step = step
+
+    def plan(self) -> Plan:
+        """Return the plan."""
+        return cast(Plan, self._send(None))
+
+    def select(self, candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        """Return the selection of these candidates, drafted by ``plan``."""
+        return cast(Selection, self._send((candidates, plan)))
+
+    def observe(self, accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
+        """Pass the outcome."""
+        self._send((accepted, phases))
+
+    def _send(self, value: Any) -> Plan | Selection | None:
+        try:
+            return self._step.send(value)
+        except StopIteration:
+            return None
+
+
+def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    """Return whether the function can be called with this many positional arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    return True

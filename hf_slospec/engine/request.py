@@ -70,7 +70,7 @@ class Request:
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     arrived_s: float = 0.0
     is_sampled: bool = False
-    noise: Noise | None = None  # of a sampled request, where it can be known ahead of time
+    noise: Noise | None = None  # noise of a sampled request; None where it cannot be known ahead of time
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # lower goes first
     is_guaranteed: bool = False  # the batcher guarantees its SLOs
@@ -88,14 +88,14 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     finish_reason: FinishReason | None = None
-    error: BaseException | None = None  # of its own processors or criteria, which ended it
+    error: BaseException | None = None  # raised by its own processors or criteria, which ended it
     num_reused: int = 0  # tokens of the prompt whose K/V another request had computed
     num_preempted: int = 0  # times it lost its K/V to another request
     num_steps: int = 0  # verify steps, prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
-    num_accepted: int = 0  # of those, committed
+    num_accepted: int = 0  # drafted nodes that were committed
     expected_tokens: float = 0.0  # that the policy expected of those steps
-    phases: PhaseTimes = field(default_factory=PhaseTimes)  # of all its steps together
+    phases: PhaseTimes = field(default_factory=PhaseTimes)  # sum over its steps
     commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens
     prompt_len: int = field(init=False)
 
@@ -291,7 +291,7 @@ class RequestMetrics:
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # nodes verified, roots not counted
-    accepted: int  # of those, committed
+    accepted: int  # drafted nodes that were committed
     slack_s: float | None  # seconds left to the deadline of its last token in the last stage; negative when late
     worst_tpot_s: float | None  # highest seconds per token over 10 tokens in a row (SLOs-Serve); None below 11
     expected_tokens: float  # that the policy expected the steps to commit, prefill not counted

@@ -11,7 +11,19 @@ from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
-from hf_slospec.engine.protocols import Chooser, Clock, Drafter, Plan, Policy, Schedule, Scheduler, Selection, Target
+from hf_slospec.engine.protocols import (
+    Chooser,
+    Clock,
+    Drafter,
+    Plan,
+    Policy,
+    PolicyStep,
+    Schedule,
+    Scheduler,
+    Selection,
+    StepDecisions,
+    Target,
+)
 from hf_slospec.engine.request import Request
 
 S = TypeVar("S", bound=Scheduler)
@@ -35,7 +47,7 @@ class Engine(Generic[S]):
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # steps to come without drafting
-        self._lent_slots = 0  # of the drafter to the target
+        self._lent_slots = 0  # slots lent by the drafter to the target
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
@@ -49,9 +61,10 @@ class Engine(Generic[S]):
         self._lend(self.scheduler.lent_slots)
         self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
-        plan = self._plan(schedule, watch)
+        decisions = StepDecisions(self._policy_step(schedule, watch.begun_s))
+        plan = self._in_force(decisions.plan(), schedule, watch)
         candidates, num_catch_up = self._draft(schedule, plan, watch)
-        selection = self._select(schedule, candidates, plan, watch)
+        selection = self._with_roots(decisions.select(candidates, plan), schedule, watch)
         self._check((*candidates, *selection.trees))
         choosers = self._verify(schedule, selection, watch)
         num_emitted, num_keys = [request.num_emitted for request in schedule.choosing], schedule.num_keys
@@ -76,7 +89,7 @@ class Engine(Generic[S]):
         is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
         with contextlib.suppress(MemoryError):  # what is learned saves time, and finished requests have to leave
-            self._learn(learned, schedule, accepted, plan)
+            self._learn(learned, schedule, decisions, accepted)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
@@ -87,14 +100,12 @@ class Engine(Generic[S]):
             return
         if num_slots:
             self._free_drafts()
-        if (lend := getattr(self.target, "lend", None)) is not None:
-            lend(num_slots)
+        self.target.lend(num_slots)
         self._lent_slots = num_slots
 
     def _free_drafts(self) -> bool:
         """Free what the drafter keeps for requests; return whether there was anything."""
-        relieve = getattr(self.drafter, "relieve", None)
-        has_freed = relieve is not None and relieve()
+        has_freed = self.drafter.relieve()
         if has_freed:
             for request in self.scheduler.running:
                 request.num_draft_seen = 0
@@ -102,23 +113,24 @@ class Engine(Generic[S]):
 
     def _reuse(self) -> None:
         """Give requests that have room, but no K/V of their own, that of texts which begin alike."""
-        reuse_drafts = getattr(self.drafter, "reuse", None)
         for request in self.scheduler.running:
             has_only_reused = not request.num_emitted and request.num_cached == request.num_reused
             if not request.num_cached or has_only_reused:
                 request.num_cached = self.target.reuse(request)
                 if not request.num_emitted and not request.num_preempted:
                     request.num_reused = request.num_cached
-                if reuse_drafts is not None:
-                    request.num_draft_seen = reuse_drafts(request)
+                request.num_draft_seen = self.drafter.reuse(request)
 
-    def _plan(self, schedule: Schedule, watch: _Stopwatch) -> Plan:
-        plan = Plan(0, 1)
+    def _policy_step(self, schedule: Schedule, begun_s: float) -> PolicyStep:
         if schedule.decoding:
-            plan = self.policy.plan(schedule.decoding, watch.begun_s, schedule.num_prefill_tokens)
-            if self._num_paused or self._lent_slots:
-                self._num_paused = max(self._num_paused - 1, 0)
-                plan = replace(plan, depth=0, drafting=())  # no depth, so that the policy learns nothing of drafts
+            return self.policy.step(schedule.decoding, begun_s, schedule.num_prefill_tokens)
+        return _without_decoding()
+
+    def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
+        """Return the plan to follow: depth 0 while drafting is paused, so that the policy learns nothing of drafts."""
+        if schedule.decoding and (self._num_paused or self._lent_slots):
+            self._num_paused = max(self._num_paused - 1, 0)
+            plan = replace(plan, depth=0, drafting=())
         watch.lap("select_s")
         return plan
 
@@ -134,10 +146,8 @@ class Engine(Generic[S]):
         trees = [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in schedule.decoding]
         return trees, num_catch_up
 
-    def _select(self, schedule: Schedule, candidates: Sequence[TokenTree], plan: Plan, watch: _Stopwatch) -> Selection:
-        selection = Selection.of_roots([])
-        if schedule.decoding:
-            selection = self.policy.select(schedule.decoding, candidates, plan)
+    def _with_roots(self, selection: Selection, schedule: Schedule, watch: _Stopwatch) -> Selection:
+        """Return the selection with the roots of the requests whose prefill ends."""
         selection = selection.with_roots(
             [TokenTree.root_only(request.tokens[-1]) for request in schedule.finishing_prefill]
         )
@@ -193,14 +203,15 @@ class Engine(Generic[S]):
             )
         return tuple(parts)
 
-    def _learn(self, event: StepEvent, schedule: Schedule, accepted: Sequence[Sequence[int]], plan: Plan) -> None:
+    def _learn(
+        self, event: StepEvent, schedule: Schedule, decisions: StepDecisions, accepted: Sequence[Sequence[int]]
+    ) -> None:
         self.costs.observe(event)
-        if schedule.decoding:
-            self.policy.observe(schedule.decoding, accepted[: len(schedule.decoding)], event.phases, plan)
+        decisions.observe(accepted[: len(schedule.decoding)], event.phases)
         self.scheduler.observe(event)
 
     def _num_one_offs(self) -> int:
-        return sum(getattr(part, "num_one_off_forwards", 0) for part in (self.target, self.drafter))
+        return self.target.num_one_off_forwards + self.drafter.num_one_off_forwards
 
     def retire(self, finished: Sequence[Request]) -> None:
         """Remove requests that are finished, for whatever reason."""
@@ -231,15 +242,20 @@ class Engine(Generic[S]):
 
     def close(self) -> None:
         """Release what the models keep for this engine."""
-        for part in (self.target, self.drafter):
-            if (close := getattr(part, "close", None)) is not None:
-                close()
+        self.target.close()
+        self.drafter.close()
 
     def _check(self, trees: Sequence[TokenTree]) -> None:
         if self.check_invariants:
             for tree in trees:
                 tree.check()
             self.target.check(self.scheduler.running)
+
+
+def _without_decoding() -> PolicyStep:
+    """Make the decisions of a step that only prefills."""
+    yield Plan(0, 1)
+    yield Selection.of_roots([])
 
 
 def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:

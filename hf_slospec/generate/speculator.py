@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
@@ -23,7 +23,7 @@ from hf_slospec.models.device.memory import MemoryUse
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.features_trial import check_features
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.target import FeatureReader, PackedTarget, Sampler
+from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
@@ -148,9 +148,8 @@ class Speculator:
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
         """Return an engine's parts, its policy that of another config if one is given."""
         if self.max_nodes and self.method.feature_layers:
-            target.give_features(cast(FeatureReader, drafter))
-        if (read_kv_of := getattr(drafter, "read_kv_of", None)) is not None:
-            read_kv_of(target.sequences)
+            target.give_features(drafter)
+        drafter.read_kv_of(target.sequences)
         return Parts(target, drafter, self.policy(costs, config), costs, self.target.ranks.clock)
 
     def run(
@@ -179,8 +178,7 @@ class Speculator:
             with self.lock:
                 for request in engine.scheduler.running:  # left by an error or an interrupt
                     drafter.release(request)
-                if (close := getattr(drafter, "close", None)) is not None:
-                    close()
+                drafter.close()
             self.lock.rest()
 
     @property
@@ -199,7 +197,7 @@ class Speculator:
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
             states=num_running * sum(model.state_bytes for model in models),
-            features=sum(queue.num_bytes for own in drafters if (queue := getattr(own, "features", None))),
+            features=sum(drafter.num_feature_bytes for drafter in drafters),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(own.num_bytes for own in prepacked),
             released=sum(own.num_released_bytes for own in prepacked),

@@ -1,11 +1,24 @@
-"""Simulation of serving: the real engine, schedulers and policies on simulated models and a virtual clock."""
+"""Simulation of serving with the real engine, schedulers and policies, and policies after papers.
+
+Importing it registers these policies; the package's entry point does so on first use of a name.
+"""
 
 from hf_slospec.lab.comparison import Load, compare, draw, table
 from hf_slospec.lab.hardware import HARDWARE, Hardware, HardwareFile
+from hf_slospec.lab.policies.adaspec import AdaSpecPolicy
+from hf_slospec.lab.policies.sequoia import SequoiaPolicy
+from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
+from hf_slospec.lab.policies.smartspec import SmartSpecPolicy, SmartSpecRequestsPolicy
+from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
+from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
+from hf_slospec.lab.policies.static_tree import StaticTreePolicy
+from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
+from hf_slospec.lab.policies.turbospec import TurboSpecPolicy
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import Recording, TextModel
 from hf_slospec.lab.workload import Job, gamma, jobs_of, mix_of, poisson
+from hf_slospec.policies.registry import register
 
 __all__ = [
     "HARDWARE",
@@ -25,3 +38,9 @@ __all__ = [
     "poisson",
     "table",
 ]
+
+register(
+    *(AdaSpecPolicy, ThesisPolicy, ThesisSLOPolicy, CappedThesisSLOPolicy),
+    *(SmartSpecPolicy, SmartSpecRequestsPolicy, ConfidencePolicy, HeadsPolicy, TurboSpecPolicy),
+    *(SLOsServePolicy, SequoiaPolicy, StaticTreePolicy),
+)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
-from hf_slospec.engine.protocols import Chooser, Chunk, Plan
+from hf_slospec.engine.protocols import Chooser, Chunk, Drafter, Plan, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.lab.hardware import Hardware
 from hf_slospec.lab.texts import Library
@@ -39,7 +39,7 @@ class SlowedClock(VirtualClock):
         super().__setattr__(name, value)
 
 
-class SimulatedTarget:
+class SimulatedTarget(Target):
     """Chooses the tokens of each request's text and advances the clock by the cost of each forward."""
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock):
@@ -67,18 +67,7 @@ class SimulatedTarget:
     ) -> None:
         """Do nothing: there is no K/V cache."""
 
-    num_kept = 0
-
-    def reuse(self, request: Request) -> int:
-        """Return 0: there is no K/V cache."""
-        return 0
-
-    num_reusable = reuse
-
     def release(self, request: Request) -> None:
-        """Do nothing: there is no K/V cache."""
-
-    def check(self, requests: Sequence[Request]) -> None:
         """Do nothing: there is no K/V cache."""
 
 
@@ -93,7 +82,7 @@ class _Layer:
     parents: IntArray  # index in the layer before
 
 
-class SimulatedDrafter:
+class SimulatedDrafter(Drafter):
     """Beam search over the draft's probabilities of the texts.
 
     On the path that the target will take they are those of the text's own places. On all other paths, where nothing is

@@ -8,8 +8,7 @@ import numpy as np
 
 from hf_slospec.algo.tree import ROOT, IntArray, TokenTree
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Selection
+from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.lab.hardware import Hardware
 from hf_slospec.lab.models import SimulatedDrafter, VirtualClock
@@ -17,7 +16,7 @@ from hf_slospec.lab.texts import Library
 from hf_slospec.policies.limits import max_useful_depth
 
 
-class OraclePolicy:
+class OraclePolicy(Policy):
     """Policy with access to the texts, which drafts every step in all widths on a separate clock first.
 
     It drafts only for requests of which some token will be accepted, and knows what their drafting costs. Prompts that
@@ -73,8 +72,3 @@ class OraclePolicy:
                 break
             nodes.append(child)
         return np.array(nodes)
-
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        """Do nothing: the texts are known in advance."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.routing import POWER, Need, ReplicaLoad, least_loaded, power_of_two, ranked, shortest_queue
+from hf_slospec.algo.routing import POWER, Need, ReplicaLoad, ranked
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.errors import InvalidInputError
@@ -35,12 +35,13 @@ class Choice:
 
 
 Router = Callable[[Arrival], Choice]
+WITHOUT_SLO = Need(0, 0)  # goes to the replica with the fewest unfinished requests, then the least prefill
 
 
 def by_guarantees(arrival: Arrival) -> Choice:
     """Return the best replica that has not refused the request; the least loaded one if all have."""
     if not arrival.need.has_slo or len(arrival.refused_by) == len(arrival.loads):
-        return Choice(least_loaded(arrival.loads))
+        return Choice(ranked(arrival.loads, WITHOUT_SLO)[0])
     order = ranked(arrival.loads, arrival.need)
     return Choice(next(index for index in order if index not in arrival.refused_by), may_refuse=True)
 
@@ -83,6 +84,19 @@ def _round_robin(seed: int) -> Router:
 def _power_of_two(seed: int) -> Router:
     rng = np.random.default_rng([seed, 2])
     return lambda arrival: Choice(power_of_two(arrival.loads, rng))
+
+
+def shortest_queue(loads: Sequence[ReplicaLoad]) -> int:
+    """Return the first replica with the fewest unfinished requests, as ordinary routers do."""
+    return min(range(len(loads)), key=lambda index: (loads[index].num_requests, index))
+
+
+def power_of_two(loads: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
+    """Return the replica with fewer unfinished requests of two random ones."""
+    if len(loads) == 1:
+        return 0
+    first, second = rng.choice(len(loads), 2, replace=False).tolist()
+    return int(second if loads[second].num_requests < loads[first].num_requests else first)
 
 
 OURS = "guarantees"

@@ -19,7 +19,7 @@ import torch
 
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.transfer import to_device
-from hf_slospec.models.inspection.replaced_attributes import Place, ReplacedAttributes
+from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 
 KINDS = ("longrope", "dynamic")
 
@@ -36,7 +36,7 @@ class LengthRope:
     """The rotary embeddings of a model that depend on the length of the text; a model may have none."""
 
     def __init__(self, model: torch.nn.Module):
-        """Find them by the types of RoPE that modules keep."""
+        """Find the modules by their types of RoPE."""
         config: Any = model.config
         self.max_plain = min((length for _, length in varying_ropes(config.get_text_config())), default=None)
         self.modules = [module for module in model.modules() if _varies(getattr(module, "rope_type", None))]
@@ -61,12 +61,12 @@ class LengthRope:
             return
         groups = [(length, torch.nonzero(lengths == length)[:, 0]) for length in lengths.unique().tolist()]
         rotations = {id(module): functools.partial(_rotated, _fresh(module), groups) for module in self.modules}
-        token, places = _active.set(rotations), [(module, "forward") for module in self.modules]
-        _replaced.replace(places, _rotating)
+        token, attributes = _active.set(rotations), [(module, "forward") for module in self.modules]
+        _replaced.replace(attributes, _rotating)
         try:
             yield
         finally:
-            _replaced.restore(places)
+            _replaced.restore(attributes)
             _active.reset(token)
 
 
@@ -109,9 +109,9 @@ def _rotated(
         own = position_ids[:, to_device(tokens, position_ids.device)]
         output = module(x, torch.cat((own, last), dim=1), *args, **kwargs)
         outputs.append(output if isinstance(output, tuple) else (output,))
-    places = to_device(order.argsort(), position_ids.device)
+    in_order = to_device(order.argsort(), position_ids.device)
     pairs = zip(*outputs, strict=True)
-    merged = tuple(torch.cat([part[:, :-1] for part in parts], dim=1)[:, places] for parts in pairs)
+    merged = tuple(torch.cat([part[:, :-1] for part in parts], dim=1)[:, in_order] for parts in pairs)
     return merged if isinstance(output, tuple) else merged[0]
 
 
@@ -119,9 +119,9 @@ _active: ContextVar[dict[int, Any]] = ContextVar("hf_slospec_rotary_embeddings",
 _replaced = ReplacedAttributes()
 
 
-def _rotating(plain: Any, place: Place) -> Any:
+def _rotating(plain: Any, attribute: Attribute) -> Any:
     """Return a forward of a module that asks for the active rotation; other threads get their own."""
-    return functools.partial(_forward, id(place[0]), plain)
+    return functools.partial(_forward, id(attribute[0]), plain)
 
 
 def _forward(key: int, plain: Any, *args: Any, **kwargs: Any) -> Any:

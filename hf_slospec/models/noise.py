@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-MAX_NOISE_BYTES = 2**28  # of noise at hand; what is older is drawn again from the generator's saved state
+MAX_NOISE_BYTES = 2**28  # bytes of noise kept; older noise is drawn again from the generator's saved state
 
 
 class GeneratorNoise:

@@ -23,7 +23,7 @@ Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 PendingChoices = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
 NO_CHOICES = torch.empty(0, dtype=torch.int64)
 
-MAX_BATCHED_LOGITS = 2**20  # of a step; with more of them, a CPU processes only nodes that are reached, one at a time
+MAX_BATCHED_LOGITS = 2**20  # logits per step; beyond it, a CPU processes only nodes that are reached, one at a time
 
 
 class TokenLogprobs(NamedTuple):
@@ -206,10 +206,10 @@ class StockSampler:
         return self._noise.rows(places, is_drawn=False)
 
     def _drawn(self, scores: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Return the tokens that ``multinomial`` draws from scores; -1 where it would raise.  -> [num_places] int64
+        """Return the tokens that ``multinomial`` draws from scores; -1 where it would raise.  -> [num_drawn] int64
 
         Args:
-            scores: [num_places, vocab].
+            scores: [num_drawn, vocab].
             places: position and row of each.
         """
         probs = scores.softmax(-1)
@@ -260,7 +260,7 @@ class RequestSamplers:
             own = logits if len(places) == len(requests) else torch.cat([by_request[place] for place in places])
             try:
                 pending.append(sampler.choose([requests[p] for p in places], own, [trees[p] for p in places]))
-            except BaseException as error:  # of the call's own processors, of any class
+            except BaseException as error:  # any class: the call's processors raised it
                 if is_out_of_memory(error):
                     raise
                 pending.append(_nothing_pending([functools.partial(_raise, error)] * len(places)))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.protocols import Chooser, Chunk
+from hf_slospec.engine.protocols import Chooser, Chunk, Drafter, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.device.memory import as_memory_error
@@ -20,7 +20,8 @@ from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.prefilled_prompts import Prefilled
 from hf_slospec.models.packed.trial import relative_error, tolerance
 from hf_slospec.models.sampling import PendingChoices
-from hf_slospec.models.sequences.request_sequences import MIN_SHARED, RequestSequences
+from hf_slospec.models.sequences.prefix_reuse import MIN_SHARED
+from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 # Times the trial's tolerance: one token of a mixture of experts may be routed elsewhere, where the trial takes medians.
 WHOLE_TOLERANCE = 4.0
@@ -44,27 +45,11 @@ class _Committed(NamedTuple):
     """Verified tokens of a request that are kept."""
 
     request: Request
-    begin: int  # place of the first one in the request's text
-    places: Sequence[int]  # among the request's tokens in the packed batch
+    begin: int  # index of the first one in the request's tokens
+    indices: Sequence[int]  # among the request's tokens in the packed batch
 
 
-class FeatureReader(Protocol):
-    """Drafter that reads hidden states of the target."""
-
-    feature_layers: tuple[int, ...]  # numbered as in the model's output_hidden_states
-
-    def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
-        """Take the hidden states of committed tokens, each token once, in order.
-
-        A request whose K/V was loaded or reused begins behind its first token.
-
-        Args:
-            begin: the first token's place in ``request.tokens``; the one behind the last token is known as well.
-            features: [num_tokens, len(feature_layers) * hidden], the layers' states side by side.
-        """
-
-
-class PackedTarget:
+class PackedTarget(Target):
     """Verifier of many requests' draft trees in one packed forward, of which only accepted nodes are committed."""
 
     def __init__(
@@ -83,21 +68,19 @@ class PackedTarget:
         """
         self.sampler, self.holds_finished, self._own_slots = sampler, holds_finished, max_slots
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
-        self._reader: FeatureReader | None = None
-        self._features: torch.Tensor | None = None  # of the verified tokens, [num_tokens, num_features]
+        self._reader: Drafter | None = None
+        self._features: torch.Tensor | None = None  # [num_tokens, num_features], verified tokens
         self._begins: dict[Request, int] = {}  # index of a request's first token in the verified packed batch
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Return how many forwards took longer than later ones of their size will."""
         return self.sequences.packed.num_one_off_forwards
 
-    def give_features(self, reader: FeatureReader) -> None:
+    def give_features(self, reader: Drafter) -> None:
         """Give a drafter the hidden states that it names, of every token that is committed from now on."""
         self._reader = reader
 
     def lend(self, num_slots: int) -> None:
-        """Use so many slots beyond ``max_slots`` from now on, and free those of an earlier call."""
         if self._own_slots is not None:
             self.sequences.limit(self._own_slots + num_slots)
 
@@ -214,15 +197,15 @@ class PackedTarget:
                 if first_node + node - 1 != first_node + place:
                     source.append(first_node + node - 1)
                     destination.append(first_node + place)
-            places = [*range(chain_len), *(chain_len - 1 + node for node in nodes)]
-            committed.append(_Committed(request, sequence.length, places))
+            indices = [*range(chain_len), *(chain_len - 1 + node for node in nodes)]
+            committed.append(_Committed(request, sequence.length, indices))
         for chunk in chunks:
             begin = self.sequences.num_cached(chunk.request)
             committed.append(_Committed(chunk.request, begin, range(chunk.num_tokens)))
         with as_memory_error():
-            self.sequences.cache.pool.move(source, destination)  # of what is not committed yet
+            self.sequences.cache.pool.move(source, destination)  # nothing is committed before it succeeds
         for own in committed:
-            self.sequences.of(own.request).commit(own.places)
+            self.sequences.of(own.request).commit(own.indices)
         with contextlib.suppress(MemoryError), as_memory_error():  # the drafter then does not see these tokens
             self._hand_over(committed)
         self._features = None
@@ -231,18 +214,17 @@ class PackedTarget:
         """Give the drafter the features of committed tokens."""
         if self._reader is None or self._features is None:
             return
-        rows = [self._begins[own.request] + place for own in committed for place in own.places]
+        rows = [self._begins[own.request] + index for own in committed for index in own.indices]
         features = self._features.index_select(0, to_device(torch.tensor(rows), self._features.device))
-        for own, its in zip(committed, features.split([len(own.places) for own in committed]), strict=True):
+        for own, its in zip(committed, features.split([len(own.indices) for own in committed]), strict=True):
             self._reader.take_features(own.request, own.begin, its)
 
     def reuse(self, request: Request) -> int:
         if not self._may_reuse(request):
             return self.sequences.num_cached(request)
         before, found = self.sequences.num_cached(request), self.sequences.reuse(request)
-        reuse_drafts = getattr(self._reader, "reuse", None)
-        if found > before and reuse_drafts is not None:
-            known = reuse_drafts(request)
+        if found > before and self._reader is not None:
+            known = self._reader.reuse(request)
             if 0 < found - known < MIN_SHARED:  # so that the drafter gets the features of the few tokens that it lacks
                 self.sequences.of(request).truncate(known)
                 found = self.sequences.num_cached(request)
@@ -264,7 +246,6 @@ class PackedTarget:
             self.sequences.release(request)
 
     def close(self) -> None:
-        """Release all requests and the model's K/V cache."""
         self.sequences.close()
 
     def check(self, requests: Sequence[Request]) -> None:

@@ -8,38 +8,13 @@ from collections.abc import Callable
 from hf_slospec.engine.checked_policy import CheckedPolicy
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Policy
-from hf_slospec.lab.policies.adaspec import AdaSpecPolicy
-from hf_slospec.lab.policies.sequoia import SequoiaPolicy
-from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
-from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
-from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
-from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
-from hf_slospec.lab.policies.static_tree import StaticTreePolicy
-from hf_slospec.lab.policies.thesis import ThesisPolicy, ThesisSLOPolicy
-from hf_slospec.lab.policies.tree_shapes import SPECINFER
-from hf_slospec.lab.policies.turbospec import TurboSpecPolicy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
-from hf_slospec.policies.fixed import FixedPolicy
-from hf_slospec.policies.settings import PolicyName, PolicySettings, Settings
+from hf_slospec.policies.fixed import FixedPolicy, PlainPolicy
+from hf_slospec.policies.registry import NamedPolicy, policy_named, register
+from hf_slospec.policies.settings import PolicySettings, Settings
 
-BASELINES: dict[PolicyName, Callable[[PolicySettings, StepCosts], Policy]] = {  # all but auto
-    "adaserve": AdaServePolicy,
-    "adaspec": AdaSpecPolicy,
-    "thesis": ThesisPolicy,
-    "thesis-slo": ThesisSLOPolicy,
-    "thesis-slo-capped": lambda config, costs: ThesisSLOPolicy(config, costs, capped=True),
-    "smartspec": SmartSpecPolicy,
-    "smartspec-requests": lambda config, costs: SmartSpecPolicy(config, costs, by_request=True),
-    "smartspec-confidence": ConfidencePolicy,
-    "smartspec-tree": HeadsPolicy,
-    "turbospec": TurboSpecPolicy,
-    "slos-serve": SLOsServePolicy,
-    "sequoia": SequoiaPolicy,
-    "static": lambda config, costs: StaticTreePolicy(config.max_depth),
-    "fixed": lambda config, costs: FixedPolicy(config.max_depth, config.max_width),
-    "none": lambda config, costs: FixedPolicy(0, 1),
-}
+register(AutoPolicy, AdaServePolicy, FixedPolicy, PlainPolicy)
 
 
 def new_policy(
@@ -60,9 +35,8 @@ def new_policy(
     """
     if make_policy is not None:
         return CheckedPolicy(make_policy(config, costs), max_nodes_per_request(config, make_policy), vocab_size)
-    if config.policy == "auto":
-        return AutoPolicy(config, costs, history)
-    return BASELINES[config.policy](config, costs)
+    named = policy_named(config.policy)
+    return named(config, costs, history) if issubclass(named, AutoPolicy) else named(config, costs)
 
 
 def max_nodes_per_request(config: PolicySettings, make_policy: Callable[..., Policy] | None = None) -> int:
@@ -70,8 +44,5 @@ def max_nodes_per_request(config: PolicySettings, make_policy: Callable[..., Pol
 
     With ``make_policy``, the policy that the config names does not count.
     """
-    if config.policy == "none" and make_policy is None:
-        return 0
-    if config.policy == "static" and make_policy is None:
-        return SPECINFER.max_depth * SPECINFER.max_width
-    return config.max_depth * config.max_width
+    kind = policy_named(config.policy) if make_policy is None else NamedPolicy
+    return kind.max_nodes(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from weakref import WeakSet, ref
@@ -14,13 +14,13 @@ import numpy as np
 from hf_slospec.algo.acceptance import Acceptance, Prediction
 from hf_slospec.algo.depth import DepthControl, Drafted, ShapeTime
 from hf_slospec.algo.select import best_ratio_nodes
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
 from hf_slospec.algo.urgency import SLOProgress, urgency
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Selection
+from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.limits import affordable_tokens, max_useful_depth
+from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -106,20 +106,7 @@ class _Outcome:
     drafted: Drafted
 
 
-@dataclass
-class _AutoStep:
-    """State of one step."""
-
-    num_prefill_tokens: int
-    num_keys: int  # cached tokens of all requests
-    num_drafting: int  # requests that are drafted for
-    num_catch_up: int  # their committed tokens that the draft has not processed
-    weights: FloatArray  # [num_requests] f64
-    prediction: Prediction = field(init=False)  # set by select
-    is_verified: BoolArray = field(init=False)  # [num_nodes], candidates; set by select
-
-
-class AutoPolicy:
+class AutoPolicy(NamedPolicy):
     """Policy that maximises expected tokens per second, with higher weights for late requests.
 
     The budget of a step is found with its nodes: they are added, best first, while the ratio rises. Depth and width
@@ -128,16 +115,53 @@ class AutoPolicy:
     by measured ones.
     """
 
+    name = "auto"
+
     def __init__(self, config: PolicySettings, costs: StepCosts, history: SpeculationHistory | None = None):
-        self.config, self.costs = config, costs
+        super().__init__(config, costs)
         self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        num_keys = sum(len(request.tokens) for request in requests)
-        num_requests, depths = len(requests), self.history.depths
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+        num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         urgencies = self._urgencies(requests, begun_s)
+        weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
+        planned, drafting = self._plan(requests, urgencies, num_keys)
+        num_catch_up = sum(request.num_draft_behind for request in drafting)  # before the draft processes them
+        candidates, plan = yield planned
+        if not plan.depth:
+            plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
+            yield replace(Selection.of_roots(candidates), step_s=plain_s)
+            return
+        forest = Forest.of(candidates)
+        prediction = self.history.predict(requests, forest)
+        levels = int(forest.depths.max())
+        draft_s = self.costs.draft_at(len(drafting), levels, plan.width, num_keys, num_catch_up)
+
+        def step_s(num_nodes: IntArray) -> FloatArray:
+            return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
+
+        def mixed_s(num_nodes: IntArray) -> FloatArray:
+            return step_s(num_nodes + num_prefill_tokens)
+
+        # Nodes deeper than what a request may still emit are never committed.
+        is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
+        values = weights[forest.tree_of] * prediction.path_probs * is_useful
+        is_verified = best_ratio_nodes(forest, values, self.budget, step_s, mixed_s if num_prefill_tokens else None)
+        expected = prediction.expected_tokens(is_verified)
+        predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
+        accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
+        # Where the drafter stopped because deeper levels were not worth it, these remain unknown.
+        seen = levels if _was_cut_short(forest, plan) else plan.depth
+        drafted = Drafted(seen, plan.width, len(drafting), plan.depth)
+        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
+
+    def _plan(
+        self, requests: Sequence[Request], urgencies: FloatArray, num_keys: int
+    ) -> tuple[Plan, Sequence[Request]]:
+        """Return the plan, and the requests that it drafts for."""
+        num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         shape_time = self._shape_time(requests, num_requests, num_keys)
@@ -155,58 +179,14 @@ class AutoPolicy:
         level_s = self.costs.level_s(num_requests, width, num_keys)
         # Drafters compare these with the draft's own probabilities, before calibration, of paths as they are until now.
         own_probs = 1.0 / (self.history.understated * depths.continuation(width))
-        weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
-        return Plan(
+        plan = Plan(
             depth,
             width,
             min_path_prob=(more_s - few_s) / SPAN * goodput * own_probs,
             min_gain=level_s * goodput * len(drafting) / num_requests * own_probs,
             drafting=drafting,
-            state=_AutoStep(
-                num_prefill_tokens, num_keys, len(drafting), sum(r.num_draft_behind for r in drafting), weights
-            ),
         )
-
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        step: _AutoStep = plan.state
-        num_requests = len(requests)
-        if not plan.depth:
-            num_tokens = num_requests + step.num_prefill_tokens
-            return replace(
-                Selection.of_roots(candidates), step_s=self.costs.verify_at(num_tokens, num_requests, step.num_keys)
-            )
-        forest = Forest.of(candidates)
-        prediction = self.history.predict(requests, forest)
-        depth = int(forest.depths.max())
-        draft_s = self.costs.draft_at(step.num_drafting, depth, plan.width, step.num_keys, step.num_catch_up)
-
-        def step_s(num_nodes: IntArray) -> FloatArray:
-            return draft_s + self.costs.verify_s(num_nodes, num_requests, step.num_keys)
-
-        def mixed_s(num_nodes: IntArray) -> FloatArray:
-            return step_s(num_nodes + step.num_prefill_tokens)
-
-        # Nodes deeper than what a request may still emit are never committed.
-        is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
-        values = step.weights[forest.tree_of] * prediction.path_probs * is_useful
-        is_verified = best_ratio_nodes(
-            forest, values, self.budget, step_s, mixed_s if step.num_prefill_tokens else None
-        )
-        step.prediction, step.is_verified = prediction, is_verified
-        expected = prediction.expected_tokens(is_verified)
-        predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
-        return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
-
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        if not plan.depth:
-            return
-        step: _AutoStep = plan.state
-        forest = step.prediction.forest
-        seen = int(forest.depths.max()) if _was_cut_short(forest, plan) else plan.depth
-        drafted = Drafted(seen, plan.width, step.num_drafting, plan.depth)
-        self.history.observe(_Outcome(list(map(ref, requests)), step.prediction, step.is_verified, accepted, drafted))
+        return plan, drafting
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Return the weights of requests by lateness, see :func:`~hf_slospec.algo.urgency.urgency`."""
@@ -273,6 +253,6 @@ def _probed(requests: Sequence[Request]) -> list[Request]:
 
 
 def _was_cut_short(forest: Forest, plan: Plan) -> bool:
-    """Return whether the drafter stopped because deeper levels were not worth it, so that these remain unknown."""
+    """Return whether the drafter stopped because deeper levels were not worth it."""
     last = forest.path_probs[forest.depths == forest.depths.max()]
     return bool(np.maximum(last - plan.min_path_prob, 0.0).sum() < plan.min_gain)

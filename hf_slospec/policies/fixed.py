@@ -1,35 +1,43 @@
-"""Baseline without decisions: plain decoding, or the same beam on every step."""
+"""Baselines without decisions: the same beam on every step, or plain decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.limits import max_useful_depth, without_useless_nodes
+from hf_slospec.policies.registry import NamedPolicy
+from hf_slospec.policies.settings import PolicySettings
 
 
-class FixedPolicy:
-    """Policy that verifies whole beams of one depth and width on every step; depth 0 is plain decoding.
+class FixedPolicy(NamedPolicy):
+    """Policy that verifies whole beams of ``max_depth`` and ``max_width`` on every step; depth 0 is plain decoding.
 
     A width of 1 makes chains, as vLLM's and transformers' own speculation does.
     """
 
-    def __init__(self, depth: int, width: int):
-        self.depth, self.width = depth, width
+    name = "fixed"
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        return Plan(max_useful_depth(requests, self.depth), self.width)
+        return Plan(max_useful_depth(requests, self.config.max_depth), self.config.max_width)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         return selection_of(without_useless_nodes(requests, candidates))
 
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        """Do nothing: the policy learns nothing."""
+
+class PlainPolicy(FixedPolicy):
+    """Policy that drafts nothing: plain decoding."""
+
+    name = "none"
+
+    @classmethod
+    def max_nodes(cls, config: PolicySettings) -> int:
+        return 0
+
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        return Plan(0, 1)
 
 
 def selection_of(trees: Sequence[TokenTree], step_s: float = 0.0) -> Selection:

@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
-from hf_slospec.lab.policies.options import OPTIONS, PolicyOptions, policies_with
-
-PolicyName = Literal[
-    "auto",
-    "adaserve",
-    "adaspec",
-    "thesis",
-    "thesis-slo",
-    "thesis-slo-capped",
-    "smartspec",
-    "smartspec-requests",
-    "smartspec-confidence",
-    "smartspec-tree",
-    "turbospec",
-    "slos-serve",
-    "sequoia",
-    "static",
-    "fixed",
-    "none",
-]
+from hf_slospec.policies.registry import PolicyOptions, policies_with, policy_named
 
 MAX_DEPTH = 1024  # statistics and room for K/V grow with it
 MAX_COUNT = 10**9  # of tokens or requests; more is a mistake, and overflows sums
@@ -48,18 +21,10 @@ class PolicySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: PolicyName = Field(
+    policy: str = Field(
         "auto",
-        description="Policy that decides depth, width and nodes of each step. auto: the most expected tokens per "
-        "second, weighted by how late requests are. adaserve: the paper's Algorithm 2 and equations 8 and 9, the whole "
-        "token budget on every step. adaspec: chains drafted for as long as predicted goodput rises. thesis: trees "
-        "grown and pruned to the token budget; thesis-slo: the latest "
-        "requests' nodes first (thesis-slo-capped: with AdaServe's limits). smartspec, turbospec: chains of the length "
-        "with the best goodput, the same for all requests (smartspec-requests: one per request; smartspec-confidence: "
-        "until the draft is unsure; smartspec-tree: trees). slos-serve: chains as long as each tier of TPOT SLOs "
-        "needs. sequoia: the best static tree for the acceptance so far. static: SpecInfer's static tree of 18 nodes. "
-        "fixed: beams of max_depth and max_width on every step (max_depth=0: plain decoding, max_width=1: chains). "
-        "none: plain decoding.",
+        description="Policy that decides depth, width and nodes of each step: auto, adaserve, fixed, none, or another "
+        "that is registered, as those after papers are.",
     )
     max_depth: int = Field(
         12, ge=0, le=MAX_DEPTH, description="Maximum depth of token trees (D_max). 0 turns speculation off."
@@ -88,6 +53,11 @@ class PolicySettings(BaseModel):
         "as if they were fields of the config.",
     )
 
+    @field_validator("policy")
+    @classmethod
+    def _validate_policy(cls, value: str) -> str:
+        return policy_named(value).name
+
     @model_validator(mode="before")
     @classmethod
     def _gather_options(cls, data: Any) -> Any:
@@ -97,7 +67,7 @@ class PolicySettings(BaseModel):
             given = given.model_dump()
         if not isinstance(given, Mapping):
             return data
-        options = {name: value for name, value in data.items() if policies_with(name)}
+        options = {name: value for name, value in data.items() if name not in cls.model_fields and policies_with(name)}
         rest = {name: value for name, value in data.items() if name not in options}
         return {**rest, "policy_options": {**given, **options}} if options else data
 
@@ -107,15 +77,14 @@ class PolicySettings(BaseModel):
         """Validate the options as those of the named policy."""
         if "policy" not in info.data:  # it is refused itself
             return PolicyOptions()
-        policy: str = info.data["policy"]
-        options = OPTIONS.get(policy, PolicyOptions)
+        options = policy_named(info.data["policy"]).options
         if isinstance(value, PolicyOptions):
             value = value.model_dump()
         for name in value if isinstance(value, Mapping) else ():
             if name not in options.model_fields and (policies := policies_with(name)):
                 raise ValueError(
-                    f"{name} is a setting of policy {' or '.join(map(repr, policies))}, not of {policy!r}; leave it "
-                    "out or choose such a policy"
+                    f"{name} is a setting of policy {' or '.join(map(repr, policies))}, not of "
+                    f"{info.data['policy']!r}; leave it out or choose such a policy"
                 )
         return options.model_validate(value)
 

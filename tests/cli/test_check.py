@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import runpy
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.check_prompts import BUILT_IN, image_inputs, read_prompts
 from hf_slospec.cli.model_check import EXACT, NEAR_TIES, REFUSED, WRONG, Comparison, Difference, ModelCheck, verdict_of
 from hf_slospec.models.sampling import StockSampler
-from tests.support.paths import ROOT
 
 RUN = CliRunner(env={"COLUMNS": "400"})
 TEXTS = ("def main():\n", "import os\n\n\ndef read(path):\n    with open(path) as file:\n", "x = [1, 2, 3]\n")
@@ -70,19 +67,15 @@ def test_the_embedded_pair_is_exact(prompts: str) -> None:
     assert "x stock (" in found["speed, batch 1"] and "median of 2" in found["speed, batch 4"]
 
 
-def test_the_script_checks_a_folder_by_prompt_lookup(
-    tmp_path: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_checked_by_prompt_lookup(tmp_path: Path, prompts: str) -> None:
     target, _, tokenizer = load_tiny_pair(torch.float32)
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "own")
     options = ["--prompts", prompts, "--max-new-tokens", "2", "--repeats", "0"]  # the dtype is that of the checkpoint
     options += ["--seconds", "10000"]
-    monkeypatch.setattr(sys, "argv", ["check_model.py", str(tmp_path / "own"), *options])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "scripts" / "check_model.py"), run_name="__main__")
-    out = capsys.readouterr().out
-    assert end.value.code == 0
+    result = RUN.invoke(app, ["check", str(tmp_path / "own"), *options])
+    assert result.exit_code == 0
+    out = result.stdout
     assert out.startswith("### hf_slospec check: exact\n")
     assert "| drafter | prompt lookup |" in out and "| dtype | float32 |" in out and "speed" not in out
 

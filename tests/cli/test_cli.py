@@ -136,7 +136,7 @@ def test_bad_options_are_named(options: list[str], word: str) -> None:
     "options",
     [
         ["bench", "--json"], ["bench", "--trace"], ["bench", "--record"], ["profile", "--json"],
-        ["gpu-check", "--json"], ["simulate", "--csv"],
+        ["simulate", "--csv"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -174,7 +174,7 @@ def test_version_and_help() -> None:
     assert "bench" in RUN.invoke(app, ["--help"]).output
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench", "profile", "check", "gpu-check", "simulate"])
+@pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench", "profile", "check", "simulate"])
 def test_help_teaches_by_example(command: str) -> None:
     output = RUN.invoke(app, [command, "--help"]).output
     assert f"hf_slospec {command} " in output

@@ -152,12 +152,6 @@ COMMANDS: dict[str, Options] = {
         "host": words, "port": whole, "password": words, "api-key": words,
         "server": st.sampled_from(("http://127.0.0.1:9", "http://[", "http://127.0.0.1:99999", "x://y", "")),
     },
-    "gpu-check": {
-        "shapes": st.sampled_from(("tiny", "8B,tiny", "x", ",")), "batches": st.sampled_from(("1", "1,4", "0", ",")),
-        "prompt-tokens": whole, "new-tokens": whole, "repeats": whole, "budget-s": real, "skip-tests": None,
-        "profile": None, "resume": None, "json": paths, "device": MODEL["device"],
-        "identity-shape": st.sampled_from(("tiny", "x")),
-    },
     "simulate": {
         "system": configs.map("auto ".__add__) | st.sampled_from(("auto", "vllm", "x", "oracle", "{}", "auto {")),
         "hardware": paths | st.sampled_from(("llama-8b-h100", "x")), "trace": paths, "base-tpot": real,

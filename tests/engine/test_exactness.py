@@ -13,7 +13,8 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies.adaserve_selection import SLOOrder
-from tests.support.toy_engine import POLICIES, decode_plainly, policy_of, run
+from tests.support.policy_names import POLICIES
+from tests.support.toy_engine import decode_plainly, policy_of, run
 from tests.support.toy_models import (
     STOP,
     VOCAB,

@@ -10,9 +10,10 @@ import pytest
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Selection
+from hf_slospec.engine.protocols import Plan, Policy, PolicyStep, Selection
 from hf_slospec.engine.request import Request, Stage
-from tests.support.toy_engine import POLICIES, decode_plainly, policy_of, run
+from tests.support.policy_names import POLICIES
+from tests.support.toy_engine import decode_plainly, policy_of, run
 from tests.support.toy_models import (
     VOCAB,
     Clock,
@@ -195,3 +196,21 @@ def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
     engine.step()
     with pytest.raises(AssertionError):
         engine.step()
+
+
+def test_while_drafting_is_paused_the_policy_learns_of_no_drafts() -> None:
+    target, depths = markov_model(np.random.default_rng(5), VOCAB), list[tuple[int, int, int]]()
+
+    class Watching(Policy):
+        def step(self, requests: list[Request], *_: object) -> PolicyStep:
+            candidates, plan = yield Plan(2, 1)
+            accepted, _ = yield Selection.of_roots(candidates)
+            depths.append((plan.depth, candidates[0].max_depth, len(accepted)))
+
+    engine = engine_of([Request(0, [0, 1], 9)], ToyTarget(greedy(target)), ToyDrafter(target), Watching(), Clock())
+    engine.step()
+    engine.relieve()
+    engine.step()
+    engine._num_paused = 0
+    engine.step()
+    assert depths == [(0, 0, 1), (2, 2, 1)]

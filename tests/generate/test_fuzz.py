@@ -74,7 +74,7 @@ ENABLE: dict[str, st.SearchStrategy[Any]] = dict(
     assistant_model=st.sampled_from([tiny_model("llama", noise=0.03), tiny_model("opt"), tiny_model("llama")]),
     drafter=st.builds(Object, odd()) | st.builds(lambda: hf_slospec.load_drafter("lookup", tiny_model("llama"))),
     config=st.sampled_from(CONFIGS),
-    make_policy=st.sampled_from([Object, lambda *_: FixedPolicy(2, 2), lambda *_: None, fails]),
+    make_policy=st.sampled_from([Object, FixedPolicy, lambda *_: None, fails]),
     always=st.booleans(),
     fallback=st.booleans(),
 )

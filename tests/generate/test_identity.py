@@ -124,14 +124,14 @@ def test_processors_that_look_at_the_sequence() -> None:
 
 def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were passed over are fed to the draft what they emitted meanwhile."""
-    rng = np.random.default_rng(0)
+    rng, shape = np.random.default_rng(0), SLOSpecConfig(max_depth=4, max_width=2)
 
     class ForSome(FixedPolicy):
         def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
             some = rng.permutation(len(requests))[: rng.integers(len(requests) + 1)]
             return replace(super().plan(requests, begun_s), drafting=[requests[index] for index in some])
 
-    monkeypatch.setattr("hf_slospec.generate.speculator.new_policy", lambda *_: ForSome(4, 2))
+    monkeypatch.setattr("hf_slospec.generate.speculator.new_policy", lambda _, costs, *others: ForSome(shape, costs))
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):

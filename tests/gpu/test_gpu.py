@@ -100,7 +100,7 @@ def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
 def test_layers_are_fused(family: str, num_places: int) -> None:
     model = copy.deepcopy(tiny_model(family)).to(CUDA, torch.bfloat16)
     fused, ids = FusedLayers(model, True), torch.arange(3, 9, device=CUDA)[None]
-    assert len(fused.places) == num_places
+    assert len(fused.attributes) == num_places
     plain = model(ids).logits
     with fused.in_use():
         assert (model(ids).logits - plain).norm() < 0.03 * plain.norm()

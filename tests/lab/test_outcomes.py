@@ -127,7 +127,7 @@ def test_settings_alone_are_a_system() -> None:
         ('auto {"max_depht": 4}', "max_depht: Extra inputs"),
         ('auto {"max_depth": -1}', "max_depth: Input should be greater"),
         ('auto {"max_depth": NaN}', "max_depth: "),
-        ('{"policy": "best"}', "policy: Input should be 'auto'"),
+        ('{"policy": "best"}', "policy: there is no policy 'best'; choose among 'auto'"),
     ],
 )
 def test_bad_systems_are_refused_by_name(system: str, fault: str) -> None:

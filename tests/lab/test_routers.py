@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.outcomes import Run
-from hf_slospec.lab.routers import OURS, ROUTERS
+from hf_slospec.lab.routers import OURS, ROUTERS, power_of_two, shortest_queue
 from hf_slospec.lab.workload import Job
 from tests.lab.test_simulation import CHECKED, Watched, check, library_of, some_jobs
 from tests.support.toys import SEEDS
@@ -98,6 +99,18 @@ def test_ours_keeps_short_prompts_away_from_long_ones() -> None:
     found = {router: attained(router) for router in ROUTERS}
     assert found[OURS] == 1.0
     assert all(found[router] < 0.9 for router in ("shortest-queue", "power-of-two", "round-robin")), found
+
+
+def loads_of(*counts: int) -> list[ReplicaLoad]:
+    return [ReplicaLoad(best_effort=count) for count in counts]
+
+
+def test_baselines_count_requests() -> None:
+    assert shortest_queue(loads_of(3, 1, 2, 1)) == 1
+    rng = np.random.default_rng(0)
+    chosen = {power_of_two(loads_of(3, 1, 2), rng) for _ in range(50)}
+    assert chosen == {1, 2}  # the longest queue is never the shorter one of two
+    assert power_of_two(loads_of(5), rng) == 0
 
 
 def test_unknown_routers_are_refused() -> None:

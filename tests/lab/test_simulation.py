@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,8 @@ from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import SYSTEMS, config_of
 from hf_slospec.lab.texts import Library, TextModel
 from hf_slospec.lab.workload import Job
-from hf_slospec.policies.settings import PolicyName
+from hf_slospec.policies.fixed import FixedPolicy
+from tests.support.policy_names import POLICIES
 from tests.support.toys import SEEDS
 
 HARDWARE = Hardware(lines((20.0, 0.1), per_key_ms=1e-4), lines((2.0, 0.01)), kv_tokens=5000)
@@ -107,7 +108,7 @@ def test_every_request_ends_with_its_text_under_every_system(
 def test_every_policy_writes_the_same_tokens() -> None:
     jobs = some_jobs(3, 12)
     written = []
-    for policy in get_args(PolicyName):
+    for policy in POLICIES:
         simulation = Watched(jobs, f'{{"policy": "{policy}", {CHECKED}}}')
         simulation.library = library_of(jobs)
         check(jobs, simulation, simulation.run())
@@ -225,7 +226,7 @@ def test_a_policy_of_ones_own_decides() -> None:
 
 
 def test_what_is_wrong_with_its_decisions_is_said() -> None:
-    class Greedy(SmartSpecPolicy):
+    class Greedy(FixedPolicy):
         def plan(self, *given: Any) -> Plan:
             return Plan(7, 1)
 

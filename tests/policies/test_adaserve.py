@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies.adaserve import AdaServePolicy
+from tests.support.policy_costs import begun
 from tests.support.toy_engine import commit
 from tests.support.toy_models import (
     VOCAB,
@@ -52,7 +51,7 @@ def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(
     costs, num_keys = new_costs(), sum(len(request.tokens) for request in requests)
     step_s = float(costs.draft_s(2, plan.depth, plan.width, num_keys) + costs.verify_s(3, 2, num_keys))
     policy = AdaServePolicy(SLOSpecConfig(token_budget=3), costs)
-    plan = replace(plan, state=policy.plan(requests, 100.0 + (4.0 + required) - step_s).state)
-    selection = policy.select(requests, ToyDrafter(model).draft(requests, plan), plan)
+    step, _ = begun(policy, requests, 100.0 + (4.0 + required) - step_s)
+    selection = step.select(ToyDrafter(model).draft(requests, plan), plan)
     assert [tree.num_nodes for tree in selection.trees] == expected
     assert selection.step_s == pytest.approx(step_s)

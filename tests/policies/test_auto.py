@@ -18,7 +18,7 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import LESSON_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
-from tests.support.policy_costs import NO_TIME, costs, requests_of
+from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of
 from tests.support.toy_engine import policy_of, run
 from tests.support.toy_models import (
     VOCAB,
@@ -99,12 +99,12 @@ def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
     requests = requests_of(20)
     looks = list[int]()
     for _ in range(200):
-        plan = policy.plan(requests, 0.0)
+        step, plan = begun(policy, requests)
         drafting = requests if plan.drafting is None else plan.drafting
         useless = [0.01] * plan.depth  # and refused
         trees = [chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0) for r in requests]
-        policy.select(requests, trees, plan)
-        policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
+        step.select(trees, plan)
+        step.observe([[] for _ in requests], NO_TIME)
         if plan.depth:
             looks.append(len(drafting))
     assert set(looks) == {20, PROBED_REQUESTS} and looks == sorted(looks, reverse=True)
@@ -121,13 +121,15 @@ def test_auto_learns_from_a_few_as_from_all() -> None:
         experience.depths.num_observed = 99
         policy = new_policy(config, costs(1e-6, 1e-6), experience)
         requests = requests_of(number)
-        while not (plan := policy.plan(requests, 0.0)).depth:
-            policy.select(requests, [TokenTree.root_only(0)] * number, plan)
-            policy.observe(requests, [[] for _ in requests], NO_TIME, plan)
+        step, plan = begun(policy, requests)
+        while not plan.depth:
+            step.select([TokenTree.root_only(0)] * number, plan)
+            step.observe([[] for _ in requests], NO_TIME)
+            step, plan = begun(policy, requests)
         assert plan.drafting is not None and len(plan.drafting) == PROBED_REQUESTS
         trees = [chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0) for request in requests]
-        policy.select(requests, trees, plan)
-        policy.observe(requests, [[1] if request in plan.drafting else [] for request in requests], NO_TIME, plan)
+        step.select(trees, plan)
+        step.observe([[1] if request in plan.drafting else [] for request in requests], NO_TIME)
         found.append(experience.depths.mass[:3, 0].tolist())
     assert found[0] == pytest.approx(found[1]) and found[0][2] > 0.5
 
@@ -145,7 +147,7 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
     policy = new_policy(config, StepCosts(costs(1e-3).verify, draft_level), history)
     request = Request(0, [1] * 5000, 100)
     request.num_draft_seen = 5000 - num_behind
-    policy.plan([request], 0.0)
+    begun(policy, [request])
     assert history.depths.is_on == is_switched_on
 
 
@@ -169,7 +171,7 @@ def test_limits_of_drafting_are_in_the_drafts_own_probabilities(says: float, is_
     for ratio in (1.0, experience.understated):
         own = copy.deepcopy(experience)
         own.understated = ratio
-        plans.append(policy_of(config, own).plan([drafting], 0.0))
+        plans.append(plan_of(policy_of(config, own), [drafting]))
     assert plans[1].min_gain == pytest.approx(plans[0].min_gain / experience.understated)
     assert plans[1].min_path_prob == pytest.approx(plans[0].min_path_prob / experience.understated)
 
@@ -181,18 +183,18 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
     policy = new_policy(config, costs(1e-6, 1e-6), history)
     requests = requests_of(1)
 
-    def step() -> int:
+    def take_step() -> int:
         """Decode one step; return how many were learned from until now."""
-        plan = policy.plan(requests, 0.0)
-        policy.select(requests, [chain(0.9, 0.8)], plan)
-        policy.observe(requests, [[1]], NO_TIME, plan)
+        step, plan = begun(policy, requests)
+        step.select([chain(0.9, 0.8)], plan)
+        step.observe([[1]], NO_TIME)
         return history.depths.num_observed
 
-    counts = [step() for _ in range(100)]
+    counts = [take_step() for _ in range(100)]
     assert LESSON_STEPS in np.diff(counts) and 1 in np.diff(counts[: DepthControl.WARMUP_TREES])
-    while (now := step()) == counts[-1]:
+    while (now := take_step()) == counts[-1]:
         pass
-    assert step() == now
+    assert take_step() == now
     known = weakref.ref(requests.pop())
     gc.collect()
     assert known() is None

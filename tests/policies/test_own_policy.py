@@ -13,6 +13,7 @@ from hf_slospec import (
     InvalidTypeError,
     PhaseTimes,
     Plan,
+    Policy,
     Request,
     Selection,
     SLOSpecConfig,
@@ -22,6 +23,7 @@ from hf_slospec import (
     disable,
     enable,
 )
+from hf_slospec.engine.protocols import PolicyStep
 from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(max_depth=4, max_width=2)
@@ -64,28 +66,64 @@ def test_own_policy() -> None:
     assert len(Odd.made) == 3
 
 
-class Stateful(Odd):
-    """Hands the number of requests from plan to select and observe."""
+class InSteps(Policy):
+    """Keeps what it needs from its plan to the outcome in local variables."""
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        return replace(super().plan(requests, begun_s), state=len(requests))
+    made: list[InSteps] = []  # noqa: RUF012
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        assert plan.state == len(requests)
-        return super().select(requests, candidates, plan)
+    def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+        self.config, self.accepted = config, 0
+        InSteps.made.append(self)
 
-    def observe(  # type: ignore[override]
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        assert plan.state == len(requests)
-        super().observe(requests, accepted, phases)
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+        planned, number = Plan(max(min(request.num_left for request in requests) - 1, 0), 1), len(requests)
+        candidates, plan = yield planned
+        assert plan == planned and len(candidates) == number
+        accepted, phases = yield Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
+        assert phases.verify_s > 0.0
+        self.accepted += sum(map(len, accepted))
 
 
-def test_a_plan_carries_its_state_to_select_and_observe() -> None:
-    Odd.made.clear()
-    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Stateful)
-    gen.generate(**ragged_prompts(3), max_new_tokens=9)
-    assert Odd.made[0].steps > 0
+def test_a_policy_whose_step_is_a_generator() -> None:
+    InSteps.made.clear()
+    config = SLOSpecConfig(max_depth=24, max_width=1)
+    model, draft, inputs = tiny_model("llama"), tiny_model("llama", noise=0.03), ragged_prompts(3)
+    gen = SLOSpecGenerator(model, draft, config=config, make_policy=InSteps)
+    out = assert_same_as_stock(model, gen.generate, inputs, max_new_tokens=24)
+    assert InSteps.made[0].accepted == sum(metrics.accepted for metrics in out.slo) > 0
+
+
+def test_a_policy_of_the_base_class_needs_to_observe_nothing() -> None:
+    class Brief(Policy):
+        plan, select = Odd.plan, Odd.select
+
+        def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+            self.config = config
+
+    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Brief)
+    assert gen.generate(**ragged_prompts(1), max_new_tokens=9, return_dict_in_generate=True).slo[0].accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("decisions", "why"),
+    [
+        ([], "policy.plan returned NoneType, where hf_slospec.Plan"),
+        ([Selection([], [])], "policy.plan returned Selection, where hf_slospec.Plan"),
+        ([Plan(1, 1)], "policy.select returned NoneType, where hf_slospec.Selection"),
+        ([Plan(1, 1), Plan(1, 1)], "policy.select returned Plan, where hf_slospec.Selection"),
+    ],
+)
+def test_what_is_wrong_with_a_generator_is_said(decisions: list[Plan | Selection], why: str) -> None:
+    class Broken(Policy):
+        def step(self, *_: Any) -> PolicyStep:
+            for decision in decisions:  # noqa: UP028  a list cannot be sent anything
+                yield decision
+
+    gen = SLOSpecGenerator(
+        tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=lambda config, costs: Broken()
+    )
+    with pytest.raises(InvalidInputError, match=why):
+        gen.generate(**ragged_prompts(1), max_new_tokens=9)
 
 
 def test_what_the_config_names_does_not_count() -> None:
@@ -109,7 +147,7 @@ def test_in_the_batcher_until_another_is_set() -> None:
 
 ROOT = TokenTree.root_only
 BROKEN_PLANS: dict[str, Any] = {
-    "NoneType, where Plan": lambda requests: None,
+    "NoneType, where hf_slospec.Plan": lambda requests: None,
     "depth 5 and width 2": lambda requests: Plan(5, 2),
     "width 0": lambda requests: Plan(1, 0),
     "depth 1.5": lambda requests: Plan(1.5, 1),
@@ -118,7 +156,7 @@ BROKEN_PLANS: dict[str, Any] = {
     "do not decode": lambda requests: Plan(1, 1, drafting=[replace_index(requests[0])]),
 }
 BROKEN_SELECTIONS: dict[str, Any] = {
-    "list, where Selection": lambda requests, trees: trees,
+    "list, where hf_slospec.Selection": lambda requests, trees: trees,
     "0 trees": lambda requests, trees: Selection([], []),
     "0 expectations": lambda requests, trees: Selection(trees, []),
     "not finite": lambda requests, trees: Selection(trees, [float("nan")]),
@@ -159,4 +197,13 @@ def test_it_must_be_callable() -> None:
 def test_it_must_make_a_policy() -> None:
     gen = SLOSpecGenerator(tiny_model("llama"), make_policy=lambda config, costs: None)
     with pytest.raises(InvalidTypeError, match="make_policy must return a policy with a method 'plan'"):
+        gen.generate(**ragged_prompts(1), max_new_tokens=9)
+
+
+def test_a_policy_of_the_base_class_must_define_what_that_does_not() -> None:
+    class Undecided(Policy):
+        plan = Odd.plan
+
+    gen = SLOSpecGenerator(tiny_model("llama"), make_policy=lambda config, costs: Undecided())
+    with pytest.raises(InvalidTypeError, match="a policy with a method 'select'"):
         gen.generate(**ragged_prompts(1), max_new_tokens=9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.engine.request import Progress
-from hf_slospec.lab.policies.options import OPTIONS
 from hf_slospec.models.linear.packed_layers import restore_weights
-from hf_slospec.policies.settings import PolicyName
+from hf_slospec.policies.registry import policy_named
 from tests.support.fuzzing import HUGE, fuzzed, mostly, some_of
 from tests.support.generate_arguments import SEED, SLO, VALID, called, check_like_stock, seconds
+from tests.support.policy_names import POLICIES
 from tests.support.served_pair import WAIT_S
 from tests.support.tiny_models import GROUPED, ragged_prompts, sharpened, tiny_model
 from tests.support.tiny_tokenizers import byte_level
@@ -146,8 +146,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
 @st.composite
 def settings(draw: st.DrawFn) -> dict[str, Any]:
     """Draw fields of a config, nearly all of them valid, and some of its policy's own."""
-    policy = draw(st.sampled_from(get_args(PolicyName)))
-    own = OPTIONS[policy].model_fields if policy in OPTIONS else {}
+    policy = draw(st.sampled_from(POLICIES))
+    own = policy_named(policy).options.model_fields
     options = {name: values for name, values in OPTION_VALUES.items() if name in own}
     return {
         "policy": policy,

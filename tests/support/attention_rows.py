@@ -9,6 +9,7 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import PackedBatch, Span
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape, Stored
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.new_tokens import tree_after_chain
@@ -41,13 +42,10 @@ class Case:
     def expected(
         self,
         query: torch.Tensor,  # [num_heads, num_tokens, key_dim]
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        chunk: int | None = None,
+        rules: AttentionRules,
     ) -> torch.Tensor:
         """-> [num_tokens, num_heads, value_dim] f32"""
+        scaling, window, softcap, sinks, chunk = rules
         groups = len(query) // self.keys.shape[1]
         keys, values = (kv.float().repeat_interleave(groups, 1) for kv in (self.keys, self.values))
         outs = []

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_slospec.models.device import graphs
+from hf_slospec.models.inspection import graph_preconditions
 from tests.support import cuda_tensors
 from tests.support.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
 from tests.support.graph_stand_in import Tape
@@ -202,7 +202,7 @@ def stand_in_cuda() -> Iterator[Device]:
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.dict(sys.modules, flash_attn=package))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run))
-        stack.enter_context(mock.patch.object(graphs, "PLAIN", (*graphs.PLAIN, OnDevice)))
+        stack.enter_context(mock.patch.object(graph_preconditions, "PLAIN", (*graph_preconditions.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         stack.enter_context(triton_stand_ins())

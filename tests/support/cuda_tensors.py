@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention.packing import Entries
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device import sync_guard
 from tests.support.graph_stand_in import OpaqueStandIn, Tape, each, tensors_in
 
@@ -370,5 +371,5 @@ def flash_attn_varlen_func(
     entries = Entries(cu_seqlens_q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     window = None if left == -1 else left + 1
-    out, lse = OpaqueStandIn(q.device)(q, k, v, entries, scale, is_causal, window, softcap or None)
+    out, lse = OpaqueStandIn(q.device)(q, k, v, entries, is_causal, AttentionRules(scale, window, softcap or None))
     return out, lse, None

@@ -21,6 +21,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.attention import FlashAttention, packing, sdpa_attention
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.flash_kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.graphs import CudaGraphs, Run
@@ -97,11 +98,11 @@ def check_row(
     made = case(spans, num_kv_heads, dim, dim, dtype, "cuda:0")
     query = torch.randn(num_heads, len(made.tokens), dim, device=CUDA, dtype=dtype)
     sinks = torch.randn(num_heads, device=CUDA) if has_sinks else None
-    arguments = dim**-0.5, window, softcap, sinks
-    out = (backend or FlashAttention(""))(query, made.keys, made.values, made.row, *arguments)
+    rules = AttentionRules(dim**-0.5, window, softcap, sinks)
+    out = (backend or FlashAttention(""))(query, made.keys, made.values, made.row, rules)
     assert out.dtype == dtype
     atol = TOLERANCE[dtype] * float(made.values.abs().max())
-    torch.testing.assert_close(out.float(), made.expected(query, *arguments), rtol=0, atol=atol)
+    torch.testing.assert_close(out.float(), made.expected(query, rules), rtol=0, atol=atol)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention.packing import Entries
+from hf_slospec.models.batch.attention_rules import AttentionRules
 
 
 class StandIn:
@@ -25,11 +26,10 @@ class StandIn:
         key: torch.Tensor,
         value: torch.Tensor,
         entries: Entries,
-        scaling: float,
         is_causal: bool,
-        window: int | None,
-        softcap: float | None,
+        rules: AttentionRules,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        scaling, window, softcap, *_ = rules
         groups = query.shape[1] // key.shape[1]
         self.calls.append((is_causal, entries.max_queries, groups))
         for tensor in (entries.cu_queries, entries.cu_keys):

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.models.attention.packing import Entries
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import map_tensors
 from tests.support.flash_stand_in import StandIn
 
@@ -99,16 +100,23 @@ class OpaqueStandIn(StandIn):
         key: torch.Tensor,
         value: torch.Tensor,
         entries: Entries,
-        scaling: float,
         is_causal: bool,
-        window: int | None,
-        softcap: float | None,
+        rules: AttentionRules,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append((is_causal, entries.max_queries, query.shape[1] // key.shape[1]))
         cumulative = entries.cu_queries, entries.cu_keys
         most = entries.max_queries, entries.max_keys
         out: tuple[torch.Tensor, torch.Tensor] = _kernel(
-            query, key, value, entries.token_indices, *cumulative, *most, scaling, is_causal, window, softcap
+            query,
+            key,
+            value,
+            entries.token_indices,
+            *cumulative,
+            *most,
+            rules.scaling,
+            is_causal,
+            rules.window,
+            rules.softcap,
         )
         return out
 
@@ -130,4 +138,4 @@ def _kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     entries = Entries(rows, cu_queries, cu_keys, max_queries, max_keys)
     kernel = StandIn(query.device)
-    return kernel(query, key, value, entries, scaling, is_causal, window, softcap)
+    return kernel(query, key, value, entries, is_causal, AttentionRules(scaling, window, softcap))

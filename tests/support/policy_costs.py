@@ -9,7 +9,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Policy
+from hf_slospec.engine.protocols import Plan, Policy, Selection, StepDecisions
 from hf_slospec.engine.request import Request, Stage
 
 NO_TIME = PhaseTimes()
@@ -37,5 +37,24 @@ def late(index: int, tpot_slo_s: float | None, elapsed_s: float = 1.0, emitted: 
     return request
 
 
+def begun(
+    policy: Policy, requests: Sequence[Request], now_s: float = 0.0, num_prefill_tokens: int = 0
+) -> tuple[StepDecisions, Plan]:
+    """Begin a step of the policy; return its decisions and its plan."""
+    step = StepDecisions(policy.step(requests, now_s, num_prefill_tokens))
+    return step, step.plan()
+
+
+def plan_of(policy: Policy, requests: Sequence[Request], now_s: float = 0.0) -> Plan:
+    """Return the plan of a step that ends there."""
+    return begun(policy, requests, now_s)[1]
+
+
+def selected(policy: Policy, requests: Sequence[Request], trees: Sequence[TokenTree], now_s: float = 0.0) -> Selection:
+    """Return the selection of a step in which the plan is kept."""
+    step, plan = begun(policy, requests, now_s)
+    return step.select(trees, plan)
+
+
 def sizes(policy: Policy, requests: Sequence[Request], trees: Sequence[TokenTree], now_s: float = 1.0) -> list[int]:
-    return [tree.num_nodes for tree in policy.select(requests, trees, policy.plan(requests, now_s)).trees]
+    return [tree.num_nodes for tree in selected(policy, requests, trees, now_s).trees]

@@ -15,7 +15,7 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Plan as DraftPlan
-from hf_slospec.engine.protocols import Policy, Selection
+from hf_slospec.engine.protocols import Policy, PolicyStep, StepDecisions
 from hf_slospec.engine.protocols import Schedule as StepSchedule
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import MAX_SITS, ContinuousScheduler
@@ -76,23 +76,20 @@ class CheckedScheduler(ContinuousScheduler):
         return schedule
 
 
-class FaultyPolicy:
+class FaultyPolicy(Policy):
     """A policy for which memory may run short."""
 
     def __init__(self, policy: Policy, world: World):
         self.policy, self.world = policy, world
 
-    def plan(self, *arguments: Any) -> DraftPlan:
+    def step(self, *arguments: Any) -> PolicyStep:
+        decisions = StepDecisions(self.policy.step(*arguments))
         self.world.at("plan")
-        return self.policy.plan(*arguments)
-
-    def select(self, *arguments: Any) -> Selection:
+        candidates, plan = yield decisions.plan()
         self.world.at("select")
-        return self.policy.select(*arguments)
-
-    def observe(self, *arguments: Any) -> None:
+        accepted, phases = yield decisions.select(candidates, plan)
         self.world.at("learn")
-        self.policy.observe(*arguments)
+        decisions.observe(accepted, phases)
 
 
 class Engines:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
@@ -12,13 +11,10 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from hf_slospec.policies.settings import PolicyName
 from tests.support.toy_models import (
     Choose,
     new_costs,
 )
-
-POLICIES = get_args(PolicyName)
 
 
 def policy_of(config: SLOSpecConfig, experience: SpeculationHistory | None = None) -> Policy:

@@ -11,7 +11,6 @@ import numpy as np
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Chunk, Drafter, Plan, Policy, Selection, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import StaticScheduler
@@ -48,7 +47,7 @@ def one_hot(token: int) -> np.ndarray:
     return np.eye(VOCAB)[token]
 
 
-class ToyTarget:
+class ToyTarget(Target):
     """Chooses tokens by an exact model and checks what the engine owes a target."""
 
     def __init__(self, choose: Choose):
@@ -86,13 +85,6 @@ class ToyTarget:
             known = self.cached.setdefault(chunk.request, [])
             known += chunk.request.tokens[len(known) :][: chunk.num_tokens]
 
-    num_kept = 0
-
-    def reuse(self, request: Request) -> int:
-        return 0
-
-    num_reusable = reuse
-
     def release(self, request: Request) -> None:
         self.released.append(request)
         self.cached.pop(request, None)
@@ -102,7 +94,7 @@ class ToyTarget:
         assert all(len(known) == request.num_cached for request, known in self.cached.items())
 
 
-class ToyDrafter:
+class ToyDrafter(Drafter):
     """Beam search on an exact draft model."""
 
     def __init__(self, draft: NextProbs):
@@ -118,7 +110,7 @@ class ToyDrafter:
         self.released.append(request)
 
 
-class WholeTrees:
+class WholeTrees(Policy):
     """Verifies all that was drafted."""
 
     def __init__(self, plan: Plan):
@@ -129,11 +121,6 @@ class WholeTrees:
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
-
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        """Nothing to learn."""
 
 
 class NowAndThen(WholeTrees):

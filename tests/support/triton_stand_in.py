@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hf_slospec.models.attention import tree_kernels
 from hf_slospec.models.attention.dense import dense_attention
 from hf_slospec.models.attention.tree_plan import TreePlan
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.fused import triton_kernels as fused_kernels
 
 
@@ -20,16 +21,12 @@ def tree_attention_stand_in(
     keys: torch.Tensor,
     values: torch.Tensor,
     plan: TreePlan,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    chunk: int | None,
+    rules: AttentionRules,
 ) -> torch.Tensor:
     """-> [num_tokens, num_heads, value_dim]"""
     out: torch.Tensor = _attend(
         query, keys, values, plan.tiles, plan.mask, plan.positions, plan.staged_positions,
-        scaling, window, softcap, sinks, chunk,
+        *rules,
     )  # fmt: skip
     return out
 
@@ -65,7 +62,9 @@ def _attend(
                 seen &= positions[own, None] // chunk == at[None] // chunk
         bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
         key, value = (kv[start : start + num_keys].transpose(0, 1) for kv in (keys, values))
-        out[own] = dense_attention(query[:, own], key, value, bias, scaling, softcap, sinks).transpose(0, 1)
+        out[own] = dense_attention(
+            query[:, own], key, value, bias, AttentionRules(scaling, window, softcap, sinks)
+        ).transpose(0, 1)
     return out
 
 

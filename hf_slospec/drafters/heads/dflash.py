@@ -214,7 +214,7 @@ def _causal_mask(states: torch.Tensor, window: int | None) -> torch.Tensor:
     [batch, num_tokens, hidden] -> [1, 1, num_tokens, num_tokens]
     """
     places = torch.arange(states.shape[1], device=states.device)
-    distances = places[:, None] - places  # of queries from keys
+    distances = places[:, None] - places  # query position minus key position
     is_seen = distances >= 0
     if window is not None:
         is_seen &= distances < window

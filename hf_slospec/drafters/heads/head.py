@@ -24,7 +24,7 @@ class DraftHead(PreTrainedModel):
     kind: ClassVar[str]  # as errors and descriptions name it
 
     feature_layers: tuple[int, ...]  # hidden states of the target, numbered as in its output_hidden_states
-    embed_tokens: nn.Module  # of the target, or the head's own
+    embed_tokens: nn.Module  # the target's, or the head's own
     target_ids: torch.Tensor | None  # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
 
     def get_input_embeddings(self) -> nn.Module:

@@ -52,7 +52,7 @@ class Checkpoint:
 
     source: str  # as errors name it
     config: dict[str, Any]
-    files: dict[str, Path]  # of the tensors, by name
+    files: dict[str, Path]  # file of each tensor, by the tensor's name
 
     def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with ``prefix``, by the rest of their names."""

@@ -25,14 +25,14 @@ from hf_slospec.engine.scheduling.prefill import prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 
 STARVING = 0  # first rank in the queue
-LAST_RANK = 2  # of requests that may preempt no other
+LAST_RANK = 2  # rank of requests that may preempt no other
 MIN_CHUNK = 8  # prefill tokens of a step for guaranteed requests, even if decoding requests become late
 OVERDUE_CHUNK = 16  # prefill tokens, in the same way, for a request that was left out for long
 AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
 SAVES = 1.05  # factor of a step's seconds that leaving best-effort requests out must save
 WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be left out of one
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its room
-OUTPUT_WEIGHT = 0.1  # of a finished request in the average length of outputs
+OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
 MAX_SITS = 32  # steps in a row that a request is left out for others
 
 
@@ -45,7 +45,7 @@ class Limits:
     max_nodes: int  # staged by a request in a step
     prefill_chunk: int  # tokens of a step
     starvation_s: float  # a request that waited so long, guaranteed or not, goes first
-    draft_slots: int = 0  # of the target that fit into the memory of the drafter's K/V, see KVRoom
+    draft_slots: int = 0  # the target's slots that fit into the memory of the drafter's K/V, see KVRoom
 
     def kv_needed(self, request: Request) -> int:
         """Return the slots of the request's K/V at its longest, with the largest draft tree."""
@@ -83,7 +83,7 @@ class ContinuousScheduler:
         self._has_changed = False
         self._share = 1.0  # share of a step's work that memory allows
         self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
-        self.output_tokens = 100.0  # of a request, on average of those that finished recently
+        self.output_tokens = 100.0  # per request, averaged over those that finished recently
 
     def add(self, request: Request) -> None:
         """Queue a request."""

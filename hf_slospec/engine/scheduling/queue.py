@@ -85,7 +85,7 @@ class WaitingQueue:
         self._rank, self._next_change = rank, next_change
         self._sizes: dict[Request, _Size] = {}  # in the order in which they came
         self._ranked, self._changes = RequestHeap(), RequestHeap()  # by rank, and by the time when it changes
-        self.num_tokens = 0  # of all texts so far; none of them is cached
+        self.num_tokens = 0  # in all requests so far; none of them is cached
         self.max_len = 0  # sum of the tokens of all texts at their longest
         self.guaranteed: Counter[float] = Counter()  # guaranteed requests by their tightest TPOT SLO
 

@@ -1,1 +1,1 @@
-"""Policies after papers, the algorithms that only they use, and their settings."""
+"""Policies after papers, with the algorithms that only they use; registered by :mod:`hf_slospec.lab`."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Selection
+from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.limits import max_useful_depth, without_useless_nodes
+from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
 
 # Constants of the released code.
@@ -21,21 +21,27 @@ START = 0.6  # confidence in a token before any was drafted
 GRAPH_STEP = 32  # sizes of captured forwards: powers of two up to it, then multiples of it
 
 
-@dataclass
-class AdaSpecStep:
-    """State of one step."""
+@dataclass(frozen=True)
+class _Batch:
+    """Requests of one step."""
 
     num_requests: int
     num_keys: int  # cached tokens of all requests
     num_prefill_tokens: int
     tightest_slo_s: float  # TPOT SLO; inf without any
-    goodput: float = 0.0  # expected tokens per second of the chains drafted so far
-    length: int = 0  # of these chains
-    expected: float = 0.0  # tokens that they yield
+
+
+@dataclass
+class _Chains:
+    """Chains drafted so far."""
+
+    expected: float  # tokens that they yield
+    goodput: float  # expected tokens per second
+    length: int = 0
     last_probs: FloatArray | float = 1.0  # [num_drafting], path probabilities of their last tokens
 
 
-class AdaSpecPolicy:
+class AdaSpecPolicy(NamedPolicy):
     """Policy that decides after each drafted level whether the next one will raise the goodput of the step.
 
     The adaptive drafter trusts the draft: a chain yields the sum of its path probabilities. A level not drafted yet is
@@ -50,8 +56,10 @@ class AdaSpecPolicy:
     batch or the costs have changed.
     """
 
+    name = "adaspec"
+
     def __init__(self, config: PolicySettings, costs: StepCosts):
-        self.config, self.costs = config, costs
+        super().__init__(config, costs)
         self._sum_confidence, self._num_confidences = START, 1.0
 
     @property
@@ -59,64 +67,57 @@ class AdaSpecPolicy:
         """Mean probability that the draft gave its tokens, each after those before it."""
         return self._sum_confidence / self._num_confidences
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         tightest_slo_s = min(np.inf if r.tpot_slo_s is None else r.tpot_slo_s for r in requests)
-        step = AdaSpecStep(num_requests, num_keys, num_prefill_tokens, tightest_slo_s, expected=num_requests)
-        step.goodput = self._goodput(step, num_requests, 0)
+        batch = _Batch(num_requests, num_keys, num_prefill_tokens, tightest_slo_s)
+        chains = _Chains(num_requests, self._goodput(batch, num_requests, 0))
         max_depth = max_useful_depth(requests, self.config.max_depth)
-        if not max_depth or self._goodput(step, num_requests * (1.0 + self.confidence), 1) <= step.goodput:
-            return Plan(0, 1, state=step)
-        return Plan(max_depth, 1, goes_on=functools.partial(self._goes_on, step), state=step)
-
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        step: AdaSpecStep = plan.state
+        if not max_depth or self._goodput(batch, num_requests * (1.0 + self.confidence), 1) <= chains.goodput:
+            candidates, _ = yield Plan(0, 1)
+        else:
+            candidates, _ = yield Plan(max_depth, 1, goes_on=functools.partial(self._goes_on, batch, chains))
         forest = Forest.of(without_useless_nodes(requests, candidates))
-        is_kept = self._pruned(step, forest)
+        is_kept = self._pruned(batch, forest)
         expected = np.bincount(forest.tree_of, forest.path_probs * is_kept)
-        return Selection(forest.subtrees(is_kept), expected.tolist(), self._seconds(step, forest, is_kept))
+        yield Selection(forest.subtrees(is_kept), expected.tolist(), self._seconds(batch, forest, is_kept))
 
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        """Do nothing: the policy trusts the draft's own probabilities."""
-
-    def _goes_on(self, step: AdaSpecStep, path_probs: FloatArray) -> bool:
+    def _goes_on(self, batch: _Batch, chains: _Chains, path_probs: FloatArray) -> bool:
         """Take in a level of all chains, and return whether the next one is predicted to raise goodput."""
-        probs, before = path_probs[:, 0], step.goodput
-        step.length, step.expected = step.length + 1, step.expected + float(probs.sum())
-        step.goodput = self._goodput(step, step.expected, step.length)
-        if step.goodput < before:
+        probs, before = path_probs[:, 0], chains.goodput
+        chains.length, chains.expected = chains.length + 1, chains.expected + float(probs.sum())
+        chains.goodput = self._goodput(batch, chains.expected, chains.length)
+        if chains.goodput < before:
             return False
-        self._sum_confidence += float((probs / np.maximum(step.last_probs, np.finfo(np.float64).tiny)).sum())
+        self._sum_confidence += float((probs / np.maximum(chains.last_probs, np.finfo(np.float64).tiny)).sum())
         self._num_confidences += len(probs)
-        step.last_probs = probs
-        predicted = step.expected + self.confidence * float(probs.sum())
-        return self._goodput(step, predicted, step.length + 1) >= step.goodput
+        chains.last_probs = probs
+        predicted = chains.expected + self.confidence * float(probs.sum())
+        return self._goodput(batch, predicted, chains.length + 1) >= chains.goodput
 
-    def _goodput(self, step: AdaSpecStep, expected: float, length: int) -> float:
+    def _goodput(self, batch: _Batch, expected: float, length: int) -> float:
         """Return the expected tokens per second of chains of one length; -1 where the step exceeds the SLO."""
-        num_nodes = step.num_requests * (length + 1) + step.num_prefill_tokens
-        draft_s = self.costs.draft_s(step.num_requests, length, 1, step.num_keys)
-        seconds = float(draft_s + self.costs.verify_s(num_nodes, step.num_requests, step.num_keys))
-        return -1.0 if length and seconds > step.tightest_slo_s else expected / seconds
+        num_nodes = batch.num_requests * (length + 1) + batch.num_prefill_tokens
+        draft_s = self.costs.draft_s(batch.num_requests, length, 1, batch.num_keys)
+        seconds = float(draft_s + self.costs.verify_s(num_nodes, batch.num_requests, batch.num_keys))
+        return -1.0 if length and seconds > batch.tightest_slo_s else expected / seconds
 
-    def _pruned(self, step: AdaSpecStep, forest: Forest) -> BoolArray:
+    def _pruned(self, batch: _Batch, forest: Forest) -> BoolArray:
         """Return the nodes to verify.  -> [num_nodes] bool, roots included"""
         is_whole: BoolArray = np.ones(len(forest.depths), dtype=np.bool_)
         is_kept = forest.depths == 0
         ranked = forest.canonical(forest.path_probs)
-        is_kept[ranked[: max(smaller_size(len(is_whole)) - step.num_requests, 0)]] = True
+        is_kept[ranked[: max(smaller_size(len(is_whole)) - batch.num_requests, 0)]] = True
 
         def goodput(is_verified: BoolArray) -> float:
-            return float(forest.path_probs[is_verified].sum()) / self._seconds(step, forest, is_verified)
+            return float(forest.path_probs[is_verified].sum()) / self._seconds(batch, forest, is_verified)
 
         return is_kept if goodput(is_kept) >= goodput(is_whole) else is_whole
 
-    def _seconds(self, step: AdaSpecStep, forest: Forest, is_verified: BoolArray) -> float:
-        draft_s = self.costs.draft_s(step.num_requests, int(forest.depths.max()), 1, step.num_keys)
-        num_tokens = int(np.count_nonzero(is_verified)) + step.num_prefill_tokens
-        return float(draft_s + self.costs.verify_s(num_tokens, step.num_requests, step.num_keys))
+    def _seconds(self, batch: _Batch, forest: Forest, is_verified: BoolArray) -> float:
+        draft_s = self.costs.draft_s(batch.num_requests, int(forest.depths.max()), 1, batch.num_keys)
+        num_tokens = int(np.count_nonzero(is_verified)) + batch.num_prefill_tokens
+        return float(draft_s + self.costs.verify_s(num_tokens, batch.num_requests, batch.num_keys))
 
 
 def smaller_size(num_tokens: int) -> int:

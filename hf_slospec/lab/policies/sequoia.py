@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from hf_slospec.algo.calibration import Conditionals, path_products, tried_and_hit
-from hf_slospec.algo.tree import FloatArray, Forest, IntArray, TokenTree
+from hf_slospec.algo.tree import FloatArray, Forest, IntArray
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Selection
+from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.lab.policies.static_tree import trees_within
 from hf_slospec.lab.policies.tree_shapes import Sequoia, StaticTree
 from hf_slospec.policies.limits import max_useful_depth
+from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
 
 MAX_NODES = 64  # of a tree
@@ -57,29 +56,22 @@ class AcceptanceByRank:
         self._hits *= fade
 
 
-@dataclass
-class _SequoiaStep:
-    """State of one step."""
-
-    shape: StaticTree
-    step_s: float  # predicted
-    forest: Forest = field(init=False)  # draft trees; set by select
-
-
-class SequoiaPolicy:
+class SequoiaPolicy(NamedPolicy):
     """Policy that verifies one tree shape for all requests, chosen for every batch, or none where that is faster.
 
     Acceptance by rank is measured while decoding, starting from a documented prior, and the trees are solved for again
     every ``RESOLVE`` steps. Step times are those of the whole batch; the paper considers a single request.
     """
 
+    name = "sequoia"
+
     def __init__(self, config: PolicySettings, costs: StepCosts):
-        self.config, self.costs = config, costs
+        super().__init__(config, costs)
         self.acceptance = AcceptanceByRank(config.max_width)
         self._num_steps = 0
         self._solve()
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         max_width = self.config.max_width  # the width of a tree is known only when it is solved for
 
@@ -91,21 +83,13 @@ class SequoiaPolicy:
         if size not in self._solved:
             self._solved[size] = self._table.tree(*size)
         shape = self._solved[size]
-        step = _SequoiaStep(shape, float(seconds(*np.array(size))))
-        return Plan(shape.max_depth, min(shape.max_width, max_width), state=step)
-
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        step: _SequoiaStep = plan.state
-        trees = trees_within(step.shape, requests, candidates)
-        step.forest = Forest.of(trees)  # smaller than the shape where candidates are missing or few tokens are left
-        path_probs = path_products(step.forest, self._rates[Conditionals.of(step.forest).ranks])
-        return Selection(trees, np.bincount(step.forest.tree_of, path_probs).tolist(), step.step_s)
-
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        step: _SequoiaStep = plan.state
-        self.acceptance.observe(step.forest, step.forest.indices(accepted))
+        step_s = float(seconds(*np.array(size)))
+        candidates, _ = yield Plan(shape.max_depth, min(shape.max_width, max_width))
+        trees = trees_within(shape, requests, candidates)
+        forest = Forest.of(trees)  # smaller than the shape where candidates are missing or few tokens are left
+        path_probs = path_products(forest, self._rates[Conditionals.of(forest).ranks])
+        accepted, _ = yield Selection(trees, np.bincount(forest.tree_of, path_probs).tolist(), step_s)
+        self.acceptance.observe(forest, forest.indices(accepted))
         self._num_steps += 1
         if self._num_steps % RESOLVE == 0:
             self._solve()

@@ -9,12 +9,12 @@ import numpy as np
 from hf_slospec.algo.spec_lengths import SpecLengths, best_lengths
 from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.guarantees import tiers_of
 from hf_slospec.lab.policies.goodput import chain_tokens
-from hf_slospec.lab.policies.smartspec import ChainStep, SmartSpecPolicy
+from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
 from hf_slospec.policies.limits import affordable_tokens
+from hf_slospec.policies.registry import PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
 CATCH_UP = 0.5  # maximum share of the longest chain's gain that one step spends on catching up
@@ -30,53 +30,51 @@ class SLOsServePolicy(SmartSpecPolicy):
     goodput decides.
     """
 
+    name, options = "slos-serve", PolicyOptions
+
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.budget = config.token_budget or affordable_tokens(costs)
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        step = self._begin(requests, num_prefill_tokens)
-        useful = self._useful_lengths(requests)
-        found = self._slo_lengths(step, requests, begun_s, int(useful.max()) + 1)
-        lengths = np.minimum(self._best_length(step, useful) if found is None else found - 1, useful)
-        step.step_s = float(self._seconds(step, len(requests), int(lengths.max()), int(lengths.sum()) + len(requests)))
-        return self._planned(step, requests, lengths)
+    def _to_draft(self, batch: Batch) -> Chains:
+        num_requests, longest = len(batch.requests), int(batch.useful.max())
+        found = self._slo_lengths(batch, longest + 1)
+        lengths: IntArray = np.minimum(self._best(batch, batch.useful)[0] if found is None else found - 1, batch.useful)
+        seconds = self._seconds(batch, num_requests, int(lengths.max()), int(lengths.sum()) + num_requests)
+        return Chains(lengths, float(seconds))
 
-    def _slo_lengths(
-        self, step: ChainStep, requests: Sequence[Request], begun_s: float, max_len: int
-    ) -> IntArray | None:
+    def _slo_lengths(self, batch: Batch, max_len: int) -> IntArray | None:
         """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if none can be met.
 
         Args:
-            step: the step's state.
-            requests: those that decode.
-            begun_s: time at which the step began.
+            batch: the requests.
             max_len: maximum nodes of a chain, root included.
 
         Returns:
             [num_requests] int64.
         """
+        requests = batch.requests
         tpot_slos_s = np.array([request.tpot_slo_s or np.inf for request in requests])
         if np.isinf(tpot_slos_s).all():
             return None
         num_requests, tiers = len(requests), np.array(tiers_of(tpot_slos_s.tolist()))
         tier_of = np.searchsorted(tiers, tpot_slos_s, side="right") - 1
         counts = np.bincount(tier_of, minlength=len(tiers))
-        slacks = self._slacks(requests, begun_s, max_len)
+        slacks = self._slacks(requests, batch.begun_s, max_len)
         for tried, slack in _attempts(tiers, np.array([slacks[tier_of == tier].min() for tier in range(len(tiers))])):
             found = best_lengths(
-                lambda num_tokens: self.costs.verify_s(num_tokens, num_requests, step.num_keys),
+                lambda num_tokens: self.costs.verify_s(num_tokens, num_requests, batch.num_keys),
                 tried.tolist(),
                 counts.tolist(),
                 self.acceptance.rate,
                 max_len,
                 max(self.budget, num_requests * max_len),
-                self.costs.level_s(num_requests, 1, step.num_keys),
+                self.costs.level_s(num_requests, 1, batch.num_keys),
                 slack.tolist(),
             )
             if found is not None:
                 is_free = np.isinf(tiers)
-                beside = self._length_beside(step, found, counts, is_free)
+                beside = self._length_beside(batch, found, counts, is_free)
                 lengths: IntArray = np.where(is_free, beside, found.lengths)[tier_of]
                 return lengths
         return None
@@ -91,11 +89,11 @@ class SLOsServePolicy(SmartSpecPolicy):
             slacks.append(np.clip(tpot_slo_s * emitted - elapsed_s, -CATCH_UP * gain * tpot_slo_s, 0.0))
         return np.array(slacks)
 
-    def _length_beside(self, step: ChainStep, found: SpecLengths, counts: IntArray, is_free: BoolArray) -> int:
+    def _length_beside(self, batch: Batch, found: SpecLengths, counts: IntArray, is_free: BoolArray) -> int:
         """Return the length for requests without a TPOT SLO: the longest without further levels or a too long step.
 
         Args:
-            step: the step's state.
+            batch: the requests.
             found: lengths of the tiers.
             counts: [tiers] requests.
             is_free: [tiers] bool, the tier has no TPOT SLO.
@@ -103,13 +101,13 @@ class SLOsServePolicy(SmartSpecPolicy):
         num_free, longest = int(counts[is_free].sum()), int(found.lengths.max())
         others = int((found.lengths * counts)[~is_free].sum())
         num_tokens = others + num_free * np.arange(1, longest + 1)
-        fits = self._seconds(step, int(counts.sum()), longest - 1, num_tokens) <= found.limit_s
+        fits = self._seconds(batch, int(counts.sum()), longest - 1, num_tokens) <= found.limit_s
         return 1 + int(np.count_nonzero(fits[1:]))
 
-    def _seconds(self, step: ChainStep, num_requests: int, num_levels: int, num_tokens: IntArray | int) -> FloatArray:
+    def _seconds(self, batch: Batch, num_requests: int, num_levels: int, num_tokens: IntArray | int) -> FloatArray:
         """Return the seconds of a step with these draft levels, nodes and the step's prefill tokens."""
-        draft_s = self.costs.draft_s(num_requests, num_levels, 1, step.num_keys)
-        return draft_s + self.costs.verify_s(num_tokens + step.num_prefill_tokens, num_requests, step.num_keys)
+        draft_s = self.costs.draft_s(num_requests, num_levels, 1, batch.num_keys)
+        return draft_s + self.costs.verify_s(num_tokens + batch.num_prefill_tokens, num_requests, batch.num_keys)
 
 
 def _attempts(tiers: FloatArray, slacks: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:

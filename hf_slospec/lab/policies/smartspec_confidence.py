@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import Field
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.protocols import Plan, Selection
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.protocols import Plan
 from hf_slospec.lab.policies.goodput import confident_length
-from hf_slospec.lab.policies.options import ConfidenceOptions
-from hf_slospec.lab.policies.smartspec import ChainStep, SmartSpecPolicy
+from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
+from hf_slospec.policies.registry import PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
+
+
+class ConfidenceOptions(PolicyOptions):
+    """Settings of ``smartspec-confidence``."""
+
+    min_confidence: float = Field(
+        0.5, ge=0, lt=1, description="A token with at most this probability is the last one drafted."
+    )
 
 
 class ConfidencePolicy(SmartSpecPolicy):
@@ -23,19 +31,20 @@ class ConfidencePolicy(SmartSpecPolicy):
     tokens of all requests are verified, up to the common length. Drafting itself is never turned off, as printed.
     """
 
+    name, options = "smartspec-confidence", ConfidenceOptions
+
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.min_confidence = config.options_of(ConfidenceOptions).min_confidence
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        step = self._begin(requests, num_prefill_tokens)
-        return self._planned(step, requests, self._useful_lengths(requests), self.min_confidence)
+    def _to_draft(self, batch: Batch) -> Chains:
+        return Chains(batch.useful)
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        step: ChainStep = plan.state
+    def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
         # Drafting goes on while any request is above the threshold, so chains are cut here.
         confident = [confident_length(tree, self.min_confidence) for tree in candidates]
-        proposed = np.minimum(confident, step.lengths)
+        proposed = np.minimum(confident, drafted.lengths)
         num_drafting, num_levels = len(plan.drafting or ()), max(tree.max_depth for tree in candidates)
-        drafted_s = float(self.costs.draft_s(num_drafting, num_levels, 1, step.num_keys))
-        return self._selected(step, candidates, np.minimum(proposed, self._best_length(step, proposed, drafted_s)))
+        drafted_s = float(self.costs.draft_s(num_drafting, num_levels, 1, batch.num_keys))
+        length, step_s = self._best(batch, proposed, drafted_s)
+        return Chains(np.minimum(proposed, length), step_s)

@@ -4,92 +4,105 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from hf_slospec.algo.tree import IntArray, TokenTree
+from pydantic import Field
+
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Selection
+from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
-from hf_slospec.lab.policies.options import CappedThesisSLOOptions, ThesisOptions, ThesisSLOOptions
 from hf_slospec.policies.adaserve_selection import required_tokens
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.limits import affordable_tokens, max_useful_depth, without_useless_nodes
+from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
 RECENT = 20  # steps whose mean is the predicted latency of the next one, as printed
 
 
-@dataclass(frozen=True)
-class _ThesisStep:
-    """State of one step."""
+class ThesisOptions(PolicyOptions):
+    """Settings of ``thesis``."""
 
-    begun_s: float
-    step_s: float  # predicted; 0: no prediction
+    max_tree_nodes: int | None = Field(
+        None, ge=1, description="Maximum nodes of one request's tree, its root included (S). None: no limit."
+    )
 
 
-class ThesisPolicy:
-    """Algorithm 1: most expected tokens under one budget for all trees (N) and one for each (S)."""
+class ThesisSLOOptions(PolicyOptions):
+    """Settings of ``thesis-slo``."""
+
+    slack: float = Field(0.0, ge=0, description="Seconds per step to be ahead of TPOT SLOs by (epsilon).")
+
+
+class CappedThesisSLOOptions(ThesisSLOOptions):
+    """Settings of ``thesis-slo-capped``."""
+
+    max_slo_share: float = Field(
+        1.2, gt=0, description="n_max as a multiple of an even share of the budget: a late request's limit."
+    )
+
+
+class _ThesisPolicy(NamedPolicy):
+    """Drafts whole beams and prunes them to one token budget."""
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
-        self.config = config
+        super().__init__(config, costs)
         self.budget = config.token_budget or affordable_tokens(costs)
-        self.max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
+
+    def _shape(self, requests: Sequence[Request]) -> Plan:
+        if self.budget <= len(requests):  # the roots alone fill it
+            return Plan(0, 1)
+        return Plan(max_useful_depth(requests, self.config.max_depth), self.config.max_width)
+
+
+class ThesisPolicy(_ThesisPolicy):
+    """Policy with most expected tokens under one budget for all trees (N) and one for each (S), by Algorithm 1."""
+
+    name, options = "thesis", ThesisOptions
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        is_full = self.budget <= len(requests)  # with the roots alone
-        depth = 0 if is_full else max_useful_depth(requests, self.config.max_depth)
-        return Plan(depth, 1 if is_full else self.config.max_width, state=_ThesisStep(begun_s, self._predicted_s()))
+        return self._shape(requests)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        step: _ThesisStep = plan.state
-        candidates = without_useless_nodes(requests, candidates)
-        nodes = self._nodes(requests, candidates, step)
-        return selection_of([tree.subtree(own) for tree, own in zip(candidates, nodes, strict=True)], step.step_s)
-
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        """Do nothing: the policy learns nothing."""
-
-    def _predicted_s(self) -> float:
-        return 0.0
-
-    def _nodes(self, requests: Sequence[Request], candidates: Sequence[TokenTree], step: _ThesisStep) -> list[IntArray]:
-        config = self.config
-        return grown_nodes(candidates, self.budget, self.max_tree_nodes, config.max_depth, config.max_width)
+        config, candidates = self.config, without_useless_nodes(requests, candidates)
+        max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
+        nodes = grown_nodes(candidates, self.budget, max_tree_nodes, config.max_depth, config.max_width)
+        return selection_of([tree.subtree(own) for tree, own in zip(candidates, nodes, strict=True)])
 
 
-class ThesisSLOPolicy(ThesisPolicy):
-    """Algorithm 2: nodes for TPOT SLOs first, the latest requests before all others, then most expected tokens."""
+class ThesisSLOPolicy(_ThesisPolicy):
+    """Policy with nodes for TPOT SLOs first, the latest requests before all others, by Algorithm 2."""
 
-    def __init__(self, config: PolicySettings, costs: StepCosts, capped: bool = False):
-        """Create the policy.
+    name, options = "thesis-slo", ThesisSLOOptions
+    capped = False
 
-        ``capped`` adds AdaServe's limits, without which a request that cannot meet its TPOT SLO takes the whole budget.
-        """
+    def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
-        self.capped = capped
         self.slack_s = config.options_of(ThesisSLOOptions).slack
         self.max_slo_share = config.options_of(CappedThesisSLOOptions).max_slo_share  # only if capped
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes, plan: Plan
-    ) -> None:
-        self._latencies.append(phases.total_s)
-
-    def _predicted_s(self) -> float:
-        return sum(self._latencies) / max(len(self._latencies), 1)
-
-    def _nodes(self, requests: Sequence[Request], candidates: Sequence[TokenTree], step: _ThesisStep) -> list[IntArray]:
-        return important_nodes(
+    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+        step_s = sum(self._latencies) / max(len(self._latencies), 1)
+        candidates, _ = yield self._shape(requests)
+        candidates = without_useless_nodes(requests, candidates)
+        nodes = important_nodes(
             candidates,
-            [required_tokens(*r.decoded(step.begun_s), step.step_s, r.tpot_slo_s) for r in requests],
+            [required_tokens(*request.decoded(begun_s), step_s, request.tpot_slo_s) for request in requests],
             [request.tpot_slo_s for request in requests],
             self.budget,
             slack_s=self.slack_s,
             capped=self.capped,
             max_slo_nodes=int(self.max_slo_share * self.budget / len(requests)),
         )
+        trees = [tree.subtree(own) for tree, own in zip(candidates, nodes, strict=True)]
+        _, phases = yield selection_of(trees, step_s)
+        self._latencies.append(phases.total_s)
+
+
+class CappedThesisSLOPolicy(ThesisSLOPolicy):
+    """Policy of ``thesis-slo`` with AdaServe's limits, so that a late request cannot take the whole budget."""
+
+    name, options = "thesis-slo-capped", CappedThesisSLOOptions
+    capped = True

@@ -9,9 +9,9 @@ import numpy as np
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.protocols import Plan, Selection
-from hf_slospec.engine.request import Request
-from hf_slospec.lab.policies.smartspec import ChainStep, SmartSpecPolicy
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
+from hf_slospec.policies.registry import PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
 # All constants are those of the released code.
@@ -31,33 +31,33 @@ class TurboSpecPolicy(SmartSpecPolicy):
     are proposed, and goodput decides how many of them are verified once the proposals are known.
     """
 
+    name, options = "turbospec", PolicyOptions
+
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.off_size = math.inf  # requests of the last batch for which not drafting was best
         self._num_skipped = 0
         self._num_unused = 0  # consecutive steps that verified none of the proposals, pauses included
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+    def _to_draft(self, batch: Batch) -> Chains:
         if self._is_drafting_costly():
-            plan = super().plan(requests, begun_s, num_prefill_tokens)
+            chains = super()._to_draft(batch)
             if self._was_plain[-1]:
-                self.off_size = len(requests)
-            return plan
-        step = self._begin(requests, num_prefill_tokens)
+                self.off_size = len(batch.requests)
+            return chains
         if self._num_unused >= TRIES:
             self._num_unused = (self._num_unused + 1) % (TRIES + PAUSE)
-            return self._planned(step, requests, np.zeros(len(requests), dtype=np.int64))
-        return self._planned(step, requests, np.minimum(PROPOSED, self._useful_lengths(requests)))
+            return Chains(np.zeros_like(batch.useful))
+        return Chains(np.minimum(PROPOSED, batch.useful))
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+    def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
         if self._is_drafting_costly():
-            return super().select(requests, candidates, plan)
-        step: ChainStep = plan.state
+            return drafted
         proposed = np.array([tree.max_depth for tree in candidates])
-        length = self._best_length(step, np.minimum(proposed, step.lengths), drafted_s=0.0)
+        length, step_s = self._best(batch, np.minimum(proposed, drafted.lengths), drafted_s=0.0)
         if plan.depth:
             self._num_unused = 0 if length else self._num_unused + 1
-        return self._selected(step, candidates, np.minimum(length, step.lengths))
+        return Chains(np.minimum(length, drafted.lengths), step_s)
 
     def _is_disabled(self, num_requests: int) -> bool:
         if num_requests <= self.off_size:

@@ -13,6 +13,7 @@ from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention, kernel_for
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_attention import TreeAttention, why_no_kernel
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 
 logger = logging.getLogger(__name__)
@@ -29,11 +30,7 @@ class Backend(Protocol):
         keys: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         values: torch.Tensor,  # [num_slots, num_kv_heads, value_dim]
         batch: PackedBatch | PlannedBatch,
-        scaling: float,
-        window: int | None,  # in positions
-        softcap: float | None,
-        sinks: torch.Tensor | None,  # [num_heads]
-        chunk: int | None = None,  # in positions
+        rules: AttentionRules,
     ) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, value_dim]."""
 

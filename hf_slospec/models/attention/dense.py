@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import PackedBatch, PlannedBatch
 
 
@@ -12,19 +13,15 @@ def dense_attention(
     key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]
     value: torch.Tensor,  # [num_kv_heads, num_keys, value_dim]
     mask: torch.Tensor | None,  # [num_queries, num_keys] additive
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,  # [num_heads]
+    rules: AttentionRules,  # the mask has those on positions
 ) -> torch.Tensor:
     """Return attention computed step by step, softmax in fp32.  -> [num_heads, num_queries, value_dim]"""
     groups = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    scores = query @ key.transpose(1, 2) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = rules.capped(query @ key.transpose(1, 2) * rules.scaling)
     if mask is not None:
         scores = scores + mask
-    if sinks is not None:  # a learned logit per head that takes probability but contributes no value
+    if (sinks := rules.sinks) is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return weights[..., : key.shape[1]] @ value
@@ -35,16 +32,12 @@ def masked_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: PackedBatch | PlannedBatch,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    chunk: int | None = None,
+    rules: AttentionRules,
 ) -> torch.Tensor:
     """Return attention of the whole batch over the whole pool under one mask: the reference of all other backends."""
     mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
     for span, slots in zip(batch.spans, batch.visible, strict=True):
-        own = span.mask(window, query, chunk=chunk)
+        own = span.mask(rules, query)
         mask[span.begin : span.end, slots] = 0.0 if own is None else own
     key, value = keys.transpose(0, 1), values.transpose(0, 1)
-    return dense_attention(query, key, value, mask, scaling, softcap, sinks).transpose(0, 1)
+    return dense_attention(query, key, value, mask, rules).transpose(0, 1)

@@ -11,6 +11,7 @@ from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
 from hf_slospec.models.attention.sdpa import sdpa_attention
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
 from hf_slospec.models.device.transfer import aligned
 
@@ -62,37 +63,33 @@ class FlashAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PackedBatch | PlannedBatch,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        chunk: int | None = None,
+        rules: AttentionRules,
     ) -> torch.Tensor:
-        kernel = self._kernel(query, keys, values, softcap, chunk)
+        kernel = self._kernel(query, keys, values, rules)
         if isinstance(kernel, str):
-            return sdpa_attention(query, keys, values, batch, scaling, window, softcap, sinks, chunk)
+            return sdpa_attention(query, keys, values, batch, rules)
         keys, values = aligned(keys), aligned(values)
-        packing: Packing = batch.plan(pack, query.device, window, query.shape[0], keys.shape[1])
+        packing: Packing = batch.plan(pack, query.device, rules.window, query.shape[0], keys.shape[1])
         query = query.transpose(0, 1)
         out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
         if packing.chains is not None:
-            own = _attend_chains(kernel, query, keys, values, packing.chains, scaling, window, softcap, sinks)
+            own = _attend_chains(kernel, query, keys, values, packing.chains, rules)
             out[packing.chains.token_indices] = own.to(out.dtype)
         if packing.split is not None:
             entries, parts = packing.split.entries, None
             if entries is not None:
-                parts = _attend_ranges(kernel, query[entries.token_indices], keys, values, entries, scaling, softcap)
+                parts = _attend_ranges(kernel, query[entries.token_indices], keys, values, entries, rules)
             for block in packing.split.blocks:
-                own = _attend_block(query, keys, values, block, parts, scaling, softcap, sinks).flatten(0, 1)
+                own = _attend_block(query, keys, values, block, parts, rules).flatten(0, 1)
                 own = own if block.real_queries is None else own[block.real_queries]
                 out[block.real_token_indices] = own.to(out.dtype)
         return out
 
     def _kernel(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None, chunk: int | None
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
     ) -> FlashKernel | str:
         dtypes, dims = (query.dtype, keys.dtype, values.dtype), (query.shape[-1], values.shape[-1])
-        key = query.device, dtypes, dims, softcap is not None, chunk is not None
+        key = query.device, dtypes, dims, rules.softcap is not None, rules.chunk is not None
         if key not in self._kernels:
             kernel = self._kernels[key] = _kernel_for(*key)
             if isinstance(kernel, str):
@@ -106,14 +103,11 @@ def _attend_chains(
     keys: torch.Tensor,
     values: torch.Tensor,
     entries: Entries,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    rules: AttentionRules,
 ) -> torch.Tensor:
     """Return attention of the tokens of long chains.  -> [num_queries, num_heads, head_dim]"""
-    out, lse = kernel(query[entries.token_indices], keys, values, entries, scaling, True, window, softcap)
-    return out if sinks is None else weigh_sinks(out, lse.T, sinks)
+    out, lse = kernel(query[entries.token_indices], keys, values, entries, True, rules)
+    return out if rules.sinks is None else weigh_sinks(out, lse.T, rules.sinks)
 
 
 def _attend_ranges(
@@ -122,8 +116,7 @@ def _attend_ranges(
     keys: torch.Tensor,
     values: torch.Tensor,
     entries: Entries,
-    scaling: float,
-    softcap: float | None,
+    rules: AttentionRules,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention over ranges of keys that all tokens of a sequence see, and its log-sum-exp.
 
@@ -133,7 +126,7 @@ def _attend_ranges(
         out [num_queries, groups, num_kv_heads, head_dim] and lse [num_kv_heads, num_queries, groups] f32.
     """
     grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2)  # [num_queries, groups, num_kv_heads, head_dim]
-    out, lse = kernel(grouped.flatten(0, 1), keys, values, entries, scaling, False, None, softcap)
+    out, lse = kernel(grouped.flatten(0, 1), keys, values, entries, False, rules)
     groups = grouped.shape[1]
     return out.unflatten(0, (-1, groups)), lse.unflatten(1, (-1, groups))
 
@@ -144,9 +137,7 @@ def _attend_block(
     values: torch.Tensor,
     block: Block,
     parts: tuple[torch.Tensor, torch.Tensor] | None,  # results of _attend_ranges
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    rules: AttentionRules,
 ) -> torch.Tensor:
     """Return attention of a block's tokens.  -> [num_sequences, num_queries, num_heads, head_dim]"""
     (num_sequences, num_queries), num_kv_heads = block.token_indices.shape, keys.shape[1]
@@ -166,8 +157,8 @@ def _attend_block(
             lse = lse.masked_fill(block.is_empty[None, ..., None], -torch.inf)
         outs = folded(out.permute(1, 4, 2, 3, 0, 5))
         lses = folded(lse.permute(2, 0, 3, 4, 1))
-    if sinks is not None:
-        sink = sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
+    if rules.sinks is not None:
+        sink = rules.sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
         lses = torch.cat((lses, folded(sink)), -1)
         outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
     if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: nothing to merge
@@ -176,6 +167,6 @@ def _attend_block(
         assert block.bias is not None, "a plan is used before completed()"
         own = folded(query[block.token_indices].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
         key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
-        merged = merged_attention(own, key, value, block.bias, outs, lses, scaling, softcap)
+        merged = merged_attention(own, key, value, block.bias, outs, lses, rules)
     attended: torch.Tensor = merged.unflatten(1, shape[2:]).unflatten(0, shape[:2])
     return attended.transpose(1, 2).flatten(2, 3)

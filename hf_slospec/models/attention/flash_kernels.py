@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_slospec.models.attention.packing import Entries
+from hf_slospec.models.batch.attention_rules import AttentionRules
 
 HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 AMPERE = (8, 0)  # compute capability
@@ -32,10 +33,8 @@ class FlashKernel(Protocol):
         key: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         value: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         entries: Entries,
-        scaling: float,
         is_causal: bool,  # the last query of an entry sees its last key, each query before it one key fewer
-        window: int | None,  # most keys that a query sees; only if causal
-        softcap: float | None,
+        rules: AttentionRules,  # the window counts only if causal
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [num_queries, num_heads, head_dim] and lse [num_heads, num_queries] f32, the natural logarithm."""
 
@@ -57,10 +56,8 @@ class FlashAttnPackage:
         key: torch.Tensor,
         value: torch.Tensor,
         entries: Entries,
-        scaling: float,
         is_causal: bool,
-        window: int | None,
-        softcap: float | None,
+        rules: AttentionRules,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, _ = self._function(
             query,
@@ -70,10 +67,10 @@ class FlashAttnPackage:
             entries.cu_keys,
             entries.max_queries,
             entries.max_keys,
-            softmax_scale=scaling,
+            softmax_scale=rules.scaling,
             causal=is_causal,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            softcap=softcap or 0.0,
+            window_size=_window_size(is_causal, rules),
+            softcap=rules.softcap or 0.0,
             return_attn_probs=True,
         )
         return out, lse
@@ -100,13 +97,10 @@ class TorchVarlen:
         key: torch.Tensor,
         value: torch.Tensor,
         entries: Entries,
-        scaling: float,
         is_causal: bool,
-        window: int | None,
-        softcap: float | None,
+        rules: AttentionRules,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert softcap is None
-        causal_window = (-1 if window is None else window - 1, 0)
+        assert rules.softcap is None
         return self._function(
             query,
             key,
@@ -116,10 +110,16 @@ class TorchVarlen:
             entries.max_queries,
             entries.max_keys,
             return_aux=self._aux,
-            scale=scaling,
-            window_size=causal_window if is_causal else (-1, -1),
+            scale=rules.scaling,
+            window_size=_window_size(is_causal, rules),
             **({"enable_gqa": query.shape[1] != key.shape[1]} if self._must_name_gqa else {}),
         )
+
+
+def _window_size(is_causal: bool, rules: AttentionRules) -> tuple[int, int]:
+    if not is_causal:
+        return -1, -1
+    return -1 if rules.window is None else rules.window - 1, 0
 
 
 def _require_cuda(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.positions import Positions
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Slots
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.forward import RecurrentForward
@@ -82,13 +83,10 @@ class PackedForward(RecurrentForward):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
+        rules: AttentionRules,
         mask: torch.Tensor | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return attention of the layer that cached these K and V; ``mask`` and ``window`` are known from the batch.
+        """Return attention of the layer that cached these K and V; ``mask`` and window are known from the batch.
 
         Returns:
             [1, num_tokens, num_heads, value_dim].
@@ -102,6 +100,5 @@ class PackedForward(RecurrentForward):
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         _, its = self._layers[layer]
-        return self.backend(query[0], keys, values, batch, scaling, its.window, softcap, sinks, its.chunk)[None]
+        return self.backend(query[0], keys, values, batch, rules._replace(window=its.window, chunk=its.chunk))[None]

@@ -22,7 +22,7 @@ from hf_slospec.models.kv_cache.pool import KVPool
 
 MASKING = ("eager", "sdpa")  # attention implementations that read a mask
 
-MaskFunction = Callable[..., torch.Tensor]  # of batch, head, query and key indices: True = may attend
+MaskFunction = Callable[..., torch.Tensor]  # (batch, head, query and key indices) -> True = may attend
 
 
 class MaskSource:
@@ -115,7 +115,7 @@ class GatheredForward(MaskSource):
         """Keys that each token sees without a window.  [num_tokens, num_keys] bool"""
         num_tokens, device = self.positions.of_tokens.shape[1], self.positions.of_tokens.device
         seen = torch.zeros(num_tokens, self._num_keys, dtype=torch.bool, device=device)
-        begin = 0  # of the sequence's earlier keys
+        begin = 0  # first column with keys of the sequence
         for span in self.batch.spans:
             end = begin + span.num_visible - span.num_tokens
             own = span.seen(None, None, device)

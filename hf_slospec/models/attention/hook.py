@@ -19,10 +19,11 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_slospec.models.inspection.replaced_attributes import Place, ReplacedAttributes
+from hf_slospec.models.batch.attention_rules import AttentionRules
+from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 from hf_slospec.models.recurrent.calls import MIXERS, Mixer
 
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # of a layer: its output and attention weights
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # -> the layer's output and attention weights
 
 _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
 
@@ -30,37 +31,37 @@ _active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
 @contextlib.contextmanager
 def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
     """Make the model's layers call ``forward.attend`` and ``forward.mix`` inside this context, in this thread only."""
-    places = _places_of(model)
-    _replaced.replace(places, _packed)
+    attributes = _attributes_of(model)
+    _replaced.replace(attributes, _packed)
     token = _active.set(forward)
     try:
         yield
     finally:
         _active.reset(token)
-        _replaced.restore(places)
+        _replaced.restore(attributes)
 
 
 ATTENTION = "_attn_implementation_internal"  # attribute of a config: the name of an attention implementation
 
 _replaced = ReplacedAttributes()
-_places: weakref.WeakKeyDictionary[torch.nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+_attributes: weakref.WeakKeyDictionary[torch.nn.Module, list[Attribute]] = weakref.WeakKeyDictionary()
 
 
-def _places_of(model: torch.nn.Module) -> list[Place]:
-    """Return where a model's layers read how to attend, and the functions by which they mix tokens."""
-    if model not in _places:
+def _attributes_of(model: torch.nn.Module) -> list[Attribute]:
+    """Return the attributes that tell a model's layers how to attend, and the functions by which they mix tokens."""
+    if model not in _attributes:
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         modules = dict.fromkeys(sys.modules.get(type(part).__module__) for part in model.modules())
-        _places[model] = [
+        _attributes[model] = [
             *((config, ATTENTION) for config in configs if hasattr(config, ATTENTION)),
             *((module, name) for module in modules for name in MIXERS if hasattr(module, name)),
         ]
-    return _places[model]
+    return _attributes[model]
 
 
-def _packed(original: Any, place: Place) -> Any:
-    """Return what stands at a place while a forward is active in some thread."""
-    _, name = place
+def _packed(original: Any, attribute: Attribute) -> Any:
+    """Return the value of an attribute while a forward is active in some thread."""
+    _, name = attribute
     return _registered_name(original) if name == ATTENTION else _mixed_or(name, original)
 
 
@@ -108,16 +109,15 @@ def _packed_or(original: str) -> Attention:
             eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             plain: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
             return plain(module, query, key, value, attention_mask, **kwargs)
-        out: torch.Tensor = forward.attend(
-            query,
-            key,
-            value,
-            kwargs.get("scaling"),
-            mask=attention_mask if kwargs.get("position_bias") is None else kwargs["position_bias"],
-            window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
+        scaling = kwargs.get("scaling")
+        rules = AttentionRules(
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            kwargs.get("sliding_window"),
+            kwargs.get("softcap"),
+            kwargs.get("s_aux"),
         )
+        mask = attention_mask if kwargs.get("position_bias") is None else kwargs["position_bias"]
+        out: torch.Tensor = forward.attend(query, key, value, rules, mask)
         return out, None
 
     return attention

@@ -8,6 +8,7 @@ import torch
 
 from hf_slospec.models.attention.flash_kernels import FlashKernel, KernelUnavailable
 from hf_slospec.models.attention.packing import Entries
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import to_device
 
 
@@ -16,10 +17,14 @@ def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, 
 
     Versions of a kernel differ in the log-sum-exp they return and in the alignment of the causal mask.
     """
-    softcaps = (None, 5.0) if kernel.has_softcap else (None,)
-    cases = [(False, None), (True, None), (True, 3)]
+    scaling, softcaps = head_dim**-0.5, (None, 5.0) if kernel.has_softcap else (None,)
+    cases = [
+        (is_causal, AttentionRules(scaling, window, softcap))
+        for is_causal, window in ((False, None), (True, None), (True, 3))
+        for softcap in softcaps
+    ]
     try:
-        errors = [_error(kernel, device, dtype, head_dim, *case, softcap) for case in cases for softcap in softcaps]
+        errors = [_error(kernel, device, dtype, head_dim, *case) for case in cases]
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise KernelUnavailable(f"{kernel.name} failed in a trial with {error!r}") from error
     if not max(errors) <= TRIAL_TOLERANCE:  # also refuses NaN
@@ -38,8 +43,7 @@ def _error(
     dtype: torch.dtype,
     head_dim: int,
     is_causal: bool,
-    window: int | None,
-    softcap: float | None,
+    rules: AttentionRules,
 ) -> float:
     ranges = TRIAL_CHAINS if is_causal else TRIAL_RANGES
     num_heads = 4 if is_causal else 2  # query heads are folded only where the mask does not depend on the query
@@ -49,8 +53,8 @@ def _error(
         torch.randn(length, heads, head_dim, generator=draw).to(device, dtype)
         for length, heads in ((len(entries.token_indices), num_heads), (24, 2), (24, 2))
     )
-    scaling = head_dim**-0.5
-    out, lse = kernel(query, key, value, entries, scaling, is_causal, window, softcap)
+    window = rules.window
+    out, lse = kernel(query, key, value, entries, is_causal, rules)
     if lse.shape != (num_heads, len(query)) or lse.dtype != torch.float32:
         raise KernelUnavailable(f"{kernel.name} returns a log-sum-exp of shape {list(lse.shape)}, {lse.dtype}")
     worst = 0.0
@@ -62,7 +66,7 @@ def _error(
                 mask = mask.tril(mask.shape[1] - len(tokens))
                 mask = mask if window is None else mask.triu(mask.shape[1] - len(tokens) - window + 1)
             expected, expected_lse = attention_with_lse(
-                query[own][None], key[slots][None], value[slots][None], mask[None], scaling, softcap
+                query[own][None], key[slots][None], value[slots][None], mask[None], rules
             )
             errors = (out[own].float() - expected[0]).flatten(), (lse[:, own].T - expected_lse[0]).flatten()
             worst = max(worst, float(torch.cat(errors).abs().nan_to_num(nan=torch.inf).max()))
@@ -74,8 +78,7 @@ def attention_with_lse(
     key: torch.Tensor,  # [batch, num_keys, num_kv_heads, head_dim]
     value: torch.Tensor,  # [batch, num_keys, num_kv_heads, value_dim]
     mask: torch.Tensor,  # [batch, num_queries, num_keys] bool, True = may attend
-    scaling: float,
-    softcap: float | None,
+    rules: AttentionRules,  # the mask has the window
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return reference attention in fp32 and its log-sum-exp.
 
@@ -87,11 +90,8 @@ def attention_with_lse(
     num_kv_heads = key.shape[2]
     # Query heads that share a KV head are folded into its queries.
     grouped = query.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores = (
-        grouped @ key.float().permute(0, 2, 3, 1) * scaling
-    )  # [batch, num_kv_heads, groups * num_queries, num_keys]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    # [batch, num_kv_heads, groups * num_queries, num_keys]
+    scores = rules.capped(grouped @ key.float().permute(0, 2, 3, 1) * rules.scaling)
     groups = num_heads // num_kv_heads
     scores = scores.masked_fill(~mask.repeat(1, groups, 1)[:, None], -math.inf)
     lse = scores.logsumexp(-1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_slospec.models.batch.attention_rules import AttentionRules
+
 
 def merged_attention(
     query: torch.Tensor,  # [batch, num_queries, head_dim]
@@ -12,8 +14,7 @@ def merged_attention(
     bias: torch.Tensor,  # [batch, num_queries, num_keys] f32: 0, or -inf where a query may not attend
     outs: torch.Tensor,  # [batch, num_queries, num_parts, value_dim]: attention over other keys
     lses: torch.Tensor,  # [batch, num_queries, num_parts] f32: log-sum-exps of outs, -inf where a part has no keys
-    scaling: float,
-    softcap: float | None,
+    rules: AttentionRules,  # with the sinks among the parts
 ) -> torch.Tensor:
     """Return attention over these keys and those of the other parts, in one softmax.
 
@@ -24,10 +25,10 @@ def merged_attention(
         [batch, num_queries, value_dim] f32.
     """
     query, key_t = query.float(), key.float().transpose(1, 2)
-    if softcap is None:
-        scores = torch.baddbmm(bias, query, key_t, alpha=scaling)
+    if rules.softcap is None:
+        scores = torch.baddbmm(bias, query, key_t, alpha=rules.scaling)
     else:
-        scores = softcap * torch.tanh(query @ key_t * (scaling / softcap)) + bias
+        scores = rules.capped(query @ key_t * rules.scaling) + bias
     weights = torch.cat((scores, lses), -1).softmax(-1)
     num_keys = key.shape[1]
     parts = (weights[..., num_keys:, None] * outs).sum(-2)

@@ -87,7 +87,7 @@ class Block:
 class Split:
     """Tokens whose keys are split into ranges that all tokens of a sequence see, and the keys in blocks."""
 
-    entries: Entries | None  # of the ranges, query heads folded; None if all ranges are empty
+    entries: Entries | None  # one per range, query heads folded; None if all ranges are empty
     blocks: list[Block]
     groups: int  # query heads per KV head
     num_kv_heads: int

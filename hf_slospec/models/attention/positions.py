@@ -1,4 +1,4 @@
-"""Positions of packed tokens, for modules that count tokens by their place in the input.
+"""Positions of packed tokens, for modules that count tokens by their index in the input.
 
 At a model's first packed forward, the ``forward`` of such classes is wrapped, for good. The wrapped method differs from
 the plain one only while a packed forward runs, in its thread. Modules stay as they are.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-KEY_BIASES = ("alibi", "position_bias")  # names of attention modules' arguments that hold a bias for each place
+KEY_BIASES = ("alibi", "position_bias")  # names of attention modules' arguments that hold a bias per key
 
 
 class Positions(NamedTuple):
@@ -28,9 +28,9 @@ class Positions(NamedTuple):
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Differences between the tokens' positions and their places in the batch.  [num_tokens] int64
+        """Differences between the tokens' positions and their indices in the batch.  [num_tokens] int64
 
-        A layer that asks its cache for its own length adds places to it, for positions.
+        A layer that asks its cache for its own length adds indices in the batch to it, for positions.
         """
         positions = self.of_tokens[0]
         return positions - torch.arange(len(positions), device=positions.device)
@@ -42,7 +42,7 @@ _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose classes
 
 @contextlib.contextmanager
 def given_positions(model: nn.Module, positions: Positions) -> Iterator[None]:
-    """Make position tables and key biases of the model go by these positions inside this context, in this thread."""
+    """Let position tables and key biases of the model use these positions inside this context, in this thread."""
     if model not in _wrapped:
         for module in model.modules():
             _wrap_class_of(module)
@@ -58,7 +58,7 @@ def _wrap_class_of(module: nn.Module) -> None:
     kind: Any = type(module)  # mypy takes classes of modules for unhashable
     if isinstance(module, nn.Embedding) and "position_ids" in _arguments(kind):
         _wrap(kind, _set_position_ids)
-    # Of blocks that pass the bias on, only the innermost one reads it.
+    # Blocks may pass the bias on; only the innermost one reads it.
     elif _has_bias(module) and not any(_has_bias(part) for part in module.modules() if part is not module):
         _wrap(kind, _take_biases)
 
@@ -96,7 +96,7 @@ def _set_position_ids(positions: Positions, options: dict[str, Any]) -> None:
 def _take_biases(positions: Positions, options: dict[str, Any]) -> None:
     for name in KEY_BIASES:
         bias = options.get(name)
-        # A bias of [..., 1, num_places] is the same for all queries.
+        # A bias of [..., 1, num_keys] is the same for all queries.
         if positions.of_keys is not None and bias is not None and bias.shape[-2] == 1:
             options[name] = bias_by_position(bias, positions.of_keys)
 
@@ -107,11 +107,11 @@ def bias_by_position(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     The constant makes the bias 0 at the last position, as otherwise a table that ends with 0 would lose precision.
 
     Args:
-        bias: [..., num_places], of keys at the places 0, 1, 2 ... of one sequence.
+        bias: [..., num_positions], for keys at the positions 0, 1, 2 ... of one sequence.
         positions: [num_keys] int64.
 
     Returns:
         [..., num_keys].
     """
-    places = positions.clamp(max=bias.shape[-1] - 1)  # only tokens that will not be committed are beyond
-    return bias[..., places] - bias[..., places.max()].unsqueeze(-1)
+    clamped = positions.clamp(max=bias.shape[-1] - 1)  # only tokens that will not be committed are beyond
+    return bias[..., clamped] - bias[..., clamped.max()].unsqueeze(-1)

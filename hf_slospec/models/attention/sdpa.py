@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_slospec.models.attention.dense import dense_attention
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import PackedBatch, PlannedBatch
 from hf_slospec.models.device.transfer import aligned
 
@@ -29,11 +30,7 @@ def sdpa_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: PackedBatch | PlannedBatch,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    chunk: int | None = None,
+    rules: AttentionRules,
 ) -> torch.Tensor:
     """Return attention of each sequence over its own slots, which are sliced from the pool, not padded or gathered."""
     num_heads, num_tokens, head_dim = query.shape
@@ -44,14 +41,16 @@ def sdpa_attention(
         for span, slots in zip(batch.spans, batch.visible, strict=True):
             own_query = query[:, span.begin : span.end]
             key, value = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
-            if softcap is None and sinks is None:
+            if rules.softcap is None and rules.sinks is None:
                 # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa on CPU.
-                mask = span.mask(window, query, groups, chunk)
+                mask = span.mask(rules, query, groups)
                 grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
-                own = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask, scale=scaling)
+                own = F.scaled_dot_product_attention(
+                    grouped, key[None], value[None], attn_mask=mask, scale=rules.scaling
+                )
                 own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA heads may be inner
             else:
-                mask = span.mask(window, query, chunk=chunk)
-                own = dense_attention(own_query, key, value, mask, scaling, softcap, sinks)
+                mask = span.mask(rules, query)
+                own = dense_attention(own_query, key, value, mask, rules)
             out[span.begin : span.end] = own.transpose(0, 1)
     return out

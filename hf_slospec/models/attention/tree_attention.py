@@ -12,12 +12,13 @@ from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash_kernels import HALF
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_plan import MAX_ROWS, TreePlan, plan_tree
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Span
 
 logger = logging.getLogger(__name__)
 
-MAX_DIM = 256  # of a head: larger ones do not fit into a multiprocessor's shared memory
+MAX_DIM = 256  # head size: larger ones do not fit into a multiprocessor's shared memory
 VOLTA = (7, 0)  # compute capability: the least that Triton compiles for
 TRIAL_TOLERANCE = 0.05  # absolute: values are of order one, and bf16 rounds to 8 bits
 
@@ -67,10 +68,9 @@ def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_di
     )
     sinks = torch.randn(4, generator=draw).to(device)
     worst = 0.0
-    for window, softcap, own_sinks in ((None, None, None), (5, 3.0, sinks)):
-        options = key_dim**-0.5, window, softcap, own_sinks
-        found = TreeAttention()(query, keys, values, batch, *options)
-        right = masked_attention(query.float(), keys.float(), values.float(), batch, *options)
+    for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, 3.0, sinks)):
+        found = TreeAttention()(query, keys, values, batch, rules)
+        right = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
         worst = max(worst, float((found.float() - right).abs().max().nan_to_num(nan=torch.inf)))
     return worst
 
@@ -86,20 +86,16 @@ class TreeAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PackedBatch | PlannedBatch,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        chunk: int | None = None,
+        rules: AttentionRules,
     ) -> torch.Tensor:
         groups = query.shape[0] // keys.shape[1]
         is_same = query.dtype == keys.dtype == values.dtype
         if groups > MAX_ROWS or max(query.shape[-1], values.shape[-1]) > MAX_DIM or not is_same:
             logger.debug("sdpa instead of the kernel: %s query heads per KV head, %s", groups, values.shape)
-            return sdpa_attention(query, keys, values, batch, scaling, window, softcap, sinks, chunk)
+            return sdpa_attention(query, keys, values, batch, rules)
         # Imported here: Triton comes with torch for CUDA only.
         from hf_slospec.models.attention.tree_kernels import tree_attention
 
-        has_window = window is not None
-        plan: TreePlan = batch.plan(plan_tree, query.device, has_window, has_window or chunk is not None, groups)
-        return tree_attention(query, keys, values, plan, scaling, window, softcap, sinks, chunk)
+        has_window = rules.window is not None
+        plan: TreePlan = batch.plan(plan_tree, query.device, has_window, has_window or rules.chunk is not None, groups)
+        return tree_attention(query, keys, values, plan, rules)

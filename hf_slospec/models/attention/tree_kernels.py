@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from hf_slospec.models.attention.tree_plan import TreePlan
+from hf_slospec.models.batch.attention_rules import AttentionRules
 
 ENOUGH_PROGRAMS = 256  # an estimate: about two for each multiprocessor of a large GPU
-MAX_SPLITS = 32  # of a sequence's keys
+MAX_SPLITS = 32  # parts into which a sequence's keys are divided at most
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -20,11 +21,7 @@ def tree_attention(
     keys: torch.Tensor,  # [num_slots, num_kv_heads, key_dim]
     values: torch.Tensor,  # [num_slots, num_kv_heads, value_dim]
     plan: TreePlan,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    chunk: int | None,
+    rules: AttentionRules,
 ) -> torch.Tensor:
     """Return attention of a packed batch, softmax in fp32.  -> [num_tokens, num_heads, value_dim]
 
@@ -47,17 +44,18 @@ def tree_attention(
     largest = max(key_dim, value_dim) * query.element_size()  # bytes
     with on_device_of(query):
         _attend[(len(plan.tiles), num_kv_heads, num_splits)](
-            query, keys, values, parts if is_split else out, lses, out if sinks is None else sinks,
+            query, keys, values, parts if is_split else out, lses, out if rules.sinks is None else rules.sinks,
             plan.tiles, plan.mask,
             plan.tiles if plan.positions is None else plan.positions,
             plan.tiles if plan.staged_positions is None else plan.staged_positions,
             query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            plan.mask.shape[1], num_tokens, num_heads, scaling, softcap or 0.0, window or 0, chunk or 0,
+            plan.mask.shape[1], num_tokens, num_heads, rules.scaling,
+            rules.softcap or 0.0, rules.window or 0, rules.chunk or 0,
             GROUPS=num_heads // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             BLOCK_M=plan.num_rows, BLOCK_N=64 if largest <= 256 else 32,
             BLOCK_K=_block(key_dim), BLOCK_V=_block(value_dim), IS_SPLIT=is_split,
-            HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None, HAS_SOFTCAP=softcap is not None,
-            HAS_SINKS=sinks is not None, NUM_COLUMNS=plan.tiles.shape[1],
+            HAS_WINDOW=rules.window is not None, HAS_CHUNK=rules.chunk is not None,
+            HAS_SOFTCAP=rules.softcap is not None, HAS_SINKS=rules.sinks is not None, NUM_COLUMNS=plan.tiles.shape[1],
             IN_FP32=query.is_cpu,  # the interpreter has no products of bf16
             num_warps=4, num_stages=2,
         )  # fmt: skip

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from hf_slospec.models.batch.packed_batch import PackedBatch, Span
 
-MIN_ROWS, MAX_ROWS = 16, 64  # of a tile: the least that tensor cores take, and what registers suffice for
-MIN_WIDTH = 16  # of a padded mask
+MIN_ROWS, MAX_ROWS = 16, 64  # rows per tile: the least that tensor cores take, and what registers suffice for
+MIN_WIDTH = 16  # columns of a padded mask at least
 COLUMNS = ("start", "prefix_len", "num_staged", "first_token", "num_tokens", "offset", "sequence", "is_chain")
 
 
@@ -29,7 +29,7 @@ class TreePlan:
     mask: torch.Tensor
     positions: torch.Tensor | None  # [num_tokens] int32; None: the layer's attention does not depend on positions
     staged_positions: torch.Tensor | None  # [num_sequences, width] int32
-    num_rows: int  # of a tile: query heads that share a KV head, times tokens
+    num_rows: int  # rows per tile: query heads that share a KV head, times tokens
 
     def completed(self, seen: torch.Tensor | None = None) -> TreePlan:
         """Return the plan with the mask that it points to in ``seen`` [num_values] bool; None: it is a mask itself."""

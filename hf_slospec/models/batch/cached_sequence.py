@@ -54,10 +54,10 @@ class CachedSequence:
     start: int = 0
     capacity: int = 0
     length: int = 0  # committed tokens
-    position_offset: int = 0  # of new tokens, from their places: tokens of an image may share positions
+    position_offset: int = 0  # new tokens' positions minus their indices: tokens of an image may share positions
     prompt_len: int = 0  # tokens that stock decoding forwards together, with RoPE by their number if it varies
     num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
-    states: RecurrentStates | None = None  # of layers that keep no K and V, if the model has such
+    states: RecurrentStates | None = None  # states of layers that keep no K and V; None if the model has no such layer
 
     def truncate(self, length: int) -> None:
         """Keep ``length`` tokens at most: all of them are dropped if a state has taken in those that go."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.device.transfer import to_device
 
@@ -22,7 +23,7 @@ class AttentionLayer(NamedTuple):
     window: int | None = None  # sliding window: a token attends to itself and the window - 1 positions before it
     is_latent: bool = False  # multi-head latent attention: what is cached is expanded into K and V after caching
     chunk: int | None = None  # chunked attention: positions are divided into chunks so long, and no token looks beyond
-    layer_idx: int = 0  # of the model's layer; others may keep a state instead
+    layer_idx: int = 0  # index in the model; other layers may keep a state instead
     is_own: bool = False  # the layer attends by itself, to keys gathered for it
     counts_tokens: bool = False  # it asks the cache for its place, so that stock counts padding too
 
@@ -39,7 +40,7 @@ class NewTokens:
     mask: torch.Tensor
     embeds: torch.Tensor | None = None  # [num_tokens, hidden], replaces the embeddings of input_ids
     is_chain: bool = False  # nothing else is staged, and the mask is causal
-    windowed_mask: torch.Tensor | None = None  # of layers with a sliding window, if it is not ``mask``; same shape
+    windowed_mask: torch.Tensor | None = None  # same shape; mask in layers with a sliding window; None: ``mask``
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Span:
     staged_mask: torch.Tensor  # [num_tokens, num_staged] bool; columns: staged earlier in this step, then its own
     staged_positions: torch.Tensor  # [num_staged] int64
     is_chain: bool = False  # its own tokens are all that is staged, at consecutive positions, and the mask is causal
-    windowed_mask: torch.Tensor | None = None  # of layers with a sliding window, if it is not staged_mask; same shape
+    windowed_mask: torch.Tensor | None = None  # same shape; mask in layers with a sliding window; None: staged_mask
     _masks: dict[Hashable, torch.Tensor | None] = field(default_factory=dict)
 
     @property
@@ -79,9 +80,7 @@ class Span:
         """Return the mask among staged tokens for layers with this window.  -> [num_tokens, num_staged] bool"""
         return self.staged_mask if window is None or self.windowed_mask is None else self.windowed_mask
 
-    def mask(
-        self, window: int | None, like: torch.Tensor, repeats: int = 1, chunk: int | None = None
-    ) -> torch.Tensor | None:
+    def mask(self, rules: AttentionRules, like: torch.Tensor, repeats: int = 1) -> torch.Tensor | None:
         """Return the additive mask over the visible slots, or None if all of them may be attended to.
 
         Sliding windows and chunks count positions, not slots: a node's position is its root's plus its depth.
@@ -90,9 +89,9 @@ class Span:
             [repeats * num_tokens, num_visible], the mask ``repeats`` times, of ``like``'s dtype and device; cached for
             the forward.
         """
-        key = window, chunk, repeats, like.dtype, like.device
+        key = rules.window, rules.chunk, repeats, like.dtype, like.device
         if key not in self._masks:
-            mask = self._additive_mask(window, chunk, like.dtype, like.device)
+            mask = self._additive_mask(rules.window, rules.chunk, like.dtype, like.device)
             self._masks[key] = mask if mask is None else mask.repeat(repeats, 1)
         return self._masks[key]
 

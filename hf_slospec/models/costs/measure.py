@@ -43,8 +43,8 @@ NEEDED = CURVE[:2]
 SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, against the 16 tokens of the curve
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit
 WORTHWHILE = 4.0
-MAX_PER_REQUEST = 0.1  # of the time of 16 tokens
-LEAST = 0.1  # of a forward's seconds that is due to its tokens: a pause of the machine may make other terms too large
+MAX_PER_REQUEST = 0.1  # share of the time of 16 tokens
+LEAST = 0.1  # least share of a forward's seconds due to its tokens: a pause of the machine may inflate other terms
 REPEATS = 4
 
 

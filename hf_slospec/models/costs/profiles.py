@@ -15,8 +15,8 @@ from hf_slospec.models.device.machine import digest, kept_file, machine, write_a
 from hf_slospec.models.packed.model import PackedModel
 
 MAX_S = 1e4  # seconds of a forward that a profile may claim
-MAX_TOKENS = 2**20  # of a forward
-VERSION = 4  # of the file format, and of the sizes that are measured
+MAX_TOKENS = 2**20  # tokens per forward at most
+VERSION = 4  # version of the file format and of the sizes that are measured
 
 
 class Profile(BaseModel):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-_LOCK = threading.RLock()  # of the process: held while a thread captures, or makes such a call
+_LOCK = threading.RLock()  # one per process; held while a thread captures or makes such a call
 
 
 def apart_from_captures(device: torch.device) -> AbstractContextManager[object]:

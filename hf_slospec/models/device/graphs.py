@@ -25,7 +25,7 @@ from hf_slospec.models.device.transfer import DeviceCopy, map_tensors, signature
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 128  # of one model and pool; the least recently used are dropped
+MAX_GRAPHS = 128  # graphs per model and pool; the least recently used are dropped
 # A signature's forwards before it is captured. A capture takes as long as some three eager forwards, and a replay saves
 # most of one where the host is slower than the device, so it has paid off after about four replays.
 PATIENCE = 1
@@ -150,7 +150,7 @@ class GraphHistory:
     counts: GraphCounts = field(default_factory=GraphCounts)
     seen: Counter[Hashable] = field(default_factory=Counter)  # forwards by signature
     failures: Counter[Hashable] = field(default_factory=Counter)  # captures that are to be tried again, by signature
-    preconditions: Hashable = None  # of what was seen
+    preconditions: Hashable = None  # those under which the signatures were seen
 
     def follow(self, preconditions: Hashable) -> None:
         """Begin anew where preconditions have changed; a model that is switched back and forth is never captured."""
@@ -166,7 +166,7 @@ class Graphs:
     def __init__(self, capturer: GraphCapturer, device: torch.device, history: GraphHistory | None = None):
         self._capturer, self._device, self._history = capturer, device, history or GraphHistory()
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()  # least recently used first
-        self._preconditions: Hashable = None  # of all graphs
+        self._preconditions: Hashable = None  # those under which all graphs were captured
         # Memory for outputs of all graphs, as logits are large: one for each kind, by place, shape of a row, and dtype.
         self._out: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
         self._lock = threading.Lock()

@@ -8,10 +8,10 @@ import os
 import sys
 
 KERNELS = 256  # half a megabyte each; enough for some 25 numbers of rows of a target and a draft
-# Of oneDNN itself, and of the layer between it and torch; both keep 1,024 unless set, and hold on to each other's.
+# Caches of oneDNN and of torch's layer above it; each keeps 1,024 kernels unless set, and keeps the other's alive.
 VARIABLES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 KEPT_BLOCK = 4 * 2**20 * ctypes.sizeof(ctypes.c_long)  # bytes; larger blocks are returned when they are freed
 ALLOCATOR_VARIABLES = "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"  # who sets them knows better
 

@@ -18,7 +18,7 @@ from huggingface_hub import cached_assets_path
 
 logger = logging.getLogger(__name__)
 
-FLAGS = {  # of x86 CPUs, one of which is enough
+FLAGS = {  # flags of x86 CPUs; one of each group is enough
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "avx_ne_convert"},
     torch.float16: {"avx512_fp16", "amx_fp16", "avx_ne_convert"},
 }

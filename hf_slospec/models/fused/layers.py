@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_slospec.models.attention.flash_kernels import HALF
-from hf_slospec.models.inspection.replaced_attributes import Place, ReplacedAttributes
+from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ DEVICE = "cuda"
 
 Fused = Callable[..., Any]  # gets the original first
 Trial = Callable[[Fused], Iterator[tuple[torch.Tensor, torch.Tensor]]]  # results of the function and of the original
-_active: ContextVar[dict[Place, Fused] | None] = ContextVar("hf_slospec_fused_layers", default=None)
+_active: ContextVar[dict[Attribute, Fused] | None] = ContextVar("hf_slospec_fused_layers", default=None)
 _replaced = ReplacedAttributes()
 
 
@@ -43,41 +43,41 @@ class FusedLayers:
         self._fused: dict[Any, Fused] = {}  # by owner and name of the attribute
         weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
         if wanted and weights <= {(dtype, DEVICE) for dtype in HALF} and importlib.util.find_spec("triton"):
-            self._fused = dict(_found_in(model))
-        self.places: list[Place] = list(self._fused)
+            self._fused = dict(_fusable_in(model))
+        self.attributes: list[Attribute] = list(self._fused)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Compute the layers by the kernels inside this context, in this thread only."""
-        if not self.places:
+        if not self.attributes:
             yield
             return
-        _replaced.replace(self.places, _fused_or)
+        _replaced.replace(self.attributes, _fused_or)
         token = _active.set(self._fused)
         try:
             yield
         finally:
             _active.reset(token)
-            _replaced.restore(self.places)
+            _replaced.restore(self.attributes)
 
 
-def _fused_or(original: Fused, place: Place) -> Fused:
-    """Return what stands at a place while a packed forward runs in some thread."""
+def _fused_or(original: Fused, attribute: Attribute) -> Fused:
+    """Return the value of an attribute while a packed forward runs in some thread."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        own = (_active.get() or {}).get(place)
+        own = (_active.get() or {}).get(attribute)
         return original(*args, **kwargs) if own is None else own(original, *args, **kwargs)
 
     return function
 
 
-def _found_in(model: nn.Module) -> Iterator[tuple[Place, Fused]]:
-    """Yield the places in the model's classes and modules that can be fused, and functions that stand in for them."""
+def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
+    """Yield attributes of the model's classes and modules that can be fused, and the functions to use instead."""
     by_class: dict[type, list[Any]] = {}
     for module in model.modules():
         by_class.setdefault(type(module), []).append(module)
-    candidates: list[tuple[Place, tuple[Fused, ...], Trial]] = []
+    candidates: list[tuple[Attribute, tuple[Fused, ...], Trial]] = []
     for kind, modules in by_class.items():
         if all(map(_is_norm, modules)):
             candidates.append(((kind, "forward"), (_norm(False), _norm(True)), functools.partial(_try_layers, modules)))
@@ -90,12 +90,12 @@ def _found_in(model: nn.Module) -> Iterator[tuple[Place, Fused]]:
         for source in sources
         if hasattr(source, ROTARY)
     ]
-    for place, functions, trial in candidates:
+    for attribute, functions, trial in candidates:
         for fused in functions:
             if (why := _why_not(fused, trial)) is None:
-                yield place, fused
+                yield attribute, fused
                 break
-            logger.debug("%s.%s is not fused: %s", place[0].__name__, place[1], why)
+            logger.debug("%s.%s is not fused: %s", attribute[0].__name__, attribute[1], why)
 
 
 @torch.no_grad()

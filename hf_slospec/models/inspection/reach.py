@@ -39,8 +39,8 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
         None if the mask is neither causal, nor a sliding window, nor chunked.
     """
     size = local_size or FAR
-    places = sorted({0, 1, 2, *(n * size + step for n in (1, 2, 3) for step in (-1, 0, 1))})
-    positions = torch.tensor(places)
+    near = sorted({0, 1, 2, *(n * size + step for n in (1, 2, 3) for step in (-1, 0, 1))})
+    positions = torch.tensor(near)
     queries, keys = positions[:, None], positions[None, :]
     first = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     try:

@@ -1,4 +1,4 @@
-"""Attributes of objects of others, replaced while packed forwards run."""
+"""Replacement of attributes of other libraries' objects while packed forwards run."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Place = tuple[Any, str]  # an object and the name of one of its attributes
+Attribute = tuple[Any, str]  # an object and the name of one of its attributes
 
 _MISSING = object()
 
 
 class ReplacedAttributes:
-    """Attributes that several contexts, of several threads, may replace at a time; the last to end restores them."""
+    """Attributes that contexts of several threads replace at a time; the last context to end restores them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By id of the object, and name: value, what the object itself has of it, number of contexts.
+        # (id of the object, name) -> value before, value in the object's own __dict__, number of contexts.
         self._users: dict[tuple[int, str], tuple[Any, Any, int]] = {}
 
-    def replace(self, places: Sequence[Place], replacement: Callable[[Any, Place], Any]) -> None:
-        """Set attributes to ``replacement(value, place)`` of the values that they have without this.
+    def replace(self, attributes: Sequence[Attribute], replacement: Callable[[Any, Attribute], Any]) -> None:
+        """Set each attribute to ``replacement(value, attribute)``, with the value that it has without replacements.
 
-        An error of ``replacement`` leaves all as they were.
+        An error of ``replacement`` leaves all attributes unchanged.
         """
         with self._lock:
-            users = [self._users.get((id(owner), name)) or _unused(owner, name) for owner, name in places]
-            values = [replacement(value, place) for (value, _, _), place in zip(users, places, strict=True)]
-            for (owner, name), (value, own, count), new in zip(places, users, values, strict=True):
-                self._users[id(owner), name] = value, own, count + 1
+            users = [self._users.get((id(owner), name)) or _unused(owner, name) for owner, name in attributes]
+            values = [replacement(value, one) for (value, _, _), one in zip(users, attributes, strict=True)]
+            for (owner, name), (value, stored, count), new in zip(attributes, users, values, strict=True):
+                self._users[id(owner), name] = value, stored, count + 1
                 setattr(owner, name, new)
 
-    def restore(self, places: Sequence[Place]) -> None:
-        """End one use of the attributes."""
+    def restore(self, attributes: Sequence[Attribute]) -> None:
+        """End one context's replacement of the attributes."""
         with self._lock:
-            for owner, name in places:
-                value, own, count = self._users.pop((id(owner), name))
+            for owner, name in attributes:
+                value, stored, count = self._users.pop((id(owner), name))
                 if count > 1:
-                    self._users[id(owner), name] = value, own, count - 1
-                elif own is _MISSING:
+                    self._users[id(owner), name] = value, stored, count - 1
+                elif stored is _MISSING:
                     delattr(owner, name)
                 else:
-                    setattr(owner, name, own)
+                    setattr(owner, name, stored)
 
 
 def _unused(owner: Any, name: str) -> tuple[Any, Any, int]:

@@ -135,11 +135,11 @@ class KVPool:
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
         """Fill an empty pool with sequences of another one, and with new ones, at these capacities."""
         starts = itertools.accumulate(capacities.values(), initial=0)
-        places = dict(zip(capacities, starts, strict=False))
-        self._copy(other, places)
-        for sequence, start in places.items():
+        new_starts = dict(zip(capacities, starts, strict=False))
+        self._copy(other, new_starts)
+        for sequence, start in new_starts.items():
             sequence.start, sequence.capacity = start, capacities[sequence]
-        self.sequences.update(places)
+        self.sequences.update(new_starts)
 
     def _copy(self, other: KVPool, starts: Mapping[CachedSequence, int]) -> None:
         """Copy the committed K/V of sequences of a pool of the same layers to free slots of this one."""

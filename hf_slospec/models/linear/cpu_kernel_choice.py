@@ -22,13 +22,13 @@ except ImportError:  # Windows
 
 CPU = torch.device("cpu")
 SIZES = (1, 4, 8, 16, 64, 256)  # tokens at which kernels are timed
-STEP_SIZES = 4  # of them, the sizes of steps, by whose sum a packed layout is chosen
+STEP_SIZES = 4  # the first sizes are those of steps; a packed layout is chosen by their sum
 MEASURED_BYTES = 2**24  # weights of one shape that are timed, in turn, so that caches do not hold them
 REPEATS = 3
 CALM_S = 0.02  # between two interruptions of a machine that is idle otherwise
-SMALL_BYTES = 2**20  # of a weight; smaller ones stay in caches, where packing gains little
+SMALL_BYTES = 2**20  # bytes per weight; smaller ones stay in caches, where packing gains little
 HOPELESS = 3.0  # times the fastest; such a kernel is not timed for more tokens
-WORTHWHILE = 0.95  # of torch's own time; a copy must save more than the rest
+WORTHWHILE = 0.95  # share of torch's own time; a copy must save more than the rest
 
 
 class Choice(BaseModel):
@@ -38,7 +38,7 @@ class Choice(BaseModel):
 
     kernel: str | None  # a name in PACKING; None: torch's own
     is_faster: tuple[bool, ...] = ()  # than torch's own, by SIZES
-    seconds: dict[str, tuple[float | None, ...]] = {}  # of one weight, by kernel and SIZES
+    seconds: dict[str, tuple[float | None, ...]] = {}  # seconds per product with one weight, by kernel and SIZES
 
     def packs(self, num_tokens: int) -> bool:
         """Return whether to use the packed weight for so many tokens."""

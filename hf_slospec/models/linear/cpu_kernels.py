@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
-TYPICAL_TOKENS = 8  # of a step; a packed layout may depend on it
+TYPICAL_TOKENS = 8  # tokens per step; a packed layout may depend on it
 TRIED_TOKENS = (1, 3, 8, 40, 300)  # for which a kernel must agree with torch's before it is used
 TOLERANCE = 0.05  # relative; above rounding in any dtype
 
@@ -20,7 +20,7 @@ TOLERANCE = 0.05  # relative; above rounding in any dtype
 class Matrix(Protocol):
     """A weight as one kernel reads it."""
 
-    num_bytes: int  # of the copy
+    num_bytes: int  # bytes of the copy
     num_rounded: int  # elements that the copy holds only approximately
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -114,7 +114,7 @@ DTYPES = {
     "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
     "MKL": (torch.float32,),
     "FBGEMM": (torch.bfloat16, torch.float16),
-}  # of the weights that a kernel takes
+}  # dtypes of the weights that a kernel takes
 
 
 def granularity(num_tokens: int) -> int:

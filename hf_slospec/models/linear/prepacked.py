@@ -40,7 +40,7 @@ from hf_slospec.models.linear.packed_weight import PackedWeight, ReleasedWeight,
 
 logger = logging.getLogger(__name__)
 
-FREE_SHARE = 0.25  # of the free memory; most that the copies take with prepack=None
+FREE_SHARE = 0.25  # share of the free memory that the copies take at most with prepack=None
 
 _Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
 # Packed weights, each of which holds its layer; shared by all users of the layer.

@@ -17,7 +17,7 @@ class OwnProbe(MaskSource):
     def __init__(self, position_ids: torch.Tensor) -> None:
         self.positions = Positions(position_ids, position_ids[0])
         self._shapes: dict[int, LayerShape] = {}
-        self._windows: set[int | None] = set()  # of the masks that were built
+        self._windows: set[int | None] = set()  # windows of the masks that were built
         self._counting: set[int] = set()  # layers that ask for their place
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_slospec.models.attention import AttentionLayer
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
 from hf_slospec.models.inspection.properties import cannot_be_packed, is_reached, layer_types
 from hf_slospec.models.inspection.reach import Reach, reach_of
@@ -45,7 +46,7 @@ class InterfaceProbe(StateCache):
     def __init__(self) -> None:
         super().__init__()
         self._mixed: dict[Key, int] = {}  # bytes of each state
-        self._state_shapes: dict[int, tuple[int, ...]] = {}  # of the state that a layer passes to its cache
+        self._state_shapes: dict[int, tuple[int, ...]] = {}  # shape of the state that a layer passes to its cache
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # by layer that attends, as passed to the attention function
         self._latent: set[int] = set()
@@ -96,10 +97,8 @@ class InterfaceProbe(StateCache):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
+        rules: AttentionRules,
         mask: torch.Tensor | None,
-        window: int | None,
-        **_: Any,
     ) -> torch.Tensor:
         """Record what a layer attends with; return its attention, [1, 1, num_heads, value_dim]."""
         layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
@@ -108,7 +107,7 @@ class InterfaceProbe(StateCache):
             self._attends_again |= layer in self._windows
             self._latent.add(layer)  # these K and V were made from what the layer has just cached
         if layer is not None:  # layers that share K and V have the same window
-            self._windows.setdefault(layer, window)
+            self._windows.setdefault(layer, rules.window)
         if layer is not None and mask is not None:
             for built, reach in self._built:
                 if _is_view(mask, built):

@@ -82,7 +82,7 @@ class Inputs:
     position_ids: torch.Tensor  # [1, num_tokens] int64
     logit_rows: torch.Tensor  # [num_logits] int64
     own_slots: torch.Tensor  # [num_tokens] int64
-    plans: dict[Hashable, Any]  # of the packed batch, by what its layers ask for
+    plans: dict[Hashable, Any]  # plans of the packed batch, by what its layers ask for
     feature_layers: tuple[int, ...] = ()  # hidden states to return, numbered as in the model's output_hidden_states
     level: DraftLevel | None = None
 

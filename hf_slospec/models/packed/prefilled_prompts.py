@@ -14,9 +14,9 @@ from hf_slospec.models.recurrent.states import RecurrentStates
 class Prefilled(NamedTuple):
     """K/V, states and logits that the model's own forward makes of one prompt."""
 
-    layers: list[list[torch.Tensor]]  # of each, what it caches of all tokens but the last, [num_heads, length, dim]
+    layers: list[list[torch.Tensor]]  # K, V, index keys of all tokens but the last, [num_heads, length, dim]
     length: int
-    position_offset: int  # of the tokens behind, from their places
+    position_offset: int  # later tokens' positions minus their indices
     states: RecurrentStates | None  # after all tokens but the last
     logits: torch.Tensor | None  # [vocab], after the last token, if that was forwarded
 

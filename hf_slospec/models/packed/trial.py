@@ -24,9 +24,9 @@ from hf_slospec.models.packed.prefilled_prompts import cached_tensors, own_cache
 # Relative error of a node's logits: above rounding, and far below the error of attending to a wrong token.
 TOLERANCE, REDUCED_TOLERANCE = 5e-3, 0.1
 NOISE = 4.0  # times the error between two plain forwards of different shapes, where that is more (int8, TF32)
-DRAWS = 5  # of tokens, if the first shows errors: a mixture of experts may route a token elsewhere, a fault stays
+DRAWS = 5  # random texts tried if the first shows errors: experts may route a token elsewhere, a fault stays
 PROMPTS = (5, 4)  # lengths of two sequences in one packed batch
-PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))  # of their trees: one branches after its root, one is a chain
+PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))  # parents in their trees: one branches after its root, one is a chain
 PADDING = 3  # tokens
 LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); their paths hold all nodes
 

@@ -22,7 +22,7 @@ SELECTIVE_SCAN = "mamba_selective_scan"
 MIXERS = (CONVOLUTION, *DELTA_RULES, STATE_SPACE, SELECTIVE_SCAN)
 
 Mixer = Callable[..., Any]
-Key = tuple[int, int, str]  # of a state: index of the layer, how many mixers it called before, and the mixer's name
+Key = tuple[int, int, str]  # key of a state: index of the layer, mixers it called before, name of the mixer
 
 
 class StateCache(ABC):

@@ -14,10 +14,10 @@ from hf_slospec.models.recurrent.states import RecurrentStates
 class StateLayer(NamedTuple):
     """A layer with states, as the probe saw it."""
 
-    layer_idx: int  # of the model's layer
-    keys: tuple[Key, ...]  # of its states, in the order of the calls
-    shape: tuple[int, ...]  # of the state that it passes to its cache, without the batch; empty without one
-    num_bytes: int  # of all its states, for one text
+    layer_idx: int  # index of the layer in the model
+    keys: tuple[Key, ...]  # one per state, in the order of the calls
+    shape: tuple[int, ...]  # shape of the state that it passes to its cache, without the batch; empty without one
+    num_bytes: int  # bytes of all its states, per sequence
 
     @property
     def convolutions(self) -> list[Key]:

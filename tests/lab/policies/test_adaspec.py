@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.lab.policies.adaspec import GRAPH_STEP, START, AdaSpecPolicy, smaller_size
-from tests.support.policy_costs import EIGHT, costs, requests_of
+from tests.support.policy_costs import EIGHT, costs, plan_of, requests_of, selected
 from tests.support.toys import SEEDS, chain
 
 
@@ -59,15 +59,15 @@ def test_drafting_ends_where_the_printed_loop_does(seed: int, num_requests: int,
     levels = rng.uniform(0.05, 1.0, (EIGHT.max_depth, num_requests)).tolist()
     policy, requests = AdaSpecPolicy(EIGHT, costs(token_s)), requests_of(num_requests)
     length, seen = as_printed(policy, levels, sum(len(request.tokens) for request in requests))
-    assert drafted(policy.plan(requests, 0.0), levels) == length
+    assert drafted(plan_of(policy, requests), levels) == length
     assert policy.confidence == pytest.approx((START + sum(seen)) / (1 + len(seen)))
 
 
 def test_a_confident_draft_is_followed_to_the_end_and_an_unsure_one_is_not() -> None:
     sure, unsure = AdaSpecPolicy(EIGHT, costs(0.02)), AdaSpecPolicy(EIGHT, costs(0.02))
-    assert drafted(sure.plan(requests_of(1), 0.0), [[0.99]] * 8) == 8
-    assert drafted(unsure.plan(requests_of(1), 0.0), [[0.01]] * 8) == 1
-    assert AdaSpecPolicy(EIGHT, costs(0.02)).plan(requests_of(256), 0.0).depth == 0
+    assert drafted(plan_of(sure, requests_of(1)), [[0.99]] * 8) == 8
+    assert drafted(plan_of(unsure, requests_of(1)), [[0.01]] * 8) == 1
+    assert plan_of(AdaSpecPolicy(EIGHT, costs(0.02)), requests_of(256)).depth == 0
 
 
 def test_no_step_is_planned_to_take_longer_than_the_tightest_slo() -> None:
@@ -77,17 +77,15 @@ def test_no_step_is_planned_to_take_longer_than_the_tightest_slo() -> None:
         bound = step_s(policy, 2, length, 2 * len(free.tokens)) * (1 + 1e-9)
         limited = Request(1, list(free.tokens), 50, (Stage(bound),))
         policy = AdaSpecPolicy(EIGHT, costs(0.02))
-        assert drafted(policy.plan([free, limited], 0.0), [[0.99, 0.99]] * 8) == length
+        assert drafted(plan_of(policy, [free, limited]), [[0.99, 0.99]] * 8) == length
 
 
 def test_the_least_probable_tokens_go_where_a_captured_size_is_exceeded() -> None:
     assert [smaller_size(number) for number in (1, 2, 3, 4, 5, 32, 33, 64, 65)] == [0, 1, 2, 2, 4, 16, 32, 32, 64]
     policy, requests = AdaSpecPolicy(EIGHT, costs(0.02)), requests_of(3)
-    plan = policy.plan(requests, 0.0)
     sure, unsure, hopeless = chain(0.9, 0.9), chain(0.9, 0.5), chain(0.9, 0.001)
-    trees = policy.select(requests, [sure, unsure, hopeless], plan).trees  # 9 tokens, the next size is 8
+    trees = selected(policy, requests, [sure, unsure, hopeless]).trees  # 9 tokens, the next size is 8
     assert [tree.num_nodes for tree in trees] == [3, 3, 2]
-    plan = policy.plan(requests, 0.0)
-    trees = policy.select(requests, [chain(0.9, 0.9)] * 3, plan).trees  # the token is worth its time
+    trees = selected(policy, requests, [chain(0.9, 0.9)] * 3).trees  # the token is worth its time
     assert sum(tree.num_nodes for tree in trees) == 9
     assert smaller_size(GRAPH_STEP + 1) == GRAPH_STEP

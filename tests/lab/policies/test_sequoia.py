@@ -8,7 +8,7 @@ import pytest
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.lab.policies.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
-from tests.support.policy_costs import EIGHT, NO_TIME, costs, requests_of
+from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of
 from tests.support.toys import fan, grow
 
 
@@ -20,10 +20,10 @@ def test_acceptance_by_rank_is_measured_from_a_prior_on() -> None:
     [request] = requests_of(1)
     measured = []
     for _ in range(2000):
-        plan = policy.plan([request], 0.0)
-        policy.select([request], [fan(0.6, 0.3, 0.1)], plan)
+        step, plan = begun(policy, [request])
+        step.select([fan(0.6, 0.3, 0.1)], plan)
         node = 1 + int(np.searchsorted(np.cumsum(actual), rng.random()))
-        policy.observe([request], [[node] if node <= 3 else []], NO_TIME, plan)
+        step.observe([[node] if node <= 3 else []], NO_TIME)
         measured.append(policy.acceptance.rates)
     assert np.mean(measured[500:], axis=0) == pytest.approx(actual, abs=0.03)
 
@@ -36,20 +36,20 @@ def test_sequoia_makes_trees_that_suit_draft_and_batch() -> None:
     def plan_after(rank: int | None, token_s: float = 0.02) -> Plan:
         policy, requests = SequoiaPolicy(EIGHT, costs(token_s)), requests_of(1)
         for _ in range(20 * RESOLVE):
-            plan = policy.plan(requests, 0.0)
-            [tree] = policy.select(requests, [beam], plan).trees
+            step, plan = begun(policy, requests)
+            [tree] = step.select([beam], plan).trees
             path, node = list[int](), None if rank is None else tree.child(0, 5 + rank)
             while node is not None and rank is not None:
                 path.append(node)
                 node = tree.child(node, 5 + rank)
-            policy.observe(requests, [path], NO_TIME, plan)
-        return policy.plan(requests, 0.0)
+            step.observe([path], NO_TIME)
+        return plan_of(policy, requests)
 
     longest = plan_after(0)
     assert (longest.depth, longest.width) == (8, 1)
     assert plan_after(None).depth == 0
     assert plan_after(2, token_s=0.001).width == 3  # only wide trees hold it
-    new = [SequoiaPolicy(EIGHT, costs(0.02)).plan(requests_of(number), 0.0) for number in (1, 8, 64, 500)]
+    new = [plan_of(SequoiaPolicy(EIGHT, costs(0.02)), requests_of(number)) for number in (1, 8, 64, 500)]
     nodes = [plan.depth * plan.width for plan in new]
     assert nodes == sorted(nodes, reverse=True)
     assert nodes[0] > 3 and nodes[-1] == 0

@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
-from tests.support.policy_costs import EIGHT, costs, late, requests_of
+from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
+from tests.support.policy_costs import EIGHT, begun, costs, late, plan_of, requests_of
 from tests.support.toys import chain
 
 
 def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float = 0.0) -> list[int]:
-    plan = policy.plan(requests, now_s)
-    trees = policy.select(requests, [chain(*[0.9] * plan.depth)] * len(requests), plan).trees
+    step, plan = begun(policy, requests, now_s)
+    trees = step.select([chain(*[0.9] * plan.depth)] * len(requests), plan).trees
     assert [request for request, tree in zip(requests, trees, strict=True) if tree.num_nodes > 1] == plan.drafting
     return [tree.max_depth for tree in trees]
 
 
 def length_by_goodput(policy: SLOsServePolicy, requests: Sequence[Request]) -> int:
-    return policy._best_length(policy._begin(requests, 0), policy._useful_lengths(requests))
+    """Of SmartSpec, as long as neither has seen any outcome."""
+    return plan_of(SmartSpecPolicy(EIGHT, policy.costs), requests).depth
 
 
 def test_slos_serve_speculates_as_long_as_each_tier_needs() -> None:

@@ -6,9 +6,8 @@ import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.lab.policies.thesis import ThesisPolicy, ThesisSLOPolicy
-from tests.support.policy_costs import costs, late, requests_of, sizes
+from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
+from tests.support.policy_costs import begun, costs, late, plan_of, requests_of, selected, sizes
 from tests.support.toys import chain, fan
 
 
@@ -18,22 +17,24 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
     assert sizes(policy, requests_of(2), trees) == [1, 4]
     bounded = ThesisPolicy(SLOSpecConfig(policy="thesis", token_budget=5, max_tree_nodes=3), costs(0.02))
     assert sizes(bounded, requests_of(2), trees) == [2, 3]
-    assert policy.plan(requests_of(5), 0.0).depth == 0  # the roots are the budget
+    assert plan_of(policy, requests_of(5)).depth == 0  # the roots are the budget
 
 
-@pytest.mark.parametrize("capped", [False, True])
-def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(capped: bool) -> None:
+@pytest.mark.parametrize("kind", [ThesisSLOPolicy, CappedThesisSLOPolicy])
+def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(kind: type[ThesisSLOPolicy]) -> None:
     trees = [fan(0.2, 0.2, 0.2, 0.2, 0.2, 0.2), chain(0.9, 0.9, 0.9)]
     config = SLOSpecConfig(policy="thesis-slo-capped", token_budget=8, max_slo_share=0.5)
-    policy = ThesisSLOPolicy(config, costs(0.02), capped)
+    policy = kind(config, costs(0.02))
     relaxed, hopeless = [late(i, 9.0) for i in range(2)], [late(0, 1e-3), late(1, 9.0)]
     assert sizes(policy, relaxed, trees) == [4, 4]
-    assert sizes(policy, hopeless, trees) == ([4, 4] if capped else [7, 1])
+    assert sizes(policy, hopeless, trees) == ([4, 4] if kind.capped else [7, 1])
 
 
 def test_thesis_slo_predicts_a_step_by_the_last_twenty() -> None:
     policy = ThesisSLOPolicy(SLOSpecConfig(token_budget=8), costs(0.02))
-    for seconds in (9.0, *[2.0] * 20):
-        policy.observe([], [], PhaseTimes(verify_s=seconds), Plan(0, 1))
     [request] = requests_of(1)
-    assert policy.select([request], [chain(0.5)], policy.plan([request], 0.0)).step_s == pytest.approx(2.0)
+    for seconds in (9.0, *[2.0] * 20):
+        step, plan = begun(policy, [request])
+        step.select([chain(0.5)], plan)
+        step.observe([[]], PhaseTimes(verify_s=seconds))
+    assert selected(policy, [request], [chain(0.5)]).step_s == pytest.approx(2.0)

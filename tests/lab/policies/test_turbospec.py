@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.lab.policies.turbospec import PAUSE, PROPOSED, RESET, TRIES, TurboSpecPolicy
-from tests.support.policy_costs import EIGHT, NO_TIME, costs, requests_of
+from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
 from tests.support.toys import chain
 
 
@@ -13,30 +13,30 @@ def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for() -> None:
     """With a draft model: only those that come, only to larger batches, and not for ever."""
     policy = TurboSpecPolicy(EIGHT, costs(0.02))
     first = requests_of(256)
-    assert policy.plan(first, 0.0).depth == 0
+    assert plan_of(policy, first).depth == 0
     assert policy.off_size == 256
-    assert policy.plan(first[:1], 0.0).depth > 0  # running requests go on as goodput says
+    assert plan_of(policy, first[:1]).depth > 0  # running requests go on as goodput says
     new = [requests_of(257) for _ in range(RESET)]
-    assert policy.plan(requests_of(256), 0.0).depth == 0  # not larger
+    assert plan_of(policy, requests_of(256)).depth == 0  # not larger
     assert not policy.undrafted
     policy.costs = costs(0.0)  # now it would pay
     for batch in new:
-        assert policy.plan(batch, 0.0).depth == 0
+        assert plan_of(policy, batch).depth == 0
         assert policy.undrafted >= {*batch}
     later = requests_of(257)
-    assert policy.plan(later, 0.0).depth > 0
+    assert plan_of(policy, later).depth > 0
 
 
 def test_free_proposals_are_verified_as_far_as_goodput_says_for_those_who_have_one() -> None:
     policy = TurboSpecPolicy(SLOSpecConfig(max_depth=12), costs(0.05, level_s=0.0))
     requests = requests_of(4)
-    plan = policy.plan(requests, 0.0)
+    step, plan = begun(policy, requests)
     assert (plan.depth, plan.width) == (PROPOSED, 1)
     matched = [chain(*[0.7] * PROPOSED), chain(0.7), TokenTree.root_only(3), TokenTree.root_only(3)]
-    selection = policy.select(requests, matched, plan)
+    selection = step.select(matched, plan)
     assert [tree.num_nodes for tree in selection.trees][1:] == [2, 1, 1]
     # m of n matched: E = m l(a, v) + (n - m), here for one match and by brute force
-    alone = policy.select(requests, [matched[0], *matched[2:], matched[2]], plan)
+    alone = selected(policy, requests, [matched[0], *matched[2:], matched[2]])
     rate = policy.acceptance.rate
 
     def goodput(v: int) -> float:
@@ -50,9 +50,9 @@ def test_free_proposals_pause_when_nothing_of_them_is_worth_verifying() -> None:
     policy = TurboSpecPolicy(EIGHT, costs(9.0, level_s=0.0))
     requests, depths = requests_of(2), []
     for _ in range(2 * (TRIES + PAUSE)):
-        plan = policy.plan(requests, 0.0)
+        step, plan = begun(policy, requests)
         depths.append(plan.depth)
         trees = [chain(*[0.5] * plan.depth)] * 2
-        policy.select(requests, trees, plan)
-        policy.observe(requests, [[]] * 2, NO_TIME, plan)
+        step.select(trees, plan)
+        step.observe([[]] * 2, NO_TIME)
     assert depths == [*[8] * TRIES, *[0] * PAUSE] * 2

@@ -22,6 +22,7 @@ from hf_slospec.models.attention import FlashAttention, PackedBatch, Span, maske
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.kernel_trial import attention_with_lse
 from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 from tests.support import flash_stand_in
@@ -48,9 +49,10 @@ def agrees(
 ) -> None:
     query = torch.randn(NUM_HEADS, len(made.tokens), made.keys.shape[-1])
     sinks = torch.randn(NUM_HEADS) if has_sinks else None
-    out = backend(query, made.keys, made.values, made.row, 0.3, window, softcap, sinks, chunk)
+    rules = AttentionRules(0.3, window, softcap, sinks, chunk)
+    out = backend(query, made.keys, made.values, made.row, rules)
     assert out.shape == (len(made.tokens), NUM_HEADS, made.values.shape[-1])
-    torch.testing.assert_close(out, made.expected(query, 0.3, window, softcap, sinks, chunk))
+    torch.testing.assert_close(out, made.expected(query, rules))
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 40])
@@ -119,7 +121,7 @@ def test_draft_levels_see_what_was_staged_before(monkeypatch: pytest.MonkeyPatch
     row = PackedBatch(spans, [span.visible for span in spans])
     query, keys, values = torch.randn(NUM_HEADS, 4, DIM), torch.randn(24, 2, DIM), torch.randn(24, 2, DIM)
     for window in (None, 2, 4):
-        arguments = query, keys, values, row, 0.3, window, None, None
+        arguments = query, keys, values, row, AttentionRules(0.3, window)
         torch.testing.assert_close(FlashAttention("stand-in")(*arguments), masked_attention(*arguments))
 
 
@@ -145,22 +147,23 @@ def test_merging_in_fp32_what_was_computed_in_bf16(softcap: float | None) -> Non
     query, keys, values = (torch.randn(1, length, 1, 64).bfloat16() for length in (6, 50, 50))
     mask = torch.rand(1, 6, 50) < 0.7
     mask[0, 0], mask[0, :, 45] = torch.arange(50) == 45, True  # the first query sees nothing of the other parts
-    whole, whole_lse = attention_with_lse(query, keys, values, mask, 0.125, softcap)
+    rules = AttentionRules(0.125, softcap=softcap)
+    whole, whole_lse = attention_with_lse(query, keys, values, mask, rules)
     cuts = [0, 11, 11, 30]  # one part is empty
     parts = [
-        attention_with_lse(query, keys[:, a:b], values[:, a:b], mask[..., a:b], 0.125, softcap)
+        attention_with_lse(query, keys[:, a:b], values[:, a:b], mask[..., a:b], rules)
         for a, b in itertools.pairwise(cuts)
     ]
     outs, lses = (torch.stack(tensors, -1)[:, :, 0] for tensors in zip(*parts, strict=True))
     outs = outs.transpose(-1, -2)
     bias = torch.zeros(1, 6, 20).masked_fill(~mask[..., 30:], -torch.inf)
     rest = query[:, :, 0], keys[:, 30:, 0], values[:, 30:, 0], bias
-    torch.testing.assert_close(merged_attention(*rest, outs, lses, 0.125, softcap), whole[:, :, 0])
-    rounded = merged_attention(*rest, outs.bfloat16(), lses, 0.125, softcap)  # as kernels return them
+    torch.testing.assert_close(merged_attention(*rest, outs, lses, rules), whole[:, :, 0])
+    rounded = merged_attention(*rest, outs.bfloat16(), lses, rules)  # as kernels return them
     torch.testing.assert_close(rounded, whole[:, :, 0], rtol=0, atol=8e-3)
     sink = torch.tensor([0.5])
     with_sink = torch.cat((lses, sink.expand(1, 6, 1)), -1), torch.cat((outs, torch.zeros(1, 6, 1, 64)), 2)
-    out = merged_attention(*rest, with_sink[1], with_sink[0], 0.125, softcap)
+    out = merged_attention(*rest, with_sink[1], with_sink[0], rules)
     torch.testing.assert_close(out[:, :, None], weigh_sinks(whole, whole_lse, sink))
 
 

@@ -10,6 +10,7 @@ import torch
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import TreeAttention, tree_attention, tree_kernels
 from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
+from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import signature
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.attention_rows import BRANCHING, CHAIN, ROOT, case
@@ -36,11 +37,11 @@ def check(spans, heads, dtype, is_padded=False, window=None, softcap=None, has_s
     query = torch.randn(num_heads, len(made.tokens), key_dim, dtype=dtype)
     sinks = torch.randn(num_heads) if has_sinks else None
     plan = plan_tree(made.row, window is not None, window is not None or chunk is not None, num_heads // num_kv_heads)
-    arguments = key_dim**-0.5, window, softcap, sinks, chunk
-    out = (kernel or tree_kernels.tree_attention)(query, made.keys, made.values, plan, *arguments)
+    rules = AttentionRules(key_dim**-0.5, window, softcap, sinks, chunk)
+    out = (kernel or tree_kernels.tree_attention)(query, made.keys, made.values, plan, rules)
     assert out.dtype == dtype
     atol = TOLERANCE[dtype] * float(made.values.abs().max())
-    torch.testing.assert_close(out.float(), made.expected(query, *arguments), rtol=0, atol=atol)
+    torch.testing.assert_close(out.float(), made.expected(query, rules), rtol=0, atol=atol)
 
 
 @pytest.fixture(params=[1, 3], ids=["whole", "split"])
@@ -109,6 +110,6 @@ def test_layers_beyond_the_kernel_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tree_attention, "MAX_DIM", 8)
     made = case(SPANS, 2, 16, 16)
     query = torch.randn(4, len(made.tokens), 16)
-    out = TreeAttention()(query, made.keys, made.values, made.row, 0.25, None, None, None)
-    torch.testing.assert_close(out, made.expected(query, 0.25, None, None, None), rtol=0, atol=1e-5)
+    out = TreeAttention()(query, made.keys, made.values, made.row, AttentionRules(0.25))
+    torch.testing.assert_close(out, made.expected(query, AttentionRules(0.25)), rtol=0, atol=1e-5)
     assert not made.row.plans

@@ -20,7 +20,7 @@ from hf_slospec.models.device import graphs
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.packed import model as packed
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.sequences import request_sequences
+from hf_slospec.models.sequences import room
 from tests.support.graph_bench import Bench
 from tests.support.graph_stand_in import OpaqueStandIn, Tapes
 from tests.support.served_pair import Holds
@@ -46,7 +46,7 @@ def test_whole_models_token_for_token(family: str, tapes: Tapes) -> None:
 
 def test_pools_that_grow(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of a pool are dropped with it."""
-    monkeypatch.setattr(request_sequences, "FIRST_ROOM", 12)
+    monkeypatch.setattr(room, "FIRST_ROOM", 12)
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=60)

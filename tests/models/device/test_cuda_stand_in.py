@@ -17,9 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.gpu import bandwidth, floor, identity
+from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.contestants import COMPILED
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cli.app import app
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.batch.cached_sequence import CachedSequence
@@ -404,7 +404,7 @@ def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "result.json"
     shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
     sizes = ["--prompt-tokens", "12", "--new-tokens", "4", "--repeats", "1", "--budget-s", "3600", "--json", str(path)]
-    result = CliRunner().invoke(app, ["gpu-check", *shapes, *sizes, "--profile"])
+    result = CliRunner().invoke(app, [*shapes, *sizes, "--profile"])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())["results"]
     assert found["environment"]["device"] == "cuda:0"

@@ -34,7 +34,7 @@ def half(family: str) -> Any:
 
 
 def places(fused: FusedLayers) -> set[str]:
-    return {f"{place[0].__name__.split('.')[-1]}.{place[1]}" for place in fused.places}
+    return {f"{place[0].__name__.split('.')[-1]}.{place[1]}" for place in fused.attributes}
 
 
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
@@ -68,7 +68,7 @@ def test_models_compute_the_same_up_to_rounding(family: str) -> None:
     model = half(family)
     fused, ids = FusedLayers(model, True), torch.arange(3, 9)[None]
     assert {name.split(".")[-1] for name in places(fused)} == {"forward", layers.ROTARY}
-    assert len(fused.places) == 3
+    assert len(fused.attributes) == 3
     plain = model(ids).logits
     with fused.in_use():
         found = model(ids).logits
@@ -82,7 +82,7 @@ def test_layers_that_compute_something_else_stay_as_they_are() -> None:
     sizes = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
     cohere = CohereForCausalLM(CohereConfig(**sizes)).to(torch.bfloat16)
     assert places(FusedLayers(cohere, True)) == {"CohereMLP.forward"}
-    assert not FusedLayers(half("gpt2"), True).places
+    assert not FusedLayers(half("gpt2"), True).attributes
 
 
 @pytest.mark.usefixtures("_on_cpu")
@@ -103,10 +103,10 @@ def test_one_layer_that_is_not_computed_right_keeps_its_class_as_it_is() -> None
 
 
 def test_nothing_is_fused_on_cpus_in_fp32_or_if_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not FusedLayers(half("llama"), True).places
+    assert not FusedLayers(half("llama"), True).attributes
     monkeypatch.setattr(layers, "DEVICE", "cpu")
-    assert not FusedLayers(half("llama"), False).places
-    assert not FusedLayers(tiny_model("llama"), True).places
+    assert not FusedLayers(half("llama"), False).attributes
+    assert not FusedLayers(tiny_model("llama"), True).attributes
 
 
 @pytest.mark.usefixtures("_on_cpu")

@@ -22,7 +22,7 @@ from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.sequences import request_sequences
+from hf_slospec.models.sequences import room
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from tests.support.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys import SEEDS, stored
@@ -145,7 +145,7 @@ def continued(sequences: RequestSequences, request: Request, num_tokens: int) ->
 def test_two_engines_survive_each_others_growth_and_repacking(
     packed: PackedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_sequences, "FIRST_ROOM", 3)
+    monkeypatch.setattr(room, "FIRST_ROOM", 3)
     prompts = [[5, 6, 7, 8], [9, 3, 4], [11, 12, 13, 14, 15]]
     expected = []
     for prompt in prompts:
@@ -299,7 +299,7 @@ def stock(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def test_the_batcher_and_calls_of_threads_at_once(generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_sequences, "FIRST_ROOM", 8)
+    monkeypatch.setattr(room, "FIRST_ROOM", 8)
     prompts = [[3 + index, 50, 7 * index + 5, 9] for index in range(6)]
     inputs = [ragged_prompts(2, seed) for seed in range(4)]
     expected = [tiny_model("llama").generate(**own, **GREEDY, max_new_tokens=50) for own in inputs]

@@ -17,7 +17,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import gpu as checking
 from benchmarks.gpu import (
     Plan,
     bandwidth,
@@ -31,7 +30,9 @@ from benchmarks.gpu import (
     speed,
     tables,
 )
+from benchmarks.gpu import __main__ as command_line
 from benchmarks.gpu import identity as identity_phase
+from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.bandwidth import datasheet_bandwidth
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.comparison import order_of
@@ -54,16 +55,14 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.cli.app import app
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
-from hf_slospec.cli.commands import gpu_check as command
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.device.graphs import Graphs
 from tests.support.flash_stand_in import StandIn
 from tests.support.graph_stand_in import Tapes
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
-ON_CPU = ["gpu-check", "--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]
+ON_CPU = ["--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]
 
 
 @pytest.fixture(autouse=True)
@@ -303,12 +302,12 @@ def test_a_method_that_ended_the_process_is_not_run_again(tmp_path: Path) -> Non
 def test_a_restart_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
-    command._restart(plan(batches=(1, 4)), Path("out.json"), 77.0)
+    command_line._restart(plan(batches=(1, 4)), Path("out.json"), 77.0)
     seen: list[Plan] = []
-    monkeypatch.setattr(checking, "earlier_results", lambda *_: {})
-    monkeypatch.setattr(checking, "check", lambda plan, *_: seen.append(plan) or sys.exit(0))
+    monkeypatch.setattr(command_line.checking, "earlier_results", lambda *_: {})
+    monkeypatch.setattr(command_line.checking, "check", lambda plan, *_: seen.append(plan) or sys.exit(0))
     RUN.invoke(app, started[0][3:])
-    assert started[0][1:4] == ["-m", "hf_slospec", "gpu-check"]
+    assert started[0][1:3] == ["-m", "benchmarks.gpu"]
     assert seen == [plan(batches=(1, 4), budget_s=77.0)]
 
 
@@ -447,24 +446,28 @@ def test_gpu_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (record["status"], record["reason"]) == ("failed", "no test was run")
     (tmp_path / "tests" / "gpu" / "test_small.py").write_text("import nothing_of_that_name")
     assert gpu_tests(300.0, tmp_path)["status"] == "failed"
-    assert gpu_tests(300.0, tmp_path / "elsewhere")["status"] == "not present"
 
 
 @pytest.mark.parametrize(("built_for", "word"), [(None, "without CUDA"), ("13.0", "nvidia-smi")])
 def test_without_a_gpu_it_says_so(built_for: str | None, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    result = RUN.invoke(app, ["gpu-check"])
+    result = RUN.invoke(app, [])
     assert result.exit_code == 2
     assert "no CUDA device" in result.output and word in result.output
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(["--shapes", "7T"], "7T"), (["--batches", "1,0"], "--batches"), (["--batches", ""], "--batches")],
+    [
+        (["--shapes", "7T"], "7T"),
+        (["--batches", "1,0"], "--batches"),
+        (["--batches", ""], "--batches"),
+        (["--json", "/dev/null/r"], "cannot be written"),
+    ],
 )
 def test_bad_options_are_named(options: list[str], word: str) -> None:
-    result = RUN.invoke(app, ["gpu-check", *options])
+    result = RUN.invoke(app, options)
     assert result.exit_code == 2
     assert word in result.output
 

@@ -1,4 +1,7 @@
-"""``hf_slospec gpu-check``: correctness and speed of decoding on this GPU."""
+"""Check a GPU: tests, identity, speed and memory floor (README.md beside this file).
+
+python -m benchmarks.gpu --json benchmarks/results/gpu-check.json
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ if TYPE_CHECKING:
 
 MAX_DIGITS = 6  # of a batch size
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def gpu_check(
     shapes: Annotated[str, typer.Option(help=f"Sizes of the target, comma-separated: {', '.join(SIZES)}.")] = "8B",
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4,16,64",
@@ -49,7 +55,7 @@ def gpu_check(
     device. Whatever the time limit, the most important figures come first, and --resume adds the others. Exit code 1: a
     test or a check failed; 2: there is no CUDA device.
 
-    Example:  hf_slospec gpu-check --budget-s 120 --json result.json
+    Example:  python -m benchmarks.gpu --budget-s 120 --json result.json
     """
     from benchmarks import gpu as checking
     from hf_slospec.cli import benchmark
@@ -63,7 +69,7 @@ def gpu_check(
         raise typer.BadParameter(f"--batches must be positive numbers such as 1,4, got {batches!r}")
     output = console()
     if (reason := checking.why_no_device(device)) is not None:
-        output.print(f"gpu-check: {reason}", style="bold red", markup=False, soft_wrap=True)
+        output.print(reason, style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(2)
     plan = checking.Plan(
         device=device,
@@ -113,5 +119,9 @@ def _restart(plan: Plan, json_path: Path, left_s: float) -> None:
         "--identity-shape": plan.identity_size,
     }
     flags = {"--skip-tests": not plan.runs_tests, "--profile": plan.profiles, "--resume": True}
-    command = [sys.executable, "-m", "hf_slospec", "gpu-check", *(flag for flag, is_set in flags.items() if is_set)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *(flag for flag, is_set in flags.items() if is_set)]
     os.execv(sys.executable, [*command, *(str(part) for option in options.items() for part in option)])
+
+
+if __name__ == "__main__":
+    app()

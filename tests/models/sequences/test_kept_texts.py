@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from hf_slospec.engine.request import Request
 from hf_slospec.models.batch.cached_sequence import CachedSequence
-from hf_slospec.models.sequences import request_sequences as module
+from hf_slospec.models.sequences import prefix_reuse
+from hf_slospec.models.sequences import room as rooms
 from hf_slospec.models.sequences.kept_texts import KeptText, KeptTexts, num_common
 from hf_slospec.models.sequences.request_sequences import RequestSequences
-from tests.models.kv_cache.test_request_sequences import MAX_NODES, Packed
+from tests.models.sequences.test_request_sequences import MAX_NODES, Packed
 from tests.support.toys import SEEDS
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -95,8 +96,8 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(
 ) -> None:
     rng, served = np.random.default_rng(seed), Text(max_slots, max_kept)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "FIRST_ROOM", room)
-        patch.setattr(module, "MIN_SHARED", 2)
+        patch.setattr(rooms, "FIRST_ROOM", room)
+        patch.setattr(prefix_reuse, "MIN_SHARED", 2)
         requests, num_reused = list[Request](), 0
         for index in range(50):
             tokens = rng.integers(0, 2, int(rng.integers(2, 14))).tolist()
@@ -142,7 +143,7 @@ def finished(served: Text, request: Request) -> None:
 
 
 def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_SHARED", 2)
+    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     finished(served, request_of(1, 2, 3, 4, 5))
     next_turn, other = request_of(1, 2, 3, 4, 5, 6, index=1), request_of(1, 2, 9, index=2)
@@ -156,7 +157,7 @@ def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(mon
 
 
 def test_a_text_is_taken_over_where_there_is_no_room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_SHARED", 2)
+    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
     served = Text(16, float("inf"))
     finished(served, request_of(*range(9)))
     request = request_of(0, 1, 2, 3, 99)
@@ -167,7 +168,7 @@ def test_a_text_is_taken_over_where_there_is_no_room_for_two(monkeypatch: pytest
 
 
 def test_requests_get_the_room_of_kept_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_SHARED", 2)
+    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
     served = Text(30, float("inf"))
     finished(served, request_of(*range(10)))
     finished(served, request_of(*range(20, 30), index=1))
@@ -181,7 +182,7 @@ def test_requests_get_the_room_of_kept_texts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_failed_requests_and_prompts_of_embeddings_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_SHARED", 2)
+    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     failed, embedded = request_of(1, 2, 3, 4), request_of(1, 2, 3, 4, index=1)
     failed.error = ValueError("of its own")
@@ -195,7 +196,7 @@ def test_failed_requests_and_prompts_of_embeddings_are_not_kept(monkeypatch: pyt
 
 
 def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_SHARED", 2)
+    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     first, second = request_of(*range(20)), request_of(*range(20), index=1)
     served.sequences.reserve([first])
@@ -208,7 +209,7 @@ def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(monkeypatch
 
 
 def test_a_text_that_was_taken_over_holds_no_more_room_than_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_SHARED", 2)
+    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
     served = Text(120, float("inf"))
     finished(served, request_of(*range(100)))
     request, large = request_of(0, 1, 2, 3, 99), request_of(*range(40, 140), index=1)

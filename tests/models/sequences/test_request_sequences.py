@@ -15,7 +15,7 @@ from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
-from hf_slospec.models.sequences import request_sequences as module
+from hf_slospec.models.sequences import room as rooms
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from tests.support.toys import SEEDS
 
@@ -54,7 +54,7 @@ def check(sequences: RequestSequences, requests: list[Request]) -> None:
 @settings(deadline=None, max_examples=150)
 def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool, room: int) -> None:
     rng = np.random.default_rng(seed)
-    first_room, module.FIRST_ROOM = module.FIRST_ROOM, room
+    first_room, rooms.FIRST_ROOM = rooms.FIRST_ROOM, room
     try:
         most, is_lent = 60, False
         sequences = RequestSequences(Packed(), MAX_NODES, most if limited else None)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
             sequences.release(request)
         assert sequences.cache.pool.num_free == sequences.cache.pool.num_slots
     finally:
-        module.FIRST_ROOM = first_room
+        rooms.FIRST_ROOM = first_room
 
 
 def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:

@@ -1,0 +1,120 @@
+"""Policies of other packages: registered by entry points, imported when a name or an option needs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hf_slospec import InvalidInputError, SLOSpecConfig
+from hf_slospec.policies.fixed import FixedPolicy
+from hf_slospec.policies.registry import ENTRY_POINTS, NamedPolicy, policy_named, register
+from tests.support.paths import ROOT
+
+MODULE = """
+from pydantic import Field
+
+from hf_slospec import Plan, Selection
+from hf_slospec.policies.registry import NamedPolicy, PolicyOptions, register
+
+
+class TwinOptions(PolicyOptions):
+    twins: int = Field(2, ge=1)
+
+
+class TwinPolicy(NamedPolicy):
+    name, options = "twins", TwinOptions
+
+    @classmethod
+    def max_nodes(cls, config):
+        return 2
+
+    def plan(self, requests, begun_s, num_prefill_tokens=0):
+        return Plan(1, self.config.options_of(TwinOptions).twins)
+
+    def select(self, requests, candidates, plan):
+        return Selection.of_roots(candidates)
+
+
+register(TwinPolicy)
+"""
+
+
+def printed(folder: Path, code: str) -> list[str]:
+    """Run code in a new process that finds the packages in the folder; return the lines that it prints."""
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with an installed package whose entry point is a module with a policy."""
+    (tmp_path / "twin_policies.py").write_text(MODULE)
+    metadata = tmp_path / "twin_policies-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: twin_policies\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ntwins = twin_policies\n")
+    return tmp_path
+
+
+def test_a_policy_of_another_package_is_imported_by_its_name_and_not_before(installed: Path) -> None:
+    code = """
+import sys
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.policies import max_nodes_per_request, new_policy
+SLOSpecConfig(), SLOSpecConfig(policy="adaserve", max_depth=3)
+print("twin_policies" in sys.modules, "hf_slospec.lab" in sys.modules)
+config = SLOSpecConfig(policy="twins", twins=3)
+print(config.policy_options, max_nodes_per_request(config))
+print(type(new_policy(config, None)).__name__, "twin_policies" in sys.modules)
+"""
+    assert printed(installed, code) == ["False False", "twins=3 2", "TwinPolicy True"]
+
+
+def test_an_option_and_an_unknown_name_are_looked_for_in_other_packages(installed: Path) -> None:
+    code = """
+from pydantic import ValidationError
+from hf_slospec.config import SLOSpecConfig
+for fields in ({"twins": 3}, {"policy": "triplets"}):
+    try:
+        SLOSpecConfig(**fields)
+    except ValidationError as error:
+        print(error.errors()[0]["msg"])
+"""
+    of_option, of_name = printed(installed, code)
+    assert "twins is a setting of policy 'twins', not of 'auto'" in of_option
+    assert "there is no policy 'triplets'; choose among 'auto', 'adaserve', 'fixed', 'none'" in of_name
+    assert "'twins'" in of_name
+
+
+def test_the_lab_is_an_entry_point_that_registers_its_policies() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][ENTRY_POINTS]
+    assert [EntryPoint(name, module, ENTRY_POINTS).load().__name__ for name, module in declared.items()] == [
+        "hf_slospec.lab"
+    ]
+    assert policy_named("turbospec").__module__ == "hf_slospec.lab.policies.turbospec"
+
+
+def test_a_name_is_registered_once() -> None:
+    register(FixedPolicy)  # the same again
+
+    class Other(NamedPolicy):
+        name = "fixed"
+
+    with pytest.raises(InvalidInputError, match=r"'fixed' is hf_slospec.policies.fixed.FixedPolicy already"):
+        register(Other)
+    assert policy_named("fixed") is FixedPolicy
+
+
+def test_an_unknown_name_is_refused_by_the_config() -> None:
+    with pytest.raises(ValidationError, match=r"policy\n.* there is no policy 'adaserv'; choose among 'auto'"):
+        SLOSpecConfig(policy="adaserv")
+    with pytest.raises(ValidationError, match="valid string"):
+        SLOSpecConfig(policy=3)
