@@ -318,10 +318,11 @@ def draw_replicas(drawer: Drawer) -> None:
 
 LAYERS = (  # from the top, with what is in them
     ("cli, demo", "commands, the demo in the browser"),
-    ("server, serving/replicas", "OpenAI's interface over HTTP; replicas on Ray"),
+    ("replicas, serving/openai", "replicas on Ray; OpenAI's interface over HTTP"),
     ("serving", "SLOSpecGenerator, the batcher"),
     ("generate", "the drop-in for transformers' generate"),
-    ("models", "packed forwards, attention, K/V, drafters, sampling"),
+    ("drafters", "draft models, lookups, published heads"),
+    ("models", "packed forwards, attention, K/V, sampling"),
     ("policies", "depth, width and nodes of a step"),
     ("engine", "requests, the step, cost model, schedulers"),
     ("algo", "trees, acceptance, selection, admission (numpy)"),
@@ -332,7 +333,7 @@ STEPS = ("schedule", "plan", "draft", "select", "verify", "accept", "commit", "l
 def draw_architecture(drawer: Drawer) -> None:
     """Draw the layers, and the way of a request through them."""
     figure, axes = pyplot.subplots(figsize=(11, 5.6), layout="constrained")
-    axes.set(xlim=(0, 11), ylim=(-0.2, 8.6))
+    axes.set(xlim=(0, 11), ylim=(-1.0, 8.6))
     axes.axis("off")
     axes.text(2.3, 8.35, "layers: imports point downward only", ha="center", fontsize=10)
     for row, (name, words) in enumerate(LAYERS):
