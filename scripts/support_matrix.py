@@ -37,7 +37,7 @@ import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, UnsupportedInputError, load_drafter
 from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
 from hf_slospec.drafters.methods import DraftMethod, HeadMethod
-from hf_slospec.generate.load_drafter import NAMES
+from hf_slospec.drafters.named import NAMED
 from tests.support.tiny_configs import WINDOW, tiny_config
 from tests.support.tiny_models import VOCAB, sharpened
 
@@ -281,7 +281,7 @@ def working_drafters(name: str, model: Any, row: torch.Tensor) -> tuple[list[str
     few = {"max_new_tokens": FEW_TOKENS}
     expected = generated(functools.partial(stock_generate, model), batch, **few)
     works, reasons = list[str](), list[str]()
-    for kind in NAMES:
+    for kind in NAMED:
         try:
             if (method := random_mtp(model) if kind == "mtp" else load_drafter(kind, model)) is None:
                 continue

@@ -230,8 +230,7 @@ class BatchingService:
         with keeping_rope_deltas(self.decoder.model):
             call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own, batcher.is_idle)
         request = self._request(call, options)
-        if request.prefill is not None:  # this thread has encoded images
-            call.speculator.lock.rest()
+        call.speculator.lock.rest()  # this thread may have read weights or encoded images
         call.rows.record.num_top = options.logprobs
         if options.resume is not None:
             self._resume(call, request, options.resume)

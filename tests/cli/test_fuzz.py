@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
     import uvicorn
 
-    import hf_slospec.cli.commands.check as check_module
+    import hf_slospec.cli.model_check as check_module
     import hf_slospec.demo.serve as demo
     import hf_slospec.tiny.load as load
 

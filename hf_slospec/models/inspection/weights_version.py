@@ -105,7 +105,8 @@ def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     if hasattr(weight, "__tensor_flatten__"):
         for name in weight.__tensor_flatten__()[0]:
-            yield from _stored(getattr(weight, name))
+            if isinstance(part := getattr(weight, name), torch.Tensor):  # not a device mesh
+                yield from _stored(part)
     else:
         yield weight
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,20 +48,16 @@ class SchemaCheck:
     async def _compile(self, schema: str) -> str:
         """Return what is wrong with a schema; an empty text if nothing is."""
         seconds, memory = self.limits.schema_s, self.limits.schema_memory_bytes
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(PROGRAM), str(seconds), str(memory),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
         given = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
+        # Not asyncio's: uvloop runs Python between fork and exec, which crashes where gRPC or others have threads.
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM), str(seconds), str(memory)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         try:
-            fault, _ = await asyncio.wait_for(process.communicate(given), WALL_TIMES * (seconds + 1))
-        except TimeoutError:
-            fault = b""
+            fault = await asyncio.to_thread(_outcome, process, given, WALL_TIMES * (seconds + 1))
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await asyncio.shield(process.wait())
+            process.kill()  # if it runs still, as its client has left; the thread above sees its end
         if process.returncode:
             raise LimitError(
                 "schema_s",
@@ -69,3 +65,12 @@ class SchemaCheck:
                 "simpler, such as by fewer patterns",
             )
         return fault.decode(errors="replace")
+
+
+def _outcome(process: subprocess.Popen[bytes], given: bytes, timeout_s: float) -> bytes:
+    """Return what a process writes, which is killed after a while."""
+    try:
+        return process.communicate(given, timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]

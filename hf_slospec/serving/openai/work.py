@@ -64,16 +64,17 @@ class Turns:
     def leave(self) -> None:
         """Give the place to the next client."""
         self.num_running -= 1
-        if not self._waiting:
-            return
-        client = next(iter(self._waiting))
-        jobs = self._waiting.pop(client)
-        place = jobs.popleft()
-        if jobs:
-            self._waiting[client] = jobs  # behind all others
-        self.num_waiting -= 1
-        self.num_running += 1
-        place.set_result(None)
+        while self._waiting:
+            client = next(iter(self._waiting))
+            jobs = self._waiting.pop(client)
+            place = jobs.popleft()
+            if jobs:
+                self._waiting[client] = jobs  # behind all others
+            self.num_waiting -= 1
+            if not place.cancelled():  # its client may have left in this very turn of the event loop
+                self.num_running += 1
+                place.set_result(None)
+                return
 
     def _refuse_last(self, client: str) -> None:
         """Refuse the last job of the client with the most; raise BusyError if that is the new one."""
@@ -87,6 +88,8 @@ class Turns:
         place.set_exception(error)
 
     def _remove(self, client: str, place: asyncio.Future[None]) -> None:
+        if place not in self._waiting.get(client, ()):
+            return  # it was passed over when its turn came
         self._waiting[client].remove(place)
         self.num_waiting -= 1
         if not self._waiting[client]:

@@ -55,8 +55,9 @@ def test_what_is_too_much_is_refused_and_counted(
 
 
 def test_a_body_that_is_too_large_is_counted(served: Served) -> None:
+    content, json_type = b" " * (2**23 + 1), {"Content-Type": "application/json"}
     before = metrics_of(served.client).get('requests_refused_total{limit="body_bytes"}', 0)
-    assert served.client.post("/v1/completions", content=b" " * (2**23 + 1)).status_code == 413
+    assert served.client.post("/v1/completions", content=content, headers=json_type).status_code == 413
     assert metrics_of(served.client)['requests_refused_total{limit="body_bytes"}'] == before + 1
 
 

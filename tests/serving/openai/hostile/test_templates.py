@@ -14,6 +14,7 @@ from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.bodies import Message
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.openai.orders import chat_prompt
 from tests.serving.openai.conftest import listening
 
@@ -42,7 +43,7 @@ END_ID: int = ENGINE.tokenizer.convert_tokens_to_ids(END)
 
 def tokens(treatment: str, *messages: Any, engine: Any = ENGINE, **options: Any) -> list[int]:
     own = [Message(role="user", content=each) if isinstance(each, str) else Message(**each) for each in messages]
-    return chat_prompt(own, engine, ChatTemplates(treatment), **options).tokens
+    return chat_prompt(own, engine, RequestLimits(), ChatTemplates(treatment), **options).tokens
 
 
 def test_special_tokens_in_texts_are_control_tokens_where_that_is_allowed() -> None:
