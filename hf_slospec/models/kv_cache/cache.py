@@ -18,10 +18,9 @@ from hf_slospec.models.recurrent.states import RecurrentStates
 class KVCache:
     """K/V of all sequences of one model, in one pool that grows with them.
 
-    All generate calls, the batcher, the trial and measurements of a model share it (:attr:`PackedModel.kv_cache`); it
-    lives as long as any of them refers to it. A user holds sequences by reference as well: those of a user that was
-    garbage collected are free. Calls must hold the model's lock. Between two steps of a user, others may move its
-    sequences, so slots are to be read from them anew in every step.
+    All generate calls, the batcher, the trial and measurements of a model share it (:attr:`PackedModel.kv_cache`) while
+    any of them refers to it. The slots of a sequence that was garbage collected are free. Callers must hold the model's
+    lock. Between two steps of one user, another may move its sequences, so their slots must be read in every step.
     """
 
     def __init__(self, new_pool: Callable[[int], KVPool], pool: KVPool):
@@ -30,7 +29,7 @@ class KVCache:
 
     @property
     def pool(self) -> KVPool:
-        """The storage, to be used on the current CUDA streams."""
+        """The storage, for use on the current CUDA streams."""
         self._pool.follow_streams()
         return self._pool
 
@@ -45,7 +44,7 @@ class KVCache:
         return self._pool.num_slots - self._pool.num_free
 
     def reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None) -> None:
-        """Give sequences, new ones too, at least these capacities, moving their K/V and that of others where needed.
+        """Give sequences, including new ones, at least these capacities; K/V of all sequences may move.
 
         The pool is enlarged if repacking it is not enough: to twice its size, but not beyond ``max_slots`` unless that
         is less than what the sequences need.
@@ -63,7 +62,7 @@ class KVCache:
             held = {sequence: sequence.capacity for sequence in pool.sequences}
             if (needed := sum((held | larger).values())) > pool.num_slots:
                 if pool.num_slots and not held:
-                    pool = self._pool = self._new_pool(0)  # frees its memory before more is allocated
+                    pool = self._pool = self._new_pool(0)  # frees its memory before the new one is allocated
                 doubled = 2 * pool.num_slots
                 grown = self._new_pool(max(needed, doubled if max_slots is None else min(doubled, max_slots)))
                 grown.take_over(pool, held | larger)
@@ -79,7 +78,7 @@ class KVCache:
         self._pool.release(sequence)
 
     def shrink(self, num_slots: int) -> None:
-        """Reduce the storage to so many slots, or to as many as sequences hold if that is more.
+        """Reduce the storage to ``num_slots`` slots, or to as many as sequences hold if that is more.
 
         Raises:
             MemoryError: there is not enough memory for the copy; nothing has changed.
@@ -119,23 +118,23 @@ class KVCache:
 
         Args:
             layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the tokens, or of the last
-                ones where a sliding window has dropped the others.
+                ones if a sliding window has dropped the tokens before them.
         """
         pool, end = self.pool, sequence.start + length
-        for own, given in zip(pool.layers, layers, strict=True):
-            for stored, tensor in zip(own, given, strict=True):
+        for layer, given in zip(pool.layers, layers, strict=True):
+            for stored, tensor in zip(layer, given, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
         sequence.length, sequence.states = length, states
 
     def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
         """Return views of a sequence's cached K, V and index keys, [num_heads, length, dim] each, for each layer."""
-        own = slice(sequence.start, sequence.start + sequence.length)
-        return [tuple(stored[own].transpose(0, 1) for stored in layer) for layer in self.pool.layers]
+        slots = slice(sequence.start, sequence.start + sequence.length)
+        return [tuple(stored[slots].transpose(0, 1) for stored in layer) for layer in self.pool.layers]
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hand KeyboardInterrupt on at the end: a move of K/V that is cut off would corrupt other users' sequences."""
+    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other users' sequences."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
