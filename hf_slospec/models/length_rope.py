@@ -95,7 +95,7 @@ def _rotated(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return the module's output; each group's is that of a forward whose last position ends its length.
+    """Return the module's output; each group of tokens is rotated as in a forward over its length.
 
     Args:
         groups: lengths, and the tokens [num_tokens_of_group] int64 whose frequencies they decide.

@@ -1,4 +1,4 @@
-"""Attention by flash-attention kernels over keys that all tokens of a sequence see, and dense over the others."""
+"""Attention by flash-attention kernels over keys that all tokens of a sequence see, dense over the others."""
 
 from __future__ import annotations
 

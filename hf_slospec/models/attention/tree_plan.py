@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hf_slospec.models.batch.packed_batch import PackedBatch, Span
 
-MIN_ROWS, MAX_ROWS = 16, 64  # rows per tile: the least that tensor cores take, and what registers suffice for
+MIN_ROWS, MAX_ROWS = 16, 64  # rows per tile: the minimum of tensor cores, and as many as registers suffice for
 MIN_WIDTH = 16  # least number of columns of a padded mask
 COLUMNS = ("start", "prefix_len", "num_staged", "first_token", "num_tokens", "offset", "sequence", "is_chain")
 

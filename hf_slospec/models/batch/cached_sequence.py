@@ -56,7 +56,7 @@ class CachedSequence:
     length: int = 0  # committed tokens
     position_offset: int = 0  # new tokens' positions minus their indices: tokens of an image may share positions
     prompt_len: int = 0  # tokens that stock decoding forwards together; length-dependent RoPE is chosen by it
-    num_padding: int = 0  # length of the longest prompt of its batch, minus that of its own
+    num_padding: int = 0  # tokens by which the longest prompt of its batch exceeds its prompt
     states: RecurrentStates | None = None  # states of layers that keep no K and V; None if the model has no such layer
 
     def truncate(self, length: int) -> None:

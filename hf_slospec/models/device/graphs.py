@@ -46,7 +46,7 @@ class CaptureError(RuntimeError):
 class GraphCapturer(Protocol):
     """Captures functions whose inputs keep their addresses."""
 
-    max_bytes: int
+    max_bytes: int  # memory that the captures may use
     num_bytes: int  # memory that the captures use
 
     def on_stream(self) -> AbstractContextManager[None]:
@@ -182,7 +182,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def capturing_at_once(self) -> Iterator[None]:
-        """Capture forwards within when they are seen for the first time."""
+        """Capture forwards inside this context when they are seen for the first time."""
         patience, self.patience = self.patience, 0
         try:
             yield

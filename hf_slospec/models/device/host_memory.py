@@ -17,7 +17,7 @@ ALLOCATOR_VARIABLES = "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_T
 
 
 def limit_kernels() -> None:
-    """Limit oneDNN's cache to :data:`KERNELS` kernels, unless an environment variable sets another limit.
+    """Let oneDNN keep :data:`KERNELS` kernels, unless an environment variable sets another limit.
 
     Batches differ in their numbers of rows, and each number needs kernels of its own, so that memory would grow for
     hours. oneDNN reads the variables at its first operation in a process: after that this has no effect.

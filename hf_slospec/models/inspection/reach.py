@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-FAR = 1 << 20  # positions; larger than any window or chunk, in place of a size that is not known
+FAR = 1 << 20  # positions; in place of the size where a mask has no window or chunk
 
 
 class Reach(NamedTuple):
-    """Limits, in positions, of the keys up to its own that a token sees."""
+    """Limits of causal attention, in positions; None: no limit."""
 
     window: int | None = None
     chunk: int | None = None

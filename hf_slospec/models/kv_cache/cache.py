@@ -15,6 +15,23 @@ from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.states import RecurrentStates
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other users' sequences."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])
+
+
 class KVCache:
     """K/V of all sequences of one model, in one pool that grows with them.
 
@@ -43,6 +60,7 @@ class KVCache:
         """Slots that sequences hold."""
         return self._pool.num_slots - self._pool.num_free
 
+    @_uninterrupted()
     def reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None) -> None:
         """Give sequences, including new ones, at least these capacities; K/V of all sequences may move.
 
@@ -52,10 +70,6 @@ class KVCache:
         Raises:
             MemoryError: there is not enough memory; all sequences keep their K/V and new ones have no slots.
         """
-        with _uninterrupted():
-            self._reserve(capacities, max_slots)
-
-    def _reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None) -> None:
         larger = {sequence: slots for sequence, slots in capacities.items() if slots > sequence.capacity}
         pool = self.pool
         if sum(larger.values()) > pool.largest_free:
@@ -77,19 +91,19 @@ class KVCache:
         """Free a sequence's slots."""
         self._pool.release(sequence)
 
+    @_uninterrupted()
     def shrink(self, num_slots: int) -> None:
         """Reduce the storage to ``num_slots`` slots, or to as many as sequences hold if that is more.
 
         Raises:
             MemoryError: there is not enough memory for the copy; nothing has changed.
         """
-        with _uninterrupted():
-            held = {sequence: sequence.capacity for sequence in self.pool.sequences}
-            num_slots = max(num_slots, sum(held.values()))
-            if num_slots < self._pool.num_slots:
-                smaller = self._new_pool(num_slots)
-                smaller.take_over(self._pool, held)
-                self._pool = smaller
+        held = {sequence: sequence.capacity for sequence in self.pool.sequences}
+        num_slots = max(num_slots, sum(held.values()))
+        if num_slots < self._pool.num_slots:
+            smaller = self._new_pool(num_slots)
+            smaller.take_over(self._pool, held)
+            self._pool = smaller
 
     def trim(self) -> None:
         """Free the storage if no sequence is left."""
@@ -130,20 +144,3 @@ class KVCache:
         """Return views of a sequence's cached K, V and index keys, [num_heads, length, dim] each, for each layer."""
         slots = slice(sequence.start, sequence.start + sequence.length)
         return [tuple(stored[slots].transpose(0, 1) for stored in layer) for layer in self.pool.layers]
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other users' sequences."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            previous(*received[0])

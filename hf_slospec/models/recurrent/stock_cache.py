@@ -16,7 +16,7 @@ class StateLayer(NamedTuple):
 
     layer_idx: int  # index of the layer in the model
     keys: tuple[Key, ...]  # one per state, in the order of the calls
-    shape: tuple[int, ...]  # of the recurrent state that it passes to its cache, without the batch; empty without one
+    shape: tuple[int, ...]  # shape of the recurrent state in its cache, without the batch; empty without one
     num_bytes: int  # bytes of all its states, per sequence
 
     @property
