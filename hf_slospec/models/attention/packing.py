@@ -247,7 +247,7 @@ def _stacked(masks: Sequence[torch.Tensor], num_queries: int, num_keys: int) -> 
 
 
 def _padded(masks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    num_masks, queries, keys = masks.shape
-    if queries < num_queries:
-        masks = torch.cat((masks, masks[:, -1:].expand(num_masks, num_queries - queries, keys)), dim=1)
+    num_masks, real_queries, keys = masks.shape
+    if real_queries < num_queries:
+        masks = torch.cat((masks, masks[:, -1:].expand(num_masks, num_queries - real_queries, keys)), dim=1)
     return F.pad(masks, (0, num_keys - keys)) if keys < num_keys else masks

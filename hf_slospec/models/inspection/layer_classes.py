@@ -13,14 +13,14 @@ class Prepacked:
     Nothing else of the layer changes, so that other threads may copy it or run forwards of their own meanwhile.
     """
 
-    plain: ClassVar[type[nn.Module]]  # class of the layer at other times
+    plain: ClassVar[type[nn.Module]]  # original class of the layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (self.plain,), self.__dict__
 
 
 def plain_class(layer: nn.Module) -> Any:
-    """Return the class that the layer has while no packed forward runs."""
+    """Return the layer's original class."""
     return layer.plain if isinstance(layer, Prepacked) else type(layer)
 
 

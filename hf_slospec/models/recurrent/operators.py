@@ -97,7 +97,7 @@ def linear_recurrence(
 
 
 class Inputs(NamedTuple):
-    """Inputs of a causal convolution at staged nodes; its state are the last inputs before them."""
+    """Inputs of a causal convolution at staged nodes; its state is the last inputs before them."""
 
     rows: torch.Tensor  # [..., S, channels]
 
