@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on the length of the text (``longrope``, ``dynamic``), per token.
+"""Rotary embeddings whose frequencies depend on the sequence's length (``longrope``, ``dynamic``), per token.
 
-transformers computes such frequencies in every forward, from its largest position, and keeps the K of earlier forwards
-as they were rotated. A packed forward holds tokens of several texts, and of several forwards of stock decoding, so here
-each token gets the frequencies that it would get there: a token of the prompt those of the whole prompt, a later one
-those of the text up to itself; in a batch, those of its longest row.
+transformers computes such frequencies in every forward, from its largest position, and does not rotate the K of earlier
+forwards again. A packed forward holds tokens of several sequences, and of several forwards of stock decoding, so here
+each token gets the frequencies of stock decoding: a token of the prompt those of the whole prompt, a later one those of
+the sequence up to itself; in a batch, those of its longest row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hf_slospec.models.attention import NewTokens
+from hf_slospec.models.batch.packed_batch import NewTokens
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 
@@ -33,7 +33,7 @@ def varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
 
 
 class LengthRope:
-    """The rotary embeddings of a model that depend on the length of the text; a model may have none."""
+    """The rotary embeddings of a model that depend on the sequence's length; a model may have none."""
 
     def __init__(self, model: torch.nn.Module):
         """Find the modules by their types of RoPE."""
@@ -42,7 +42,7 @@ class LengthRope:
         self.modules = [module for module in model.modules() if _varies(getattr(module, "rope_type", None))]
 
     def lengths(self, parts: Sequence[NewTokens]) -> torch.Tensor | None:
-        """Return the length of the text that decides each token's frequencies; None if they are the plain ones.
+        """Return the sequence length that decides each token's frequencies; None if all use the plain ones.
 
         Returns:
             [num_tokens] int64, on the host.
@@ -50,7 +50,7 @@ class LengthRope:
         if self.max_plain is None:
             return None
         lengths = torch.cat([_lengths(part).cpu() for part in parts])
-        # At max_plain itself, a module still uses the frequencies of a longer text before.
+        # At max_plain itself, a module still uses the frequencies of a longer sequence before.
         return lengths if int(lengths.max()) >= self.max_plain else None
 
     @contextlib.contextmanager
@@ -71,16 +71,16 @@ class LengthRope:
 
 
 def _lengths(part: NewTokens) -> torch.Tensor:
-    own = part.positions[-len(part.input_ids) :] + 1
-    return own.clamp(min=part.sequence.prompt_len) + part.sequence.num_padding
+    lengths = part.positions[-len(part.input_ids) :] + 1
+    return lengths.clamp(min=part.sequence.prompt_len) + part.sequence.num_padding
 
 
 def _varies(kind: Any) -> bool:
-    return any(one in KINDS for one in (kind.values() if isinstance(kind, dict) else [kind]))
+    return any(each in KINDS for each in (kind.values() if isinstance(kind, dict) else [kind]))
 
 
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy, as forwards change the frequencies that a module keeps; it shares the config."""
+    """Return a copy that shares the config; forwards change the frequencies that a module stores."""
     config: Any = getattr(module, "config", None)
     copied = copy.deepcopy(module, {id(config): config})
     vars(copied).pop("forward", None)
@@ -95,7 +95,7 @@ def _rotated(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return the module's output, group by group: as of a forward whose last position is that of the group's length.
+    """Return the module's output; each group of tokens is rotated as in a forward over its length.
 
     Args:
         groups: lengths, and the tokens [num_tokens_of_group] int64 whose frequencies they decide.
@@ -105,9 +105,9 @@ def _rotated(
     outputs, order = [], torch.cat([tokens for _, tokens in groups])
     for length, tokens in groups:
         first, last = position_ids.new_zeros(1, 1), position_ids.new_full((1, 1), length - 1)
-        module(x, first, *args, **kwargs)  # forgets the frequencies of longer texts
-        own = position_ids[:, to_device(tokens, position_ids.device)]
-        output = module(x, torch.cat((own, last), dim=1), *args, **kwargs)
+        module(x, first, *args, **kwargs)  # resets the frequencies of longer sequences
+        positions = position_ids[:, to_device(tokens, position_ids.device)]
+        output = module(x, torch.cat((positions, last), dim=1), *args, **kwargs)
         outputs.append(output if isinstance(output, tuple) else (output,))
     in_order = to_device(order.argsort(), position_ids.device)
     pairs = zip(*outputs, strict=True)
@@ -120,7 +120,7 @@ _replaced = ReplacedAttributes()
 
 
 def _rotating(plain: Any, attribute: Attribute) -> Any:
-    """Return a forward of a module that asks for the active rotation; other threads get their own."""
+    """Return a forward of a module that calls the rotation active in its thread, if there is one."""
     return functools.partial(_forward, id(attribute[0]), plain)
 
 

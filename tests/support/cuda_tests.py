@@ -161,7 +161,7 @@ def test_a_capture_that_fails_leaves_cuda_usable(
         return plain(hidden)
 
     layer.forward = waiting
-    monkeypatch.setattr(graphs, "LATER", 1)
+    monkeypatch.setattr(graphs, "RETRY_AFTER", 1)
     bench = Bench(model)
     out = [bench.verify() for _ in range(2)]
     torch.rand(1, device=CUDA)  # refused while the generator is one of a capture

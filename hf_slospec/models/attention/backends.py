@@ -36,7 +36,7 @@ class Backend(Protocol):
 
 
 def backend_for(attention: str, layers: Sequence[AttentionLayer]) -> Backend:
-    """Return the backend named ``attention``; ``"auto"`` is the first of triton, flash and sdpa that a layer can use.
+    """Return the backend named ``attention``; ``"auto"`` chooses the first of triton, flash, sdpa that a layer can use.
 
     Raises:
         UnsupportedOptionError: ``attention`` is ``"triton"`` or ``"flash"``, and no layer can use it.

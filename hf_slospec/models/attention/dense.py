@@ -13,7 +13,7 @@ def dense_attention(
     key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]
     value: torch.Tensor,  # [num_kv_heads, num_keys, value_dim]
     mask: torch.Tensor | None,  # [num_queries, num_keys] additive
-    rules: AttentionRules,  # the mask has those on positions
+    rules: AttentionRules,  # window and chunk are part of the mask
 ) -> torch.Tensor:
     """Return attention computed step by step, softmax in fp32.  -> [num_heads, num_queries, value_dim]"""
     groups = query.shape[0] // key.shape[0]
@@ -37,7 +37,7 @@ def masked_attention(
     """Return attention of the whole batch over the whole pool under one mask: the reference of all other backends."""
     mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
     for span, slots in zip(batch.spans, batch.visible, strict=True):
-        own = span.mask(rules, query)
-        mask[span.begin : span.end, slots] = 0.0 if own is None else own
+        span_mask = span.mask(rules, query)
+        mask[span.begin : span.end, slots] = 0.0 if span_mask is None else span_mask
     key, value = keys.transpose(0, 1), values.transpose(0, 1)
     return dense_attention(query, key, value, mask, rules).transpose(0, 1)

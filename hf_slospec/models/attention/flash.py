@@ -1,4 +1,4 @@
-"""Attention by flash-attention kernels: keys that all tokens of a sequence see by kernel, the rest dense."""
+"""Attention by flash-attention kernels over keys that all tokens of a sequence see, dense over the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_DIM, DIM_STEP = 256, 8  # head sizes of FlashAttention-2 and torch's version
 
 
 def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
-    """Return the kernel for a layer, judging by its K/V shape, or a message with the reason for having none."""
+    """Return the kernel for a layer with this K/V shape, or the reason why there is none."""
     if layer.is_own:
         return "the model's layers attend by themselves"
     key, value = layer.shape.key, layer.shape.value
@@ -73,16 +73,16 @@ class FlashAttention:
         query = query.transpose(0, 1)
         out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
         if packing.chains is not None:
-            own = _attend_chains(kernel, query, keys, values, packing.chains, rules)
-            out[packing.chains.token_indices] = own.to(out.dtype)
+            attended = _attend_chains(kernel, query, keys, values, packing.chains, rules)
+            out[packing.chains.token_indices] = attended.to(out.dtype)
         if packing.split is not None:
             entries, parts = packing.split.entries, None
             if entries is not None:
                 parts = _attend_ranges(kernel, query[entries.token_indices], keys, values, entries, rules)
             for block in packing.split.blocks:
-                own = _attend_block(query, keys, values, block, parts, rules).flatten(0, 1)
-                own = own if block.real_queries is None else own[block.real_queries]
-                out[block.real_token_indices] = own.to(out.dtype)
+                attended = _attend_block(query, keys, values, block, parts, rules).flatten(0, 1)
+                attended = attended if block.real_queries is None else attended[block.real_queries]
+                out[block.real_token_indices] = attended.to(out.dtype)
         return out
 
     def _kernel(
@@ -161,12 +161,12 @@ def _attend_block(
         sink = rules.sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
         lses = torch.cat((lses, folded(sink)), -1)
         outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
-    if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens and one piece: nothing to merge
+    if outs.shape[2] == 1 and not block.slots.shape[1]:  # single tokens with one piece of keys: nothing to merge
         merged = outs[:, :, 0]
     else:
         assert block.bias is not None, "a plan is used before completed()"
-        own = folded(query[block.token_indices].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
+        queries = folded(query[block.token_indices].unflatten(2, (num_kv_heads, -1)).transpose(1, 2))
         key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
-        merged = merged_attention(own, key, value, block.bias, outs, lses, rules)
+        merged = merged_attention(queries, key, value, block.bias, outs, lses, rules)
     attended: torch.Tensor = merged.unflatten(1, shape[2:]).unflatten(0, shape[:2])
     return attended.transpose(1, 2).flatten(2, 3)

@@ -17,7 +17,7 @@ KERNELS: tuple[Callable[[torch.device], FlashKernel], ...] = (FlashAttnPackage, 
 
 
 def kernel_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> FlashKernel | str:
-    """Return the first kernel that works with heads of this size, or a message with the reason against each."""
+    """Return the first kernel that works with heads of this size, or a message with the reason against each kernel."""
     return _first_working(device, dtype, head_dim, KERNELS)
 
 

@@ -1,4 +1,4 @@
-"""The cache object that a model is given while it forwards a packed batch."""
+"""Cache object that a model receives in the forward of a packed batch."""
 
 from __future__ import annotations
 
@@ -24,22 +24,18 @@ class PackedForward(RecurrentForward):
         self,
         pool: KVPool,
         batch: PackedBatch | PlannedBatch,
-        own_slots: torch.Tensor,
+        own_slots: torch.Tensor,  # [num_tokens] int64, slots in which the batch's K and V are staged
         backend: Backend,
-        layers: Sequence[AttentionLayer],
-        position_ids: torch.Tensor,
+        layers: Sequence[AttentionLayer],  # in the order in which the pool stores them
+        position_ids: torch.Tensor,  # [1, num_tokens] int64, as passed to the model
     ):
-        """``own_slots`` [num_tokens] int64: slots in which the batch's K and V are staged.
-
-        ``position_ids`` [1, num_tokens] int64 are those that the model is given.
-        """
         super().__init__(lambda: batch.spans)
         self.pool, self.batch, self.backend = pool, batch, backend
-        self._layers = {layer.layer_idx: (place, layer) for place, layer in enumerate(layers)}
+        self._layers = {layer.layer_idx: (pool_idx, layer) for pool_idx, layer in enumerate(layers)}
         self._own_slots, self._positions = Slots(own_slots), Positions(position_ids)
-        self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> the layer that made them; others may share
-        self._held: list[torch.Tensor] = []  # keeps those ids from being reused for other tensors
-        self._latent: int | None = None  # a latent layer that has cached and not attended yet
+        self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> layer_idx; layers may share K and V
+        self._held: list[torch.Tensor] = []  # keeps these ids from being reused for other tensors
+        self._latent: int | None = None  # layer_idx of a latent layer between update and attend
 
     @functools.cached_property
     def _gathered(self) -> PackedBatch:
@@ -54,7 +50,7 @@ class PackedForward(RecurrentForward):
     def _visible_slots(self) -> Slots:
         return Slots(torch.cat([torch.arange(slots.start, slots.stop) for slots in self.batch.visible]))
 
-    # Read from a transformers cache by mask building only, which is bypassed.
+    # transformers reads it to build masks, which packed forwards do not use.
     is_initialized = True
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
@@ -65,12 +61,12 @@ class PackedForward(RecurrentForward):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage a layer's K and V of the batch, each [1, num_kv_heads, num_tokens, dim]."""
-        place, layer = self._layers[layer_idx]
-        keys, values = self.pool.keys[place], self.pool.values[place]
-        own = self._own_slots.on(keys.device)
-        keys.index_copy_(0, own, key[0].transpose(0, 1))
-        values.index_copy_(0, own, value[0].transpose(0, 1))
-        if layer.is_latent:  # the layer expands what is returned, so it needs all visible slots
+        pool_idx, layer = self._layers[layer_idx]
+        keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]
+        slots = self._own_slots.on(keys.device)
+        keys.index_copy_(0, slots, key[0].transpose(0, 1))
+        values.index_copy_(0, slots, value[0].transpose(0, 1))
+        if layer.is_latent:  # the layer expands the returned tensors, so it needs all visible slots
             self._latent = layer_idx
             visible = self._visible_slots.on(keys.device)
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
@@ -86,19 +82,19 @@ class PackedForward(RecurrentForward):
         rules: AttentionRules,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return attention of the layer that cached these K and V; ``mask`` and window are known from the batch.
+        """Return attention of the layer that cached these K and V; ``mask`` is not read, as the batch has it.
 
         Returns:
             [1, num_tokens, num_heads, value_dim].
         """
-        layer, batch = self._layer_of.get((id(key), id(value))), self.batch
-        if layer is not None:
-            place, _ = self._layers[layer]
-            keys, values = self.pool.keys[place], self.pool.values[place]
+        layer_idx, batch = self._layer_of.get((id(key), id(value))), self.batch
+        if layer_idx is not None:
+            pool_idx, _ = self._layers[layer_idx]
+            keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]
         elif self._latent is not None:
-            layer, self._latent, batch = self._latent, None, self._gathered
+            layer_idx, self._latent, batch = self._latent, None, self._gathered
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
-        _, its = self._layers[layer]
-        return self.backend(query[0], keys, values, batch, rules._replace(window=its.window, chunk=its.chunk))[None]
+        _, layer = self._layers[layer_idx]
+        return self.backend(query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk))[None]

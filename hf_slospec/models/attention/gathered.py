@@ -1,7 +1,7 @@
-"""Packed forwards of models whose layers attend by themselves, as attention cannot be replaced in them.
+"""Packed forwards of models whose layers compute attention in their own code, where it cannot be replaced.
 
-The layers get the K and V of all visible slots of all sequences, and a mask of the whole batch. A layer therefore costs
-num_tokens * num_keys, of which the keys of other sequences are masked.
+The layers get the K and V of all visible slots of all sequences, and a mask of the whole batch. A layer therefore
+computes num_tokens * num_keys scores, of which those for keys of other sequences are masked.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MaskFunction = Callable[..., torch.Tensor]  # (batch, head, query and key indice
 
 
 class MaskSource:
-    """Base of a model's cache during a packed forward in which its layers attend by themselves."""
+    """Base of a model's cache during a packed forward in which layers compute attention in their own code."""
 
     positions: Positions
 
-    # Read from a transformers cache by mask building and models.
+    # transformers reads these to build masks, and so do models.
     is_compileable = False
     is_initialized = True
 
     def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
-        """Return the mask of the forward for layers with this mask function, which applies their window if any.
+        """Return the forward's mask for layers with this mask function, which also applies their window.
 
         Returns:
             [num_tokens, num_keys] bool, True = may attend.
@@ -48,16 +48,16 @@ class MaskSource:
         return len(self.positions.of_keys)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Return the number of keys before the batch's own, of all sequences; to a layer, :attr:`Positions.offsets`."""
+        """Return the number of keys before the batch's, of all sequences; to a layer, :attr:`Positions.offsets`."""
         return self.num_earlier if layer_idx is None else self.positions.offsets
 
     @property
     def num_earlier(self) -> int:
-        """Number of keys before the batch's own."""
+        """Number of keys before the batch's."""
         return self._num_keys - self.positions.of_tokens.shape[1]
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
-        """Return the number of keys before the batch's own."""
+        """Return the number of keys before the batch's."""
         return self.num_earlier
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
@@ -66,10 +66,10 @@ class MaskSource:
 
 
 class GatheredForward(MaskSource):
-    """One forward of a packed batch: the cache of a model whose layers attend by themselves.
+    """One forward of a packed batch: the cache of a model whose layers compute attention in their own code.
 
-    Its keys are those of earlier tokens, sequence after sequence, then those of the batch, in its order. That is what a
-    layer sees of a single sequence, so that a causal mask of its own, by places, hides no visible key.
+    Its keys are those of earlier tokens, sequence after sequence, then those of the batch in its order. A single
+    sequence has them in the same order, so a causal mask by index that a layer adds hides no visible key.
     """
 
     def __init__(self, pool: KVPool, batch: PackedBatch, own_slots: torch.Tensor, position_ids: torch.Tensor):
@@ -77,16 +77,17 @@ class GatheredForward(MaskSource):
 
         Args:
             pool: storage of the batch's sequences.
-            batch: its tokens, and what each of them sees.
+            batch: the tokens, and the slots that each of them sees.
             own_slots: [num_tokens] int64, slots in which the batch's K and V are staged.
             position_ids: [1, num_tokens] int64.
         """
         self.pool, self.batch, self._own_slots = pool, batch, Slots(own_slots)
         before = [torch.arange(slots.start, slots.stop - span.num_tokens) for span, slots in self._spans()]
         self._visible_slots = Slots(torch.cat([*(slots.to(own_slots) for slots in before), own_slots]))
-        places = [torch.arange(span.sequence.length) for span, _ in self._spans()]
+        committed = [torch.arange(span.sequence.length) for span, _ in self._spans()]
         staged = [span.staged_positions[: -span.num_tokens] for span, _ in self._spans()]
-        earlier = to_device([own for pair in zip(places, staged, strict=True) for own in pair], position_ids.device)
+        parts = [part for pair in zip(committed, staged, strict=True) for part in pair]
+        earlier = to_device(parts, position_ids.device)
         self.positions = Positions(position_ids, torch.cat([*earlier, position_ids[0]]))
 
     def _spans(self) -> Any:
@@ -100,14 +101,14 @@ class GatheredForward(MaskSource):
         return self._staged(keys, key[0].transpose(0, 1)), self._staged(values, value[0].transpose(0, 1))
 
     def update_indexer(self, index_keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Stage the keys of a layer's indexer, [1, num_tokens, dim], and return all.  -> [1, num_keys, dim]"""
+        """Stage keys [1, num_tokens, dim] of a layer's indexer, and return those of all keys.  -> [1, num_keys, dim]"""
         stored = self.pool.index_keys[layer_idx]
         assert stored is not None, "the probe saw no indexer in this layer"
         return self._staged(stored, index_keys[0].unsqueeze(1))[:, 0]
 
-    def _staged(self, stored: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Write [num_tokens, num_heads, dim] to the batch's slots and return all visible ones, heads first."""
-        stored.index_copy_(0, self._own_slots.on(stored.device), own)
+    def _staged(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Write ``new`` [num_tokens, num_heads, dim] and return all visible slots.  -> [1, num_heads, num_keys, dim]"""
+        stored.index_copy_(0, self._own_slots.on(stored.device), new)
         return stored[self._visible_slots.on(stored.device)].transpose(0, 1)[None]
 
     @functools.cached_property
@@ -115,17 +116,18 @@ class GatheredForward(MaskSource):
         """Keys that each token sees without a window.  [num_tokens, num_keys] bool"""
         num_tokens, device = self.positions.of_tokens.shape[1], self.positions.of_tokens.device
         seen = torch.zeros(num_tokens, self._num_keys, dtype=torch.bool, device=device)
-        begin = 0  # first column with keys of the sequence
+        begin = 0  # first column with earlier keys of the sequence
         for span in self.batch.spans:
             end = begin + span.num_visible - span.num_tokens
-            own = span.seen(None, None, device)
-            seen[span.begin : span.end, begin:end] = own[:, : end - begin]
-            seen[span.begin : span.end, self.num_earlier + span.begin :][:, : span.num_tokens] = own[:, end - begin :]
+            in_span = span.seen(None, None, device)
+            earlier, new = in_span[:, : end - begin], in_span[:, end - begin :]
+            seen[span.begin : span.end, begin:end] = earlier
+            seen[span.begin : span.end, self.num_earlier + span.begin :][:, : span.num_tokens] = new
             begin = end
         return seen
 
     def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
-        """Return what tokens see of keys that the mask function allows by position, as for a sliding window."""
+        """Return the keys that each token sees and the mask function allows at their positions."""
         assert self.positions.of_keys is not None
         zero = self.positions.of_keys.new_zeros(())
         rule = mask_function(zero, zero, self.positions.of_tokens[0][:, None], self.positions.of_keys[None])
@@ -148,7 +150,7 @@ def own_attention(source: MaskSource) -> Iterator[None]:
 
 @functools.cache
 def _register_masks() -> None:
-    """Replace the mask builders, for good, under their names, which layers compare with those that they know."""
+    """Replace the mask builders permanently, under the same names, as layers compare these with names they know."""
     for name in MASKING:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _packed_or(ALL_MASK_ATTENTION_FUNCTIONS[name], name == "sdpa"))
 

@@ -41,14 +41,14 @@ def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
         _replaced.restore(attributes)
 
 
-ATTENTION = "_attn_implementation_internal"  # attribute of a config: the name of an attention implementation
+ATTENTION = "_attn_implementation_internal"  # attribute of a config: name of the attention implementation
 
 _replaced = ReplacedAttributes()
 _attributes: weakref.WeakKeyDictionary[torch.nn.Module, list[Attribute]] = weakref.WeakKeyDictionary()
 
 
 def _attributes_of(model: torch.nn.Module) -> list[Attribute]:
-    """Return the attributes that tell a model's layers how to attend, and the functions by which they mix tokens."""
+    """Return the attributes that name a model's attention implementation, and the mixers of its layers."""
     if model not in _attributes:
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         modules = dict.fromkeys(sys.modules.get(type(part).__module__) for part in model.modules())
@@ -75,7 +75,7 @@ def _mixed_or(name: str, original: Mixer) -> Mixer:
 
 
 def _registered_name(original: str | None) -> str:
-    """Return the name of the implementation that is packed while a forward is active, and ``original`` otherwise."""
+    """Return the name of an implementation that calls the active forward, or ``original`` without one."""
     original = original or "eager"
     name = f"hf_slospec:{original}"
     if name not in ALL_ATTENTION_FUNCTIONS:
@@ -86,11 +86,10 @@ def _registered_name(original: str | None) -> str:
 
 
 def _watched_or(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a builder of masks that asks the active forward, if it builds masks, and ``plain`` otherwise."""
+    """Return a mask builder that calls the active forward's ``build_mask``, or ``plain`` without one."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        own = getattr(_active.get(), "build_mask", plain)
-        return own(*args, **kwargs)
+        return getattr(_active.get(), "build_mask", plain)(*args, **kwargs)
 
     return build
 

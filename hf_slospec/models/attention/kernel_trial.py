@@ -46,7 +46,7 @@ def _error(
     rules: AttentionRules,
 ) -> float:
     ranges = TRIAL_CHAINS if is_causal else TRIAL_RANGES
-    num_heads = 4 if is_causal else 2  # query heads are folded only where the mask does not depend on the query
+    num_heads = 4 if is_causal else 2  # query heads are folded where the mask does not depend on the query
     entries = to_device(Entries.of(ranges), device)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -60,15 +60,15 @@ def _error(
     worst = 0.0
     for tokens, slots in ranges:
         if slots.start < slots.stop:
-            own = slice(tokens.start, tokens.stop)
+            queries = slice(tokens.start, tokens.stop)
             mask = torch.ones(len(tokens), slots.stop - slots.start, dtype=torch.bool, device=device)
             if is_causal:
                 mask = mask.tril(mask.shape[1] - len(tokens))
                 mask = mask if window is None else mask.triu(mask.shape[1] - len(tokens) - window + 1)
             expected, expected_lse = attention_with_lse(
-                query[own][None], key[slots][None], value[slots][None], mask[None], rules
+                query[queries][None], key[slots][None], value[slots][None], mask[None], rules
             )
-            errors = (out[own].float() - expected[0]).flatten(), (lse[:, own].T - expected_lse[0]).flatten()
+            errors = (out[queries].float() - expected[0]).flatten(), (lse[:, queries].T - expected_lse[0]).flatten()
             worst = max(worst, float(torch.cat(errors).abs().nan_to_num(nan=torch.inf).max()))
     return worst
 
@@ -78,7 +78,7 @@ def attention_with_lse(
     key: torch.Tensor,  # [batch, num_keys, num_kv_heads, head_dim]
     value: torch.Tensor,  # [batch, num_keys, num_kv_heads, value_dim]
     mask: torch.Tensor,  # [batch, num_queries, num_keys] bool, True = may attend
-    rules: AttentionRules,  # the mask has the window
+    rules: AttentionRules,  # the window is part of the mask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return reference attention in fp32 and its log-sum-exp.
 

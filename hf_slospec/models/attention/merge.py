@@ -14,9 +14,9 @@ def merged_attention(
     bias: torch.Tensor,  # [batch, num_queries, num_keys] f32: 0, or -inf where a query may not attend
     outs: torch.Tensor,  # [batch, num_queries, num_parts, value_dim]: attention over other keys
     lses: torch.Tensor,  # [batch, num_queries, num_parts] f32: log-sum-exps of outs, -inf where a part has no keys
-    rules: AttentionRules,  # with the sinks among the parts
+    rules: AttentionRules,  # sinks are among the parts
 ) -> torch.Tensor:
-    """Return attention over these keys and those of the other parts, in one softmax.
+    """Return attention over these keys and those of the parts, in one softmax.
 
     A part enters the softmax as one key, with the part's log-sum-exp as score and its out as value; a sink is a part
     with an out of 0. Every query must attend to at least one key.

@@ -1,8 +1,8 @@
 """Division of a packed batch into calls of a flash-attention kernel and small dense blocks.
 
 A variable-length kernel takes packed queries, packed keys and the cumulative lengths of both. Here the packed keys are
-a layer's whole pool: slots between the wanted ranges go to entries without queries, which cost nothing. No key is
-copied and no block table is needed; entries only have to be in the order of their slots.
+a layer's whole pool: slots between the ranges belong to entries without queries, which cost nothing. No key is copied
+and no block table is needed; entries only have to be in the order of their slots.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Entries:
         )
 
     def padded(self, num_entries: int, max_queries: int, max_keys: int) -> Entries:
-        """Return a copy that ends with empty entries, up to ``num_entries`` in all, and has larger maxima."""
+        """Return a copy with empty entries added, ``num_entries`` in all, and with these maxima."""
         missing = num_entries + 1 - len(self.cu_keys)
         assert missing >= 0 and max_queries >= self.max_queries and max_keys >= self.max_keys
         cu_queries, cu_keys = (torch.cat((cu, cu[-1:].expand(missing))) for cu in (self.cu_queries, self.cu_keys))
@@ -70,13 +70,13 @@ class Entries:
 class Block:
     """Tokens of several sequences, padded to a rectangle, and the keys that only some of each sequence's tokens see.
 
-    Padding repeats tokens and keys of the same sequence, so that no sequence's values are multiplied for another one.
+    Padding repeats tokens and keys of the same sequence, so that values of one never enter products of another.
     """
 
     token_indices: torch.Tensor  # [num_sequences, num_queries] int64, in the batch
     slots: torch.Tensor  # [num_sequences, num_keys] int64; num_keys is 0 for single tokens, which see all of one range
     mask: torch.Tensor  # [num_sequences, num_queries, num_keys] bool, True = may attend; or int64, see NewTokens.mask
-    pieces: torch.Tensor  # [num_pieces, num_sequences, num_queries] int64: the tokens' queries in the entries
+    pieces: torch.Tensor  # [num_pieces, num_sequences, num_queries] int64: the queries' indices in the entries
     is_empty: torch.Tensor | None  # [num_pieces, num_sequences, num_queries] bool: pieces without keys; None: none
     real_queries: torch.Tensor | None  # [num_real] int64, of num_sequences * num_queries: not padding; None: all
     real_token_indices: torch.Tensor  # [num_real] int64, in the batch
@@ -85,7 +85,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Tokens whose keys are split into ranges that all tokens of a sequence see, and the keys in blocks."""
+    """Tokens whose keys are split: ranges that all tokens of a sequence see, and blocks of the other keys."""
 
     entries: Entries | None  # one per range, query heads folded; None if all ranges are empty
     blocks: list[Block]
@@ -114,7 +114,7 @@ class Packing:
     def completed(self, seen: torch.Tensor | None = None) -> Packing:
         """Return a copy with biases, which are made on the layers' device, as they are larger than their masks.
 
-        ``seen`` [num_values] bool are the values that the masks point to; None: they are masks themselves.
+        ``seen`` [num_values] bool is the table that the masks index, None if they are boolean.
         """
         return self if self.split is None else replace(self, split=self.split.with_bias(seen))
 
@@ -122,12 +122,16 @@ class Packing:
 def pack(batch: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
     """Return the packing of a batch for layers with this window and these numbers of heads, made on the host."""
     in_order = sorted(zip(batch.spans, batch.visible, strict=True), key=lambda pair: pair[1].start)
-    chains = [(span, slots) for span, slots in in_order if span.is_chain and span.num_tokens > MAX_DENSE]
-    others = [(span, slots) for span, slots in in_order if not (span.is_chain and span.num_tokens > MAX_DENSE)]
+    chains = [pair for pair in in_order if _is_long_chain(pair[0])]
+    split = [pair for pair in in_order if not _is_long_chain(pair[0])]
     return Packing(
         Entries.of([(range(span.begin, span.end), slots) for span, slots in chains]) if chains else None,
-        _split(others, window, num_heads // num_kv_heads, num_kv_heads, batch.is_padded) if others else None,
+        _split(split, window, num_heads // num_kv_heads, num_kv_heads, batch.is_padded) if split else None,
     )
+
+
+def _is_long_chain(span: Span) -> bool:
+    return span.is_chain and span.num_tokens > MAX_DENSE
 
 
 def _split(
@@ -151,17 +155,17 @@ def _split(
         num_queries += num_pieces * span.num_tokens
     entries = Entries.of(ranges, groups) if num_pieces else None
     if is_padded and entries is not None:
-        most = bucket_for(max(span.num_tokens for span, _ in spans))
-        entries = entries.padded(2 * len(ranges), most * groups, -(-longest // num_pieces))
+        max_tokens = bucket_for(max(span.num_tokens for span, _ in spans))
+        entries = entries.padded(2 * len(ranges), max_tokens * groups, -(-longest // num_pieces))
     return Split(entries, [_block(parts, is_padded) for parts in by_size.values()], groups, num_kv_heads)
 
 
 def _common(span: Span, slots: slice, window: int | None) -> slice:
-    """Return the range of slots that every token of the span is certain to see."""
+    """Return a range of slots that every token of the span sees."""
     if span.num_staged == 1:  # a single token also sees itself
         return slice(slots.start if window is None else max(slots.start, slots.stop - window), slots.stop)
     length = span.sequence.length
-    # Positions are on the device, so this takes a bound: no token is further from the root than num_staged.
+    # Positions are on the device, so this is a bound: no token is further from the root than num_staged.
     dropped = 0 if window is None else min(max(length + span.num_staged - window, 0), length)
     return slice(slots.start + dropped, slots.start + length)
 
@@ -177,10 +181,10 @@ class _Part:
     """One sequence's tokens in a block."""
 
     span: Span
-    slots: np.ndarray  # [num_keys] int64: seen by only some of its tokens
-    last_slot: int  # seen by its tokens; pads slots
+    slots: np.ndarray  # [num_keys] int64: slots that only some of the tokens see
+    last_slot: int  # its last visible slot; pads slots
     mask: torch.Tensor  # [num_tokens, num_keys] bool
-    first_query: int  # in the entries; its queries there are ordered by piece, then token
+    first_query: int  # index in the entries; queries there are ordered by piece, then token
     is_empty: list[bool]  # by piece
 
     @classmethod
@@ -196,8 +200,8 @@ class _Part:
         key_positions = torch.cat((edge, span.staged_positions))
         is_near = span.staged_positions[-span.num_tokens :, None] - key_positions[None, :] < window
         is_seen = F.pad(span.staged_mask_for(window), (len(edge), 0), value=True)
-        own = np.concatenate((np.arange(slots.start + first, common.start), staged))
-        return cls(span, own, slots.stop - 1, is_near * is_seen, first_query, is_empty)
+        some = np.concatenate((np.arange(slots.start + first, common.start), staged))
+        return cls(span, some, slots.stop - 1, is_near * is_seen, first_query, is_empty)
 
 
 def _block(parts: list[_Part], is_padded: bool) -> Block:
@@ -206,16 +210,16 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
     if is_padded:
         num_queries, num_keys = bucket_for(num_queries), bucket_for(num_keys) if num_keys else 0
     num_tokens = np.array([part.span.num_tokens for part in parts])
-    own = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [num_sequences, num_queries]
-    token_indices = own + np.array([part.span.begin for part in parts])[:, None]
+    token_offsets = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)  # [num_sequences, num_queries]
+    token_indices = token_offsets + np.array([part.span.begin for part in parts])[:, None]
     slots = np.array([part.last_slot for part in parts])[:, None].repeat(num_keys, 1)
     for part_slots, part in zip(slots, parts, strict=True):
         part_slots[: len(part.slots)] = part.slots
     num_pieces = len(parts[0].is_empty)
     first_query = np.array([part.first_query for part in parts])[:, None]
-    pieces = [own + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)]
+    pieces = [token_offsets + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)]
     is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(len(parts), num_pieces)
-    are_empty = np.broadcast_to(is_empty.T[..., None], (num_pieces, *own.shape))
+    are_empty = np.broadcast_to(is_empty.T[..., None], (num_pieces, *token_offsets.shape))
     is_real = np.arange(num_queries) < num_tokens[:, None]
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -225,7 +229,7 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
         tensor(token_indices),
         tensor(slots),
         _stacked([part.mask for part in parts], num_queries, num_keys),
-        tensor(np.array(pieces, dtype=np.int64).reshape(num_pieces, *own.shape)),
+        tensor(np.array(pieces, dtype=np.int64).reshape(num_pieces, *token_offsets.shape)),
         tensor(are_empty) if is_padded or is_empty.any() else None,
         None if is_real.all() and not is_padded else tensor(np.flatnonzero(is_real)),
         tensor(token_indices[is_real]),
@@ -235,7 +239,7 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
 def _stacked(masks: Sequence[torch.Tensor], num_queries: int, num_keys: int) -> torch.Tensor:
     """Return masks padded to one size, [num_masks, num_queries, num_keys]; neighbours of one shape are padded at once.
 
-    The last query, which attends to some key, is repeated, and masked keys are added.
+    Padding repeats the last query, which attends to some key, and adds masked keys.
     """
     groups = [torch.stack(list(group)) for _, group in itertools.groupby(masks, key=lambda mask: mask.shape)]
     padded = [_padded(group, num_queries, num_keys) for group in groups]
@@ -243,7 +247,7 @@ def _stacked(masks: Sequence[torch.Tensor], num_queries: int, num_keys: int) -> 
 
 
 def _padded(masks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    num_masks, num_own, keys = masks.shape
-    if num_own < num_queries:
-        masks = torch.cat((masks, masks[:, -1:].expand(num_masks, num_queries - num_own, keys)), dim=1)
+    num_masks, real_queries, keys = masks.shape
+    if real_queries < num_queries:
+        masks = torch.cat((masks, masks[:, -1:].expand(num_masks, num_queries - real_queries, keys)), dim=1)
     return F.pad(masks, (0, num_keys - keys)) if keys < num_keys else masks

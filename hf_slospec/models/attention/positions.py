@@ -1,7 +1,7 @@
 """Positions of packed tokens, for modules that count tokens by their index in the input.
 
-At a model's first packed forward, the ``forward`` of such classes is wrapped, for good. The wrapped method differs from
-the plain one only while a packed forward runs, in its thread. Modules stay as they are.
+At a model's first packed forward, the ``forward`` of such classes is wrapped permanently. The wrapped method differs
+from the plain one only while a packed forward runs, in its thread. Modules do not change.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class Positions(NamedTuple):
     """Positions in a packed forward."""
 
     of_tokens: torch.Tensor  # [1, num_tokens] int64
-    of_keys: torch.Tensor | None = None  # [num_keys] int64, where modules attend by themselves
+    of_keys: torch.Tensor | None = None  # [num_keys] int64, where layers compute attention in their own code
 
     @property
     def offsets(self) -> torch.Tensor:
         """Differences between the tokens' positions and their indices in the batch.  [num_tokens] int64
 
-        A layer that asks its cache for its own length adds indices in the batch to it, for positions.
+        A layer that asks the cache for its length adds indices in the batch to it, to get positions.
         """
         positions = self.of_tokens[0]
         return positions - torch.arange(len(positions), device=positions.device)
 
 
 _positions: ContextVar[Positions | None] = ContextVar("hf_slospec_positions", default=None)
-_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose classes are
+_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose classes are wrapped
 
 
 @contextlib.contextmanager
@@ -87,8 +87,8 @@ def _wrap(kind: Any, change: Callable[[Positions, dict[str, Any]], None]) -> Non
 
 
 def _set_position_ids(positions: Positions, options: dict[str, Any]) -> None:
-    # Given the packed positions, a table is right already. Otherwise they are given as one dimension, to which some
-    # tables add the one of the batch; embeddings of either shape are added to those of the tokens.
+    # Some tables add the batch dimension themselves, so positions that the caller did not pass have none; embeddings of
+    # either shape can be added to those of the tokens.
     if options.get("position_ids") is not positions.of_tokens:
         options["position_ids"] = positions.of_tokens[0]
 
@@ -113,5 +113,5 @@ def bias_by_position(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     Returns:
         [..., num_keys].
     """
-    clamped = positions.clamp(max=bias.shape[-1] - 1)  # only tokens that will not be committed are beyond
+    clamped = positions.clamp(max=bias.shape[-1] - 1)  # only tokens that are never committed are beyond it
     return bias[..., clamped] - bias[..., clamped.max()].unsqueeze(-1)

@@ -15,7 +15,7 @@ from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import PackedBatch, PlannedBatch
 from hf_slospec.models.device.transfer import aligned
 
-_KERNELS_LOCK = threading.Lock()  # torch's choice of kernels is one of the process, restored at the end of a context
+_KERNELS_LOCK = threading.Lock()  # torch's choice of kernels is global; the context restores it at its end
 
 
 @contextlib.contextmanager
@@ -39,18 +39,18 @@ def sdpa_attention(
     out = query.new_empty(num_tokens, num_heads, values.shape[-1])
     with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
         for span, slots in zip(batch.spans, batch.visible, strict=True):
-            own_query = query[:, span.begin : span.end]
+            span_query = query[:, span.begin : span.end]
             key, value = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
             if rules.softcap is None and rules.sinks is None:
                 # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa on CPU.
                 mask = span.mask(rules, query, groups)
-                grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
-                own = F.scaled_dot_product_attention(
+                grouped = span_query.reshape(1, num_kv_heads, -1, head_dim)
+                attended = F.scaled_dot_product_attention(
                     grouped, key[None], value[None], attn_mask=mask, scale=rules.scaling
                 )
-                own = own.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA heads may be inner
+                attended = attended.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA heads may be inner
             else:
                 mask = span.mask(rules, query)
-                own = dense_attention(own_query, key, value, mask, rules)
-            out[span.begin : span.end] = own.transpose(0, 1)
+                attended = dense_attention(span_query, key, value, mask, rules)
+            out[span.begin : span.end] = attended.transpose(0, 1)
     return out

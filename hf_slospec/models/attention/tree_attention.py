@@ -1,4 +1,4 @@
-"""The ``triton`` backend: one kernel for committed keys and trees alike."""
+"""The ``triton`` backend: one kernel for committed keys and trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, Pl
 logger = logging.getLogger(__name__)
 
 MAX_DIM = 256  # head size: larger ones do not fit into a multiprocessor's shared memory
-VOLTA = (7, 0)  # compute capability: the least that Triton compiles for
+VOLTA = (7, 0)  # compute capability; Triton compiles for none below
 TRIAL_TOLERANCE = 0.05  # absolute: values are of order one, and bf16 rounds to 8 bits
 
 
@@ -69,9 +69,9 @@ def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_di
     sinks = torch.randn(4, generator=draw).to(device)
     worst = 0.0
     for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, 3.0, sinks)):
-        found = TreeAttention()(query, keys, values, batch, rules)
-        right = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
-        worst = max(worst, float((found.float() - right).abs().max().nan_to_num(nan=torch.inf)))
+        out = TreeAttention()(query, keys, values, batch, rules)
+        expected = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
+        worst = max(worst, float((out.float() - expected).abs().max().nan_to_num(nan=torch.inf)))
     return worst
 
 

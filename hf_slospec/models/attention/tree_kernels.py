@@ -12,7 +12,7 @@ from hf_slospec.models.attention.tree_plan import TreePlan
 from hf_slospec.models.batch.attention_rules import AttentionRules
 
 ENOUGH_PROGRAMS = 256  # an estimate: about two for each multiprocessor of a large GPU
-MAX_SPLITS = 32  # parts into which a sequence's keys are divided at most
+MAX_SPLITS = 32  # greatest number of parts into which a sequence's keys are divided
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -99,7 +99,7 @@ def _attend(
     prefix_len = tl.load(tile + 1)
     num_keys = prefix_len + tl.load(tile + 2)
     first_token = tl.load(tile + 3)
-    num_own = tl.load(tile + 4)
+    tile_tokens = tl.load(tile + 4)
     offset = tl.load(tile + 5)
     sequence = tl.load(tile + 6)
     is_chain = tl.load(tile + 7) != 0
@@ -107,20 +107,20 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     token = rows // GROUPS
     head = kv_head * GROUPS + rows % GROUPS
-    is_row = (token < num_own) & (rows < BLOCK_M // GROUPS * GROUPS)
+    is_row = (token < tile_tokens) & (rows < BLOCK_M // GROUPS * GROUPS)
     in_batch = (first_token + token).to(tl.int64)
     key_dims = tl.arange(0, BLOCK_K)
     value_dims = tl.arange(0, BLOCK_V)
-    own_query = tl.load(
+    query_block = tl.load(
         query + in_batch[:, None] * query_token_stride + head[:, None] * query_head_stride + key_dims[None, :],
         mask=is_row[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0,
     )  # fmt: skip
 
     if IN_FP32:
-        own_query = own_query.to(tl.float32)
+        query_block = query_block.to(tl.float32)
 
     if is_chain:  # later tokens of the chain are not seen
-        num_keys = prefix_len + offset + num_own
+        num_keys = prefix_len + offset + tile_tokens
     low = 0
     if HAS_WINDOW:  # no token is before the first uncommitted position
         low = tl.maximum(prefix_len - window + 1, 0)
@@ -129,16 +129,16 @@ def _attend(
     per_split = tl.cdiv(tl.cdiv(num_keys - low, tl.num_programs(2)), BLOCK_N) * BLOCK_N
     begin = low + split * per_split
     end = tl.minimum(begin + per_split, num_keys)
-    if num_own == 0:
+    if tile_tokens == 0:
         end = begin
     position = prefix_len + offset + token
     if HAS_WINDOW or HAS_CHUNK:
         position = tl.load(positions + in_batch, mask=is_row, other=0)
 
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS and split == 0:
-        most = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        row_max = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for first_key in range(begin, end, BLOCK_N):
@@ -151,7 +151,7 @@ def _attend(
         )  # fmt: skip
         if IN_FP32:
             key_block = key_block.to(tl.float32)
-        scores = tl.dot(own_query, key_block, input_precision="ieee") * scaling
+        scores = tl.dot(query_block, key_block, input_precision="ieee") * scaling
         if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2x) - 1
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         scores = scores * LOG2_E
@@ -161,9 +161,9 @@ def _attend(
             staged = key - prefix_len
             is_staged = (staged >= 0) & is_key
             reads = is_row[:, None] & is_staged[None, :] & (not is_chain)
-            own = tl.load(mask + in_batch[:, None] * mask_width + staged[None, :], mask=reads, other=0) != 0
-            own = own | (is_chain & (staged[None, :] <= (offset + token)[:, None]))
-            seen = seen & (own | (staged < 0)[None, :])
+            in_tree = tl.load(mask + in_batch[:, None] * mask_width + staged[None, :], mask=reads, other=0) != 0
+            in_tree = in_tree | (is_chain & (staged[None, :] <= (offset + token)[:, None]))
+            seen = seen & (in_tree | (staged < 0)[None, :])
             if HAS_WINDOW or HAS_CHUNK:
                 at = tl.load(staged_positions + sequence * mask_width + staged, mask=is_staged, other=0)
                 key_position = tl.where(is_staged, at, key)
@@ -172,10 +172,10 @@ def _attend(
         if HAS_CHUNK:
             seen = seen & (position[:, None] // chunk == key_position[None, :] // chunk)
         scores = tl.where(seen, scores, float("-inf"))
-        largest = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(largest == float("-inf"), 0.0, largest)  # a row may see no key of this block
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row may see no key of this block
         weights = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(most - base)
+        kept = tl.exp2(row_max - base)
         value_block = tl.load(
             values + slot[:, None] * value_slot_stride + kv_head * value_head_stride + value_dims[None, :],
             mask=is_key[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
@@ -184,17 +184,17 @@ def _attend(
             value_block = value_block.to(tl.float32)
         sums = sums * kept[:, None] + tl.dot(weights.to(value_block.dtype), value_block, input_precision="ieee")
         total = total * kept + tl.sum(weights, 1)
-        most = largest
+        row_max = new_max
 
     has_none = total == 0.0  # the row saw no key of this part
     total = tl.where(has_none, 1.0, total)
-    found = sums / total[:, None]
+    attended = sums / total[:, None]
     row = in_batch * num_heads + head
     if IS_SPLIT:
         row = split.to(tl.int64) * num_tokens * num_heads + row
-        tl.store(lses + row, tl.where(has_none, float("-inf"), most + tl.log2(total)), mask=is_row)
+        tl.store(lses + row, tl.where(has_none, float("-inf"), row_max + tl.log2(total)), mask=is_row)
     is_stored = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
-    tl.store(out + row[:, None] * VALUE_DIM + value_dims[None, :], found.to(out.dtype.element_ty), mask=is_stored)
+    tl.store(out + row[:, None] * VALUE_DIM + value_dims[None, :], attended.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])

@@ -10,36 +10,36 @@ import torch.nn.functional as F
 
 from hf_slospec.models.batch.packed_batch import PackedBatch, Span
 
-MIN_ROWS, MAX_ROWS = 16, 64  # rows per tile: the least that tensor cores take, and what registers suffice for
-MIN_WIDTH = 16  # columns of a padded mask at least
+MIN_ROWS, MAX_ROWS = 16, 64  # rows per tile: the minimum of tensor cores, and as many as registers suffice for
+MIN_WIDTH = 16  # least number of columns of a padded mask
 COLUMNS = ("start", "prefix_len", "num_staged", "first_token", "num_tokens", "offset", "sequence", "is_chain")
 
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """Tokens of a packed batch in tiles, each of tokens of one sequence; a kernel's program computes one tile.
+    """Tokens of a packed batch in tiles, each with tokens of one sequence; a kernel's program computes one tile.
 
-    ``start`` is the sequence's first slot in the layer's K and V, followed by ``prefix_len`` committed and
-    ``num_staged`` staged tokens; ``first_token`` is an index into the batch, ``offset`` the same into the sequence's
-    own tokens of the batch. Tiles of 0 tokens are padding.
+    ``start`` is the sequence's first slot in the layer's K and V; ``prefix_len`` committed and ``num_staged`` staged
+    tokens follow. The tile's first token has the index ``first_token`` in the batch, and ``offset`` among the
+    sequence's tokens in the batch. Tiles of 0 tokens are padding.
     """
 
     tiles: torch.Tensor  # [num_tiles, len(COLUMNS)] int32
-    # [num_tokens, width] bool, among staged tokens, True = may attend; or int64, see NewTokens. Chains do not read it.
+    # [num_tokens, width] bool, among staged tokens, True = may attend; or int64, see NewTokens. Not read for chains.
     mask: torch.Tensor
     positions: torch.Tensor | None  # [num_tokens] int32; None: the layer's attention does not depend on positions
     staged_positions: torch.Tensor | None  # [num_sequences, width] int32
     num_rows: int  # rows per tile: query heads that share a KV head, times tokens
 
     def completed(self, seen: torch.Tensor | None = None) -> TreePlan:
-        """Return the plan with the mask that it points to in ``seen`` [num_values] bool; None: it is a mask itself."""
+        """Return the plan with its mask looked up in ``seen`` [num_values] bool; None: the mask is boolean."""
         return self if seen is None else replace(self, mask=seen[self.mask])
 
 
 def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: int) -> TreePlan:
     """Return the tiles of a batch, made on the host.
 
-    A plan's sizes depend on the batch's numbers of tokens and sequences and, rounded up, on its largest tree.
+    The plan's sizes depend on the batch's numbers of tokens and sequences and, rounded up, on its largest tree.
 
     Args:
         has_window: for layers with a sliding window.
@@ -51,7 +51,7 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
     width = max((span.num_staged for span in spans if not span.is_chain or by_position), default=1)
     if batch.is_padded:
         width = max(MIN_WIDTH, 1 << (width - 1).bit_length())
-    num_rows = MIN_ROWS if groups * num_tokens <= MIN_ROWS * len(spans) else MAX_ROWS  # each is compiled apart
+    num_rows = MIN_ROWS if groups * num_tokens <= MIN_ROWS * len(spans) else MAX_ROWS  # one kernel is compiled for each
     tokens_per_tile = num_rows // groups
     tiles = [
         (slots.start, span.num_visible - span.num_staged, span.num_staged, span.begin + offset,
@@ -59,8 +59,8 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
         for sequence, (span, slots) in enumerate(zip(spans, batch.visible, strict=True))
         for offset in range(0, span.num_tokens, tokens_per_tile)
     ]  # fmt: skip
-    most = num_tokens // tokens_per_tile + len(spans) if batch.is_padded else len(tiles)
-    array = np.zeros((most, len(COLUMNS)), dtype=np.int32)
+    num_tiles = num_tokens // tokens_per_tile + len(spans) if batch.is_padded else len(tiles)
+    array = np.zeros((num_tiles, len(COLUMNS)), dtype=np.int32)
     array[: len(tiles)] = tiles
     masks = [None if span.is_chain else span.staged_mask_for(0 if has_window else None) for span in spans]
     positions = staged_positions = None

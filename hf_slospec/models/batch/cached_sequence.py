@@ -1,4 +1,4 @@
-"""A sequence's slots in the K/V pool, and the shapes of what layers store there."""
+"""A sequence's slots in the K/V pool, and the shapes of the tensors that layers store there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """Shapes of all that one attention layer stores per token."""
+    """Shapes of the tensors that one attention layer stores per token."""
 
     key: Stored
     value: Stored
@@ -39,13 +39,13 @@ class LayerShape(NamedTuple):
 
     @property
     def stored(self) -> list[Stored]:
-        """Return the shapes of all that is stored."""
+        """Shapes of all stored tensors."""
         return [shape for shape in self if shape is not None]
 
 
 @dataclass(eq=False)
 class CachedSequence:
-    """A sequence's range of slots: committed tokens first, then room for those that a step stages behind them.
+    """A sequence's range of slots: committed tokens, then room for the tokens that a step stages.
 
     Only ``length`` tells which tokens are committed, so dropping a rejected token's K/V touches no memory. ``start``
     and ``capacity`` change when the pool is repacked or enlarged.
@@ -55,18 +55,18 @@ class CachedSequence:
     capacity: int = 0
     length: int = 0  # committed tokens
     position_offset: int = 0  # new tokens' positions minus their indices: tokens of an image may share positions
-    prompt_len: int = 0  # tokens that stock decoding forwards together, with RoPE by their number if it varies
-    num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
+    prompt_len: int = 0  # tokens that stock decoding forwards together; length-dependent RoPE is chosen by it
+    num_padding: int = 0  # tokens by which the longest prompt of its batch exceeds its prompt
     states: RecurrentStates | None = None  # states of layers that keep no K and V; None if the model has no such layer
 
     def truncate(self, length: int) -> None:
-        """Keep ``length`` tokens at most: all of them are dropped if a state has taken in those that go."""
+        """Keep at most ``length`` tokens, or none if a recurrent state already contains later ones."""
         if length < self.length and self.states is not None and length < self.states.length:
             self.states, length = None, 0
         self.length = min(self.length, length)
 
     def commit(self, nodes: Sequence[int]) -> None:
-        """Commit some of the staged tokens, each following the one before; their K/V has been moved together."""
+        """Commit staged nodes that form a path, after their K/V was moved to the end of the committed tokens."""
         self.length += len(nodes)
         if self.states is not None:
             self.states.kept = nodes

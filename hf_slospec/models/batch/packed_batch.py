@@ -13,7 +13,7 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.device.transfer import to_device
 
 NO_LENGTHS = "a layer's attention depends on sequence lengths (flash attention's does not), so it cannot be captured"
-FIRST_SEEN = 2  # first place in a table of mask values that is neither False nor True
+FIRST_SEEN = 2  # first index in a table of mask values whose value varies: 0 is False, and 1 is True
 
 
 class AttentionLayer(NamedTuple):
@@ -21,11 +21,11 @@ class AttentionLayer(NamedTuple):
 
     shape: LayerShape
     window: int | None = None  # sliding window: a token attends to itself and the window - 1 positions before it
-    is_latent: bool = False  # multi-head latent attention: what is cached is expanded into K and V after caching
-    chunk: int | None = None  # chunked attention: positions are divided into chunks so long, and no token looks beyond
-    layer_idx: int = 0  # index in the model; other layers may keep a state instead
-    is_own: bool = False  # the layer attends by itself, to keys gathered for it
-    counts_tokens: bool = False  # it asks the cache for its place, so that stock counts padding too
+    is_latent: bool = False  # multi-head latent attention: the layer expands the cached tensors into K and V
+    chunk: int | None = None  # chunked attention: positions per chunk; no token attends beyond its own chunk
+    layer_idx: int = 0  # index in the model, where layers that keep a state instead are counted too
+    is_own: bool = False  # the layer's own code computes attention, over keys gathered for it
+    counts_tokens: bool = False  # the layer asks the cache for its length; in stock calls, this counts padding too
 
 
 @dataclass(eq=False)
@@ -34,9 +34,9 @@ class NewTokens:
 
     sequence: CachedSequence
     input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_staged] int64; tokens staged in this step by earlier forwards, then these
-    # [num_tokens, num_staged] bool, True = may attend. Or int64, on the host, to complete plans on the device: places
-    # in a table of booleans, of which 0 is False and 1 is True.
+    positions: torch.Tensor  # [num_staged] int64: tokens staged by earlier forwards of the step, then these
+    # [num_tokens, num_staged] bool, True = may attend; or int64 on the host: indices into a table of booleans on the
+    # device, which starts with False and True.
     mask: torch.Tensor
     embeds: torch.Tensor | None = None  # [num_tokens, hidden], replaces the embeddings of input_ids
     is_chain: bool = False  # nothing else is staged, and the mask is causal
@@ -50,9 +50,9 @@ class Span:
     sequence: CachedSequence
     begin: int  # index of its first token in the batch
     end: int  # exclusive
-    staged_mask: torch.Tensor  # [num_tokens, num_staged] bool; columns: staged earlier in this step, then its own
+    staged_mask: torch.Tensor  # [num_tokens, num_staged] bool; columns: staged earlier in this step, then these tokens
     staged_positions: torch.Tensor  # [num_staged] int64
-    is_chain: bool = False  # its own tokens are all that is staged, at consecutive positions, and the mask is causal
+    is_chain: bool = False  # nothing else is staged, positions are consecutive, and the mask is causal
     windowed_mask: torch.Tensor | None = None  # same shape; mask in layers with a sliding window; None: staged_mask
     _masks: dict[Hashable, torch.Tensor | None] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class Span:
 
     @property
     def visible(self) -> slice:
-        """Slots visible to this forward: committed tokens, then all staged tokens, its own last."""
+        """Slots visible to this forward: committed tokens, then all staged tokens, this forward's last."""
         return slice(self.sequence.start, self.sequence.start + self.num_visible)
 
     def staged_mask_for(self, window: int | None) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Span:
         Sliding windows and chunks count positions, not slots: a node's position is its root's plus its depth.
 
         Returns:
-            [repeats * num_tokens, num_visible], the mask ``repeats`` times, of ``like``'s dtype and device; cached for
+            [repeats * num_tokens, num_visible], the mask ``repeats`` times, in ``like``'s dtype and device; cached for
             the forward.
         """
         key = rules.window, rules.chunk, repeats, like.dtype, like.device
@@ -98,7 +98,7 @@ class Span:
     def _additive_mask(
         self, window: int | None, chunk: int | None, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        if not self.num_staged:  # committed tokens only, which the caller has narrowed to the window
+        if not self.num_staged:  # queries over committed tokens, which the caller has cut to the window
             return None
         allowed = self.seen(window, chunk, device)
         # On another device, reading the mask would make the host wait.
@@ -129,7 +129,7 @@ class PackedBatch:
     spans: list[Span]
     visible: list[slice]  # per span: the slots it sees, in the layer's K and V
     is_padded: bool = False  # plans are padded to bucket sizes too
-    plans: dict[Hashable, Any] = field(default_factory=dict)
+    plans: dict[Hashable, Any] = field(default_factory=dict)  # by function, device and arguments; see :meth:`plan`
 
     @classmethod
     def of(cls, parts: Sequence[NewTokens], is_padded: bool = False) -> PackedBatch:
@@ -150,17 +150,17 @@ class PackedBatch:
         return torch.cat([torch.arange(slots.stop - span.num_tokens, slots.stop) for span, slots in pairs])
 
     def plan(self, make: Callable[..., Any], device: torch.device, *arguments: Hashable) -> Any:
-        """Return ``make(batch, *arguments)`` on ``device``, made for the first layer that needs it and shared."""
+        """Return ``make(batch, *arguments)`` on ``device``; it is computed once and shared by all layers."""
         if (key := (make, device, *arguments)) not in self.plans:
             self.plans[key] = to_device(make(self, *arguments), device).completed()
         return self.plans[key]
 
 
 class PlannedBatch:
-    """Packed batch of which only the plans are known, as while a forward is captured."""
+    """Packed batch during the capture of a forward: only its plans are known."""
 
     def __init__(self, plans: dict[Hashable, Any], seen: torch.Tensor | None = None):
-        """``seen`` [num_values] bool: what the plans' masks point to; None: they are masks themselves."""
+        """Complete the plans; ``seen`` [num_values] bool is the table that masks index, None if they are boolean."""
         self._plans = {key: plan.completed(seen) for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:

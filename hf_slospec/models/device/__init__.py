@@ -1,1 +1,1 @@
-"""CUDA graphs and the transfers between host and device."""
+"""Memory, threads, transfers and CUDA graphs of the host and devices."""

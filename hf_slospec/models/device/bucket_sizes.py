@@ -4,10 +4,10 @@ from __future__ import annotations
 
 # Sizes in tokens, and in tokens, keys and logits per sequence. Between 1 and 16 tokens a GPU reads the weights for
 # about the same time, so these sizes are powers of two, which are also what draft levels of widths 1, 2 and 4 need.
-# From 16 on matrix kernels compute whole tiles, and a step of a third or a half bounds what is computed for nothing. 64
+# From 16 on matrix kernels compute whole tiles, and a step of a third or a half limits the work on padding. 64
 # requests with 1 to 4 tokens (levels, and steps that draft little) need 64 to 256; of up to 10 tokens each, 320 to 640.
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640)
-# Sizes in sequences: 80 is for 65 to 80 of them, as every padding sequence adds one token at least.
+# Sizes in sequences. 80 is there because every padding sequence adds at least one token.
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256)
 
 

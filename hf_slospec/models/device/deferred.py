@@ -1,4 +1,4 @@
-"""Flags computed on a device that the host reads later, so that it does not wait for them."""
+"""Flags computed on a device that the host reads later, so that it need not wait for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class DeferredFlags:
-    """Queue of boolean results: read at once on a CPU, otherwise one call late, when the device has computed them."""
+    """Queue of boolean results: read at once on a CPU, otherwise one call later, when the device has computed them."""
 
     def __init__(self, device: torch.device):
         self.lag = 0 if device.type == "cpu" else 1  # calls of next()
@@ -16,7 +16,7 @@ class DeferredFlags:
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def next(self, flag: torch.Tensor) -> bool:
-        """Enqueue ``flag`` ([] bool) and return the one that is due, False while none is."""
+        """Enqueue ``flag`` ([] bool) and return the flag that is due, or False if none is."""
         host = torch.empty(flag.shape, dtype=torch.bool, pin_memory=self._on_cuda)
         host.copy_(flag, non_blocking=self._on_cuda)
         arrival = None

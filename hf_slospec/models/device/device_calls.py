@@ -1,4 +1,4 @@
-"""Calls that concern a whole CUDA device, kept apart from the captures of other threads, which they would break."""
+"""Calls that affect a whole CUDA device; made during a capture in another thread, they would break it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """CUDA graphs of packed forwards, and the rules by which forwards are captured and replayed.
 
-A captured forward is a function of a tree of tensors and of nothing else. Its signature is all of that tree but the
-values in the tensors, host constants included, so a graph is only replayed for inputs that differ in these values.
+A captured forward depends on a tree of tensors only. Its signature is that tree, host constants included, without the
+values in the tensors, so a graph is only replayed for inputs that differ in these values.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from hf_slospec.models.device.transfer import DeviceCopy, map_tensors, signature
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 128  # graphs per model and pool; the least recently used are dropped
-# A signature's forwards before it is captured. A capture takes as long as some three eager forwards, and a replay saves
-# most of one where the host is slower than the device, so it has paid off after about four replays.
+# Eager forwards of a signature before it is captured. A capture takes as long as about three eager forwards, and a
+# replay saves most of one where the host is slower than the device, so it has paid off after about four replays.
 PATIENCE = 1
-MAX_FAILURES = 3  # captures that failed for what may be a passing reason, before any has succeeded
-LATER = 64  # forwards of a signature until it is tried again: so many, and after each further failure 64 times as many
-MEMORY_SHARE = 16  # graphs may take 1/16 of a device's memory, and so may an idle pool that is kept for them
-TOLERANCE = 0.05  # relative, of a first replay; beyond rounding in any dtype
+MAX_FAILURES = 3  # captures that may fail for a transient reason before the first success; then graphs are turned off
+RETRY_AFTER = 64  # forwards until a failed signature is captured again; each further failure multiplies it by 64
+MEMORY_SHARE = 16  # graphs may use 1/16 of a device's memory, and so may an idle K/V pool that is kept for them
+TOLERANCE = 0.05  # relative error allowed in a first replay; larger than rounding in any dtype
 CHUNK = 16  # rows of logits that are compared at a time, as an fp32 copy of 640 rows of 128k is 328 MB
-LARGEST = 1e9  # values compared: masks of models, which are larger, would outweigh all others
+LARGEST = 1e9  # larger outputs, such as mask values, are not compared, as they would outweigh all others
 
 Run = Callable[[], Any]  # returns a tree of tensors
 
 
 class CaptureError(RuntimeError):
-    """A capture failed on the device, maybe for a passing reason: memory, or a synchronization by another thread."""
+    """A capture failed on the device, maybe for a transient reason: memory, or a synchronization by another thread."""
 
 
 class GraphCapturer(Protocol):
     """Captures functions whose inputs keep their addresses."""
 
-    max_bytes: int
-    num_bytes: int  # that the captures took
+    max_bytes: int  # memory that the captures may use
+    num_bytes: int  # memory that the captures use
 
     def on_stream(self) -> AbstractContextManager[None]:
         """Return a context on the stream of captures, where an eager run lets libraries allocate their workspaces."""
@@ -56,7 +56,7 @@ class GraphCapturer(Protocol):
         """Return a function that repeats all device work of ``run`` and returns the same tensors each time.
 
         Raises:
-            CaptureError: maybe not for a reason that lasts.
+            CaptureError: the capture failed on the device; a later one may succeed.
         """
 
     def is_usable(self) -> bool:
@@ -85,13 +85,13 @@ class CudaGraphs:
     def capture(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
         with apart_from_captures(self._device), self.on_stream():
-            alive = list(self._graphs)  # none is collected before the capture has begun
-            if not alive:  # torch refuses captures into memory whose graphs are all gone
+            alive = list(self._graphs)  # keeps graphs from being collected before the capture begins
+            if not alive:  # torch refuses captures into a memory pool whose graphs were all deleted
                 self._memory, self.num_bytes = torch.cuda.graph_pool_handle(), 0
             self._stream.synchronize()
             reserved = torch.cuda.memory_reserved(self._device)
             try:
-                graph.capture_begin(self._memory, capture_error_mode="thread_local")  # other threads are free
+                graph.capture_begin(self._memory, capture_error_mode="thread_local")  # other threads go on
                 try:
                     out = run()
                 finally:
@@ -111,9 +111,9 @@ class CudaGraphs:
         return replay
 
     def _end_failed(self) -> None:
-        """End what a capture leaves open if its end failed: its share in the memory, and random numbers in captures."""
+        """End what a failed ``capture_end`` leaves: the use of the memory pool, and the generator's capture mode."""
         index = self._stream.device_index
-        with contextlib.suppress(RuntimeError):  # the first call raises if the end came so far, and nothing is open
+        with contextlib.suppress(RuntimeError):  # the first call raises if nothing is open any more
             torch._C._cuda_endAllocateToPool(index, self._memory)
             torch._C._cuda_releasePool(index, self._memory)
             generator = torch.cuda.default_generators[index]
@@ -136,7 +136,7 @@ class _Captured(NamedTuple):
 
 @dataclass
 class GraphCounts:
-    """Number of a model's packed forwards of sizes that are captured, by how they were computed."""
+    """Counts of a model's packed forwards whose sizes can be captured, by how they were computed."""
 
     captures: int = 0
     replays: int = 0
@@ -149,11 +149,11 @@ class GraphHistory:
 
     counts: GraphCounts = field(default_factory=GraphCounts)
     seen: Counter[Hashable] = field(default_factory=Counter)  # forwards by signature
-    failures: Counter[Hashable] = field(default_factory=Counter)  # captures that are to be tried again, by signature
-    preconditions: Hashable = None  # those under which the signatures were seen
+    failures: Counter[Hashable] = field(default_factory=Counter)  # failed captures by signature
+    preconditions: Hashable = None  # preconditions under which the signatures were seen
 
     def follow(self, preconditions: Hashable) -> None:
-        """Begin anew where preconditions have changed; a model that is switched back and forth is never captured."""
+        """Reset the records if preconditions have changed; a model that alternates between two is never captured."""
         if preconditions != self.preconditions:
             self.seen.clear()
             self.failures.clear()
@@ -166,8 +166,8 @@ class Graphs:
     def __init__(self, capturer: GraphCapturer, device: torch.device, history: GraphHistory | None = None):
         self._capturer, self._device, self._history = capturer, device, history or GraphHistory()
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()  # least recently used first
-        self._preconditions: Hashable = None  # those under which all graphs were captured
-        # Memory for outputs of all graphs, as logits are large: one for each kind, by place, shape of a row, and dtype.
+        self._preconditions: Hashable = None  # preconditions under which all graphs were captured
+        # Output buffers, shared by all graphs as logits are large; by index of the output, shape of a row, and dtype.
         self._out: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
         self._lock = threading.Lock()
         self.patience = PATIENCE
@@ -182,7 +182,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def capturing_at_once(self) -> Iterator[None]:
-        """Capture forwards within when they are seen for the first time."""
+        """Capture forwards inside this context when they are seen for the first time."""
         patience, self.patience = self.patience, 0
         try:
             yield
@@ -192,13 +192,13 @@ class Graphs:
     def run(
         self, inputs: Any, compute: Callable[[Any], Any], preconditions: Hashable, is_kept: bool = True
     ) -> Any | None:
-        """Return the result of ``compute`` for these inputs by a graph; None if there is none.
+        """Return the result of ``compute`` for these inputs by a graph; None if no graph ran.
 
         Args:
             inputs: tree of tensors, each on the device or made on the host.
             compute: gets the tree with all tensors on the device, and returns a tree of tensors.
-            preconditions: all else that ``compute`` reads; when it changes, all graphs are dropped.
-            is_kept: the result is copied; without it, it may be overwritten from the next run on.
+            preconditions: value of everything else that ``compute`` reads; when it changes, all graphs are dropped.
+            is_kept: return a copy; otherwise the next run may overwrite the result.
         """
         with self._lock:
             if self.is_off or not self._capturer.is_usable():
@@ -228,15 +228,15 @@ class Graphs:
             with torch.inference_mode(False):  # replays outside of inference mode write to the same tensors
                 static = DeviceCopy(inputs, self._device)
             static.fill(inputs)
-            # Finds errors before the capture, as one that fails leaves CUDA in a poor state; and warms up libraries.
+            # An eager run warms up libraries and raises errors early: a failed capture leaves CUDA in a poor state.
             with self._capturer.on_stream(), SyncGuard():
-                right = compute(static.content)
-            buffers = iter(self._buffers(tensors_in(right)))
-            outputs = map_tensors(right, lambda tensor: next(buffers))
+                expected = compute(static.content)
+            buffers = iter(self._buffers(tensors_in(expected)))
+            outputs = map_tensors(expected, lambda tensor: next(buffers))
             replay = self._capturer.capture(lambda: _copy(compute(static.content), outputs))
-            if not all(map(_is_close, tensors_in(replay()), tensors_in(right))):
+            if not all(map(_is_close, tensors_in(replay()), tensors_in(expected))):
                 raise RuntimeError("the first replay gave other outputs")
-        except Exception as error:  # noqa: BLE001  whatever it is, forwards go on without graphs
+        except Exception as error:  # noqa: BLE001  after any error, forwards run without graphs
             self._fail(key, error)
             return None
         self._captured[key] = _Captured(static, replay)
@@ -246,29 +246,29 @@ class Graphs:
             del self._history.seen[oldest]
         if self._capturer.num_bytes > self._capturer.max_bytes:
             self._stop("they took %.1f GiB", self._capturer.num_bytes / 2**30)
-        return right
+        return expected
 
     def _fail(self, key: Hashable, error: Exception) -> None:
-        """Record a failure; end all captures if its reason does not pass, or if no capture ever succeeds."""
-        failures, may_pass = self._history.failures, isinstance(error, CaptureError) or is_out_of_memory(error)
+        """Record a failed capture; stop all captures if its reason is permanent, or if none has ever succeeded."""
+        failures, is_transient = self._history.failures, isinstance(error, CaptureError) or is_out_of_memory(error)
         failures[key] += 1
-        if may_pass and (self._history.counts.captures or failures.total() < MAX_FAILURES):
+        if is_transient and (self._history.counts.captures or failures.total() < MAX_FAILURES):
             logger.debug("a capture failed, and is tried again later: %r", error)
-            self._history.seen[key] = -(LATER ** failures[key])
+            self._history.seen[key] = -(RETRY_AFTER ** failures[key])
             return
         self.has_failed = True
         self._stop("a forward cannot be captured: %r", error)
 
     def _buffers(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return memory for outputs; all graphs write to the same, as one runs at a time."""
-        found = []
-        for place, tensor in enumerate(outputs):
-            kind = place, tensor.shape[1:], tensor.dtype
+        """Return output buffers, which all graphs share, as one runs at a time."""
+        buffers = []
+        for index, tensor in enumerate(outputs):
+            kind = index, tensor.shape[1:], tensor.dtype
             if kind not in self._out or len(self._out[kind]) < len(tensor):
                 with torch.inference_mode(False):
                     self._out[kind] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            found.append(self._out[kind][: len(tensor)])
-        return found
+            buffers.append(self._out[kind][: len(tensor)])
+        return buffers
 
     def _stop(self, why: str, what: object) -> None:
         logger.info(f"CUDA graphs are off from here on: {why}", what)
@@ -277,17 +277,17 @@ class Graphs:
 
 
 def _copy(computed: Any, outputs: Any) -> Any:
-    """Copy a tree of tensors to the memory of another, and return that."""
-    for tensor, own in zip(tensors_in(computed), tensors_in(outputs), strict=True):
-        own.copy_(tensor)
+    """Copy a tree of tensors into the tensors of ``outputs``, and return ``outputs``."""
+    for tensor, buffer in zip(tensors_in(computed), tensors_in(outputs), strict=True):
+        buffer.copy_(tensor)
     return outputs
 
 
-def _is_close(found: torch.Tensor, right: torch.Tensor) -> bool:
-    if not right.is_floating_point():  # tokens, which differ at near-ties
+def _is_close(replayed: torch.Tensor, expected: torch.Tensor) -> bool:
+    if not expected.is_floating_point():  # tokens, which differ at near-ties
         return True
     errors, sizes = [], []
-    for chunks in zip(found.split(CHUNK), right.split(CHUNK), strict=True):
+    for chunks in zip(replayed.split(CHUNK), expected.split(CHUNK), strict=True):
         a, b = (chunk.float().where(chunk.abs() < LARGEST, 0.0) for chunk in chunks)
         errors.append((a - b).norm())
         sizes.append(b.norm())

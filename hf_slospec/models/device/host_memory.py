@@ -1,4 +1,4 @@
-"""Memory that torch and the C library keep on a CPU: kernels of oneDNN, and freed memory."""
+"""Host memory that libraries keep: kernels cached by oneDNN, and blocks that the C library does not return."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ VARIABLES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 KEPT_BLOCK = 4 * 2**20 * ctypes.sizeof(ctypes.c_long)  # bytes; larger blocks are returned when they are freed
-ALLOCATOR_VARIABLES = "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"  # who sets them knows better
+ALLOCATOR_VARIABLES = "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"  # set: no change
 
 
 def limit_kernels() -> None:
-    """Let oneDNN keep :data:`KERNELS` kernels, unless an environment variable says how many.
+    """Let oneDNN keep :data:`KERNELS` kernels, unless an environment variable sets another limit.
 
     Batches differ in their numbers of rows, and each number needs kernels of its own, so that memory would grow for
     hours. oneDNN reads the variables at its first operation in a process: after that this has no effect.
@@ -27,7 +27,7 @@ def limit_kernels() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the operating system, where the C library is GNU's: all that the calling thread had.
+    """Return memory that the calling thread has freed to the operating system, if the C library is GNU's.
 
     That library keeps up to twice ``KEPT_BLOCK`` bytes for every thread that once needed them, and every start of a
     batcher brings a new thread. ``malloc_trim`` returns everything but what lies above a thread's last block in use.

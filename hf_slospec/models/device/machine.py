@@ -1,4 +1,4 @@
-"""Description of this machine, to which measurements on disk belong, and the directory that holds them."""
+"""Description of this machine, which identifies measurements on disk, and the directory that holds them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = {  # flags of x86 CPUs; one of each group is enough
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return a description of what decides how long a computation takes here, the model aside."""
+    """Return what, apart from the model, decides how long a computation takes here."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": cuda or f"{device.type} {platform.processor() or platform.machine()} {cpu_info('model name')}",
@@ -49,13 +49,13 @@ def native_dtypes() -> dict[torch.dtype, bool]:
     if torch.backends.mkldnn.is_available():
         accepts[torch.bfloat16] = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         accepts[torch.float16] = torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return {dtype: own and (not flags or bool(flags & FLAGS.get(dtype, flags))) for dtype, own in accepts.items()}
+    return {dtype: ok and (not flags or bool(flags & FLAGS.get(dtype, flags))) for dtype, ok in accepts.items()}
 
 
 @functools.cache
 def log_idle_gpu() -> None:
     """Log one warning per process if there is a CUDA device; to be called where a model is on the CPU."""
-    with warnings.catch_warnings(action="ignore"):  # of a driver that torch cannot use
+    with warnings.catch_warnings(action="ignore"):  # torch warns about drivers that it cannot use
         is_idle = torch.cuda.is_available()
     if is_idle:
         logger.warning(
@@ -71,7 +71,7 @@ def digest(value: Any) -> str:
 
 
 def kept_file(kind: str, folder: str, of: Any) -> Path:
-    """Return the path of a kept measurement; its folder is created in the user's cache directory.
+    """Return the path of the stored measurement of ``of``; its folder is created in the user's cache directory.
 
     Raises:
         OSError: the directory cannot be written.
@@ -80,7 +80,7 @@ def kept_file(kind: str, folder: str, of: Any) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that other processes read at the same time."""
+    """Write a file that other processes may be reading."""
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -88,7 +88,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @functools.cache
 def cpu_info(name: str) -> str:
-    """Return what Linux says of the first CPU ("model name", "flags"), or "" elsewhere."""
+    """Return a property of the first CPU from Linux's /proc/cpuinfo ("model name", "flags"), or "" elsewhere."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from hf_slospec.models.device.device_calls import empty_cache
 
-# Errors of the device or host, which say nothing about the model whose forward raised them.
+# Errors of the device or host, not of the model whose forward raised them.
 DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 GROUPS = (  # files of a control group, version 2 and 1: limit, usage, and the page cache that can be reclaimed
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -26,7 +26,7 @@ class FreesMemory(Protocol):
     """Object that keeps memory only to save time."""
 
     def free_idle_memory(self) -> None:
-        """Free that memory."""
+        """Free the memory that is kept only to save time."""
 
 
 holders_of_idle_memory: WeakSet[FreesMemory] = WeakSet()
@@ -50,23 +50,23 @@ def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
     free = int(psutil.virtual_memory().available)
     for limit, used, stat, cache in GROUPS:
         if all((groups / name).is_file() for name in (limit, used, stat)):
-            if (most := (groups / limit).read_text().strip()) == "max":
+            if (max_bytes := (groups / limit).read_text().strip()) == "max":
                 return free
             caches = dict(line.split() for line in (groups / stat).read_text().splitlines())
             taken = int((groups / used).read_text()) - int(caches.get(cache, 0))
-            return min(free, max(int(most) - taken, 0))
+            return min(free, max(int(max_bytes) - taken, 0))
     return free
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device or the host, for which torch has no class, is out of memory."""
+    """Return whether an error says that the device or the host is out of memory; torch has no class for the host."""
     messages = "can't allocate memory", "_STATUS_ALLOC_FAILED"  # from the host's allocator; from cuBLAS and cuDNN
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in messages)
 
 
 @contextlib.contextmanager
 def as_memory_error() -> Iterator[None]:
-    """Raise MemoryError where torch is out of memory; without its traceback, which refers to the forward's tensors."""
+    """Raise MemoryError in place of torch's error, without its traceback, which refers to the forward's tensors."""
     message = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Detection of operators that make the host wait for the device, on any device, in the current thread."""
+"""Detection of operators that make the host wait for the device; also works on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Operators with results whose values or sizes are needed on the host.
+# Operators whose results, or the sizes of them, are needed on the host.
 READS = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -29,7 +29,7 @@ class HostSyncError(RuntimeError):
 
 
 class SyncGuard(TorchDispatchMode):
-    """Context in which an operator that makes the host wait raises HostSyncError."""
+    """Context in which an operator of this thread that makes the host wait raises HostSyncError."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations

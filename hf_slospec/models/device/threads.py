@@ -16,7 +16,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # files of control groups, version 2 and 1
-SOFT = 1  # omp_pause_soft: releases the threads only
+SOFT = 1  # omp_pause_soft: releases nothing but the threads
 
 
 def release_openmp_threads() -> None:
@@ -42,12 +42,12 @@ def _pause() -> Callable[[int], int] | None:
 
 def available_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores this process may use: its affinity, which torch knows, and a container's quota."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for names in QUOTAS:
         if all((groups / name).is_file() for name in names):
             quota, period = " ".join((groups / name).read_text() for name in names).split()
-            return own if quota in ("max", "-1") else max(min(own, math.ceil(int(quota) / int(period))), 1)
-    return own
+            return num_cores if quota in ("max", "-1") else max(min(num_cores, math.ceil(int(quota) / int(period))), 1)
+    return num_cores
 
 
 @functools.cache

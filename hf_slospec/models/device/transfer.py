@@ -33,13 +33,13 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of a tree in traversal order."""
-    found: list[torch.Tensor] = []
-    map_tensors(tree, found.append)
-    return found
+    tensors: list[torch.Tensor] = []
+    map_tensors(tree, tensors.append)
+    return tensors
 
 
 def signature(tree: Any) -> Hashable:
-    """Return a key that two trees share only if they differ in nothing but the values in their tensors."""
+    """Return a key, equal for two trees only if they differ in nothing but the values in their tensors."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.device
     if isinstance(tree, dict):

@@ -1,7 +1,7 @@
 """Layers of a model that packed forwards compute by one kernel instead of several operators.
 
-The functions stand in for methods of the model's classes, and for functions of their modules, while packed forwards run
-and in their threads only. Each was compared with the original on random values of the model's dtype before.
+The functions replace methods of the model's classes, and functions of their modules, while packed forwards run and in
+their threads only. Each is compared with the original on random values of the model's dtype first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TRIAL_TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 TRIAL_TOKENS = 3
 DEVICE = "cuda"
 
-Fused = Callable[..., Any]  # gets the original first
-Trial = Callable[[Fused], Iterator[tuple[torch.Tensor, torch.Tensor]]]  # results of the function and of the original
+Fused = Callable[..., Any]  # takes the original as its first argument
+Trial = Callable[[Fused], Iterator[tuple[torch.Tensor, torch.Tensor]]]  # outputs of the function and the original
 _active: ContextVar[dict[Attribute, Fused] | None] = ContextVar("hf_slospec_fused_layers", default=None)
 _replaced = ReplacedAttributes()
 
@@ -40,7 +40,7 @@ class FusedLayers:
     """The fused layers of one model on CUDA in half precision; none elsewhere."""
 
     def __init__(self, model: nn.Module, wanted: bool):
-        self._fused: dict[Any, Fused] = {}  # by owner and name of the attribute
+        self._fused: dict[Any, Fused] = {}  # by attribute
         weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
         if wanted and weights <= {(dtype, DEVICE) for dtype in HALF} and importlib.util.find_spec("triton"):
             self._fused = dict(_fusable_in(model))
@@ -66,8 +66,8 @@ def _fused_or(original: Fused, attribute: Attribute) -> Fused:
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        own = (_active.get() or {}).get(attribute)
-        return original(*args, **kwargs) if own is None else own(original, *args, **kwargs)
+        fused = (_active.get() or {}).get(attribute)
+        return original(*args, **kwargs) if fused is None else fused(original, *args, **kwargs)
 
     return function
 
@@ -100,7 +100,7 @@ def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
 
 @torch.no_grad()
 def _why_not(fused: Fused, trial: Trial) -> str | None:
-    """Return why a function cannot stand in for the original; None if it can."""
+    """Return why a function cannot replace the original; None if it can."""
     try:
         errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in trial(fused)]
     except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
@@ -110,7 +110,7 @@ def _why_not(fused: Fused, trial: Trial) -> str | None:
 
 
 def _try_layers(modules: list[Any], fused: Fused) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield what the function and the original compute for random states, for each of the layers."""
+    """Yield the outputs of the function and of the original for random states, for each layer."""
     for module in modules:
         weight = next(module.parameters())
         draw = torch.Generator(weight.device).manual_seed(0)

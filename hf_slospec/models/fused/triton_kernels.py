@@ -1,6 +1,6 @@
 """Normalization, rotary embedding and gated activation as Triton kernels that round as transformers' layers do.
 
-Products and sums are not fused where that would leave out a rounding.
+Multiplications and additions are not fused where that would skip a rounding.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def rotate(
     """Return query and key with rotary embeddings; the two halves of a head are rotated together."""
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    turned = [tensor.new_empty(num_tokens, tensor.shape[1], head_dim).transpose(0, 1)[None] for tensor in (query, key)]
+    outputs = [tensor.new_empty(num_tokens, tensor.shape[1], head_dim).transpose(0, 1)[None] for tensor in (query, key)]
     with on_device_of(query):
         _rotate[(num_tokens, num_heads + num_kv_heads)](
-            query, key, *turned, cos, sin, query.stride(1), query.stride(2), key.stride(1), key.stride(2),
+            query, key, *outputs, cos, sin, query.stride(1), query.stride(2), key.stride(1), key.stride(2),
             cos.stride(1), sin.stride(1), num_heads, num_kv_heads,
             HALF=head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    return turned[0], turned[1]
+    return outputs[0], outputs[1]
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
@@ -67,15 +67,15 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: int) -> t
 def _rms_norm(states, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
-    is_own = column < HIDDEN
-    own = tl.load(states + row + column, mask=is_own, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=is_own, other=0.0)
-    normed = own * tl.rsqrt(tl.sum(own * own, 0) / HIDDEN + eps)
+    in_row = column < HIDDEN
+    values = tl.load(states + row + column, mask=in_row, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=in_row, other=0.0)
+    normed = values * tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
     if ADDS_ONE:
         normed = normed * (1.0 + scale.to(tl.float32))
     else:
         normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
-    tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=is_own)
+    tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=in_row)
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
@@ -86,36 +86,36 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, BLOCK)
-    is_own = dim < HALF
+    in_half = dim < HALF
     if head < num_heads:
         source = query + token * query_token_stride + head * query_head_stride
         destination = new_query + (token * num_heads + head) * HALF * 2
     else:
         source = key + token * key_token_stride + (head - num_heads) * key_head_stride
         destination = new_key + (token * num_kv_heads + head - num_heads) * HALF * 2
-    first = tl.load(source + dim, mask=is_own, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + dim, mask=is_own, other=0.0).to(tl.float32)
+    first = tl.load(source + dim, mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
     dtype = new_query.dtype.element_ty
-    by_cos = tl.load(cos + token * cos_stride + dim, mask=is_own, other=0.0).to(tl.float32)
-    by_sin = tl.load(sin + token * sin_stride + dim, mask=is_own, other=0.0).to(tl.float32)
-    turned = (first * by_cos).to(dtype).to(tl.float32) - (second * by_sin).to(dtype).to(tl.float32)
-    tl.store(destination + dim, turned.to(dtype), mask=is_own)
-    by_cos = tl.load(cos + token * cos_stride + HALF + dim, mask=is_own, other=0.0).to(tl.float32)
-    by_sin = tl.load(sin + token * sin_stride + HALF + dim, mask=is_own, other=0.0).to(tl.float32)
-    turned = (second * by_cos).to(dtype).to(tl.float32) + (first * by_sin).to(dtype).to(tl.float32)
-    tl.store(destination + HALF + dim, turned.to(dtype), mask=is_own)
+    by_cos = tl.load(cos + token * cos_stride + dim, mask=in_half, other=0.0).to(tl.float32)
+    by_sin = tl.load(sin + token * sin_stride + dim, mask=in_half, other=0.0).to(tl.float32)
+    rotated = (first * by_cos).to(dtype).to(tl.float32) - (second * by_sin).to(dtype).to(tl.float32)
+    tl.store(destination + dim, rotated.to(dtype), mask=in_half)
+    by_cos = tl.load(cos + token * cos_stride + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
+    by_sin = tl.load(sin + token * sin_stride + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
+    rotated = (second * by_cos).to(dtype).to(tl.float32) + (first * by_sin).to(dtype).to(tl.float32)
+    tl.store(destination + HALF + dim, rotated.to(dtype), mask=in_half)
 
 
 @triton.jit
 def _gated_activation(gate, up, out, num_values, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_own = place < num_values
-    own = tl.load(gate + place, mask=is_own, other=0.0).to(tl.float32)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_valid = index < num_values
+    gates = tl.load(gate + index, mask=is_valid, other=0.0).to(tl.float32)
     if ACTIVATION == 0:
-        active = own * tl.sigmoid(own)
+        active = gates * tl.sigmoid(gates)
     else:  # GELU, approximated by tanh(x) = 2 sigmoid(2x) - 1
-        inner = 0.7978845608028654 * (own + 0.044715 * own * own * own)
-        active = own * tl.sigmoid(2.0 * inner)
-    factor = tl.load(up + place, mask=is_own, other=0.0).to(tl.float32)
+        inner = 0.7978845608028654 * (gates + 0.044715 * gates * gates * gates)
+        active = gates * tl.sigmoid(2.0 * inner)
+    factor = tl.load(up + index, mask=is_valid, other=0.0).to(tl.float32)
     active = active.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + place, (active * factor).to(out.dtype.element_ty), mask=is_own)
+    tl.store(out + index, (active * factor).to(out.dtype.element_ty), mask=is_valid)

@@ -1,1 +1,1 @@
-"""Checks that a model can be run in packed forwards: declaration, probe, trial."""
+"""Properties of a model that packed forwards depend on, and detection of changes to them."""

@@ -1,4 +1,4 @@
-"""Loading of models that are the ones on disk: nothing missing, left over or not finite, or refused by name."""
+"""Loading of checkpoints, which are refused if tensors are missing, left over or not finite."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig, PreTrainedCo
 
 from hf_slospec.errors import UnsupportedModelError
 
-MAX_NAMES = 4  # of tensors in an error
+MAX_NAMES = 4  # names of tensors in an error
 _patching = threading.Lock()
 
 
 def load_model(auto: Any, source: str, allow_missing: bool = False, **options: Any) -> PreTrainedModel:
-    """Return what ``auto.from_pretrained`` loads, once it is known to be what its files hold.
-
-    No weight requires a gradient.
+    """Load a model by ``auto.from_pretrained``, and check that it is complete; no weight requires a gradient.
 
     Args:
         auto: a model class or auto class of transformers.
@@ -59,16 +57,16 @@ def refuse_unfinished(source: str, kind: str, missing: Iterable[str], unexpected
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of the tensors that hold NaN or infinite values; 8-bit ones cannot be told."""
+    """Return the names of the tensors that hold NaN or infinite values; 8-bit ones are not checked."""
     return [name for name, tensor in named if not _is_finite(tensor.detach())]
 
 
 @torch.no_grad()
 def _is_finite(tensor: torch.Tensor) -> bool:
-    own: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not own.is_floating_point() or own.dtype.itemsize < 2 or own.device.type == "meta":
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not local.is_floating_point() or local.dtype.itemsize < 2 or local.device.type == "meta":
         return True
-    return bool(own.sum(dtype=torch.float32).isfinite() or own.isfinite().all())  # a sum needs no second tensor
+    return bool(local.sum(dtype=torch.float32).isfinite() or local.isfinite().all())  # a sum needs no second tensor
 
 
 def listed(names: Iterable[str]) -> str:

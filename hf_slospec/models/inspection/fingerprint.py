@@ -1,4 +1,4 @@
-"""Changes of what a model's forwards depend on: by identity for kept K/V, by value for captured forwards."""
+"""Detection of changes to what a model's forwards depend on: by identity for cached K/V, by value for graphs."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ import torch
 from hf_slospec.models.inspection.layer_classes import plain_class
 from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 
-OWN = {"_parameters", "_buffers", "_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
-# Drafts are set to evaluation mode for the time they run, and forwards in training mode are not captured. A config's
-# attention implementation is ours while a forward runs. Weights are read separately. Stock `generate` leaves the
-# positions of its last prompt with images in `rope_deltas`, which packed forwards do not read; nor do they read what
-# stock generation keeps for its next call: a manager of continuous batching, and a compiled forward.
-PASSING = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas"} | {
+# Attributes whose changes do not count. Drafts are set to evaluation mode while they run, and forwards in training mode
+# are not captured. Packed forwards replace a config's attention implementation. Weights are read separately. Stock
+# `generate` stores the positions of its last prompt with images in `rope_deltas`, and keeps a manager of continuous
+# batching and a compiled forward for its next call; packed forwards read none of them.
+IGNORED = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas"} | {
     "_cached_continuous_batching_manager",
     "_compiled_call",
     "_last_compile_config",
     "_previous_max_cache_length",
 }
-NO_SETTINGS = PASSING | OWN
+# Submodules and hooks are read separately too.
+NOT_SETTINGS = IGNORED | {"_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
-LIBRARIES = ("torch", "transformers")  # modules of others are adapters, or users' own
+LIBRARIES = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
 CONTAINERS = (dict, OrderedDict, list)
 
 
 class Fingerprint:
-    """Notices changes of what a model's forwards compute: of its weights, and of all that its modules hold.
+    """Detector of changes to a model's weights and to the attributes of its modules and configs.
 
-    What modules hold is compared by identity, which takes a millisecond where :func:`settings` takes ten. What is
-    replaced by an equal object counts as changed.
+    Attributes are compared by identity, which takes a millisecond where :func:`settings` takes ten. An attribute that
+    is replaced by an equal object counts as changed.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -45,20 +45,20 @@ class Fingerprint:
         self._model, self.state = model, 0
         self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._adapters: list[torch.nn.Module] = []
-        self._of_adapters: list[Any] = []
+        self._adapter_attributes: list[Any] = []
         weights = self._read()
         self._weights = Weights(weights, self._may_be_written(weights))
 
     @property
     def is_behind(self) -> bool:
-        """Return whether an optimizer has stepped since the last ``renew``, or a user has told of other writes."""
+        """Return whether an optimizer has stepped, or ``weights_changed`` was called, since the last ``renew``."""
         return self._weights.is_behind
 
     def renew(self, is_idle: bool = True) -> bool:
-        """Read the whole model; return whether something has changed, and count ``state`` up if so.
+        """Read the whole model; return whether something has changed, and advance ``state`` if so.
 
         Args:
-            is_idle: no request runs; otherwise, writes to weights that leave no trace are not looked for.
+            is_idle: no request runs; otherwise, writes to weights that leave no trace are not searched for.
         """
         with self._renewing:
             held = self._held
@@ -70,80 +70,79 @@ class Fingerprint:
             return has_changed
 
     def notice(self) -> None:
-        """Count ``state`` up if an adapter has changed, which may be changed back before the next ``renew``."""
+        """Advance ``state`` if an adapter has changed, as it may be changed back before the next ``renew``."""
         with self._lock:
-            if not self._adapters or _are_same(self._of_adapters, now := _held_by(self._adapters)):
+            if not self._adapters or _are_same(self._adapter_attributes, now := _held_by(self._adapters)):
                 return
-            self._of_adapters = now
+            self._adapter_attributes = now
         self.count()
 
     def count(self) -> None:
-        """Count ``state`` up for a change that was noticed otherwise."""
+        """Advance ``state`` for a change that the caller noticed."""
         with self._lock:
             self.state += 1
 
     def _may_be_written(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether something may write weights without a trace, as far as the model shows."""
+        """Return whether the model is one whose weights may be written without a trace."""
         return self._model.training or may_be_trained(weights)
 
     def _read(self) -> list[torch.Tensor]:
-        """Read what the modules hold, and return their weights."""
+        """Read the attributes of all modules and configs, and return the weights."""
         modules = [self._model]
         for module in modules:  # torch's own traversal takes most of the time
             modules.extend(part for part in list(module._modules.values()) if part is not None)
-        homes = [home for module in modules for home in (module._parameters, module._buffers) if home]
+        dicts = [weights for module in modules for weights in (module._parameters, module._buffers) if weights]
         self._held = [*map(plain_class, modules), *_held_by(modules), *_held_by(_configs(modules))]
-        adapters = [one for one in modules if plain_class(one).__module__.split(".")[0] not in LIBRARIES]
+        adapters = [module for module in modules if plain_class(module).__module__.split(".")[0] not in LIBRARIES]
         with self._lock:
-            self._adapters, self._of_adapters = adapters, _held_by(adapters)
-        return [weight for home in homes for weight in home.values() if weight is not None]
+            self._adapters, self._adapter_attributes = adapters, _held_by(adapters)
+        return [weight for weights in dicts for weight in weights.values() if weight is not None]
 
 
 def _configs(modules: Iterable[Any]) -> list[Any]:
-    configs = {id(config): config for one in modules if hasattr(config := vars(one).get("config"), "__dict__")}
+    configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     return list(configs.values())
 
 
 def _held_by(owners: Iterable[Any]) -> list[Any]:
-    """Return all attributes of modules and configs, and what is in those that are containers; not the weights."""
+    """Return the values of all attributes of modules and configs, with the contents of containers, without weights."""
     held: list[Any] = []
     for owner in owners:
         attributes = vars(owner)
         for name, value in list(attributes.items()):  # other threads may add some
-            if name not in PASSING:
+            if name not in IGNORED:
                 held.append(value)
                 if type(value) in CONTAINERS:
                     held.extend(list(value.values() if isinstance(value, dict) else value))
     return held
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    return len(before) == len(after) and all(map(operator.is_, before, after))
 
 
-def weight_homes(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the dict and the name of every parameter and buffer."""
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the module's dict that holds a parameter or buffer, and the name in it, for all of them."""
     for module in model.modules():
-        for home in (module._parameters, module._buffers):
-            yield from ((home, name) for name, tensor in home.items() if tensor is not None)
+        for weights in (module._parameters, module._buffers):
+            yield from ((weights, name) for name, tensor in weights.items() if tensor is not None)
 
 
 def settings(model: torch.nn.Module) -> Hashable:
     """Return the settings of all modules and configs: plain attributes such as an adapter's switches."""
     modules = list(model.modules())
-    own = ((plain_class(module), vars(module)) for module in modules)
-    return tuple((kind, _settings_of(attributes)) for kind, attributes in own) + tuple(
-        (type(config), _settings_of(vars(config))) for config in _configs(modules)
+    return (
+        *((plain_class(module), _settings_of(vars(module))) for module in modules),
+        *((type(config), _settings_of(vars(config))) for config in _configs(modules)),
     )
 
 
 def _settings_of(attributes: dict[str, Any]) -> Hashable:
-    # Parameters, buffers, submodules and hooks are read separately.
-    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in NO_SETTINGS)
+    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in NOT_SETTINGS)
 
 
 def _fixed(value: Any) -> Hashable:
-    """Return a value that is equal for attributes with the same effect on a forward, as far as can be told."""
+    """Return a hashable value, equal for attributes with the same effect on a forward as far as their types show it."""
     if isinstance(value, PLAIN):
         return value.data_ptr(), value.shape, value.dtype  # graphs read it at its address
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What captured forwards of a model depend on, apart from their inputs."""
+"""Preconditions of a model's captured forwards: all that they depend on apart from their inputs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Hashable
 
 import torch
 
-from hf_slospec.models.inspection.fingerprint import PLAIN, settings, weight_homes
+from hf_slospec.models.inspection.fingerprint import PLAIN, named_weights, settings
 from hf_slospec.models.inspection.hooks import changing_hooks
 
 
 class GraphPreconditions:
-    """Addresses of a model's weights and settings of its modules, which captured forwards depend on."""
+    """Addresses of a model's weights, and settings of its modules."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -23,15 +23,15 @@ class GraphPreconditions:
         """Read the modules again: replaced ones, hooks, and plain attributes such as an adapter's switches."""
         modules = list(self._model.modules())
         has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
-        self._homes = list(weight_homes(self._model))
-        weights = [home[name] for home, name in self._homes]
+        self._named = list(named_weights(self._model))
+        weights = [holder[name] for holder, name in self._named]
         are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        if (now := settings(self._model)) != self._settings:  # thousands of values, compared here and in no forward
+        if (now := settings(self._model)) != self._settings:  # thousands of values, too many for every forward
             self._settings = now
             self._version += 1
 
     def now(self) -> Hashable:
         """Return a value that stays equal as long as no change is noticed."""
-        weights = (home.get(name) for home, name in self._homes)
+        weights = (holder.get(name) for holder, name in self._named)
         return self._version, tuple(None if weight is None else weight.data_ptr() for weight in weights)

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-# Module of the hooks that collect hidden states and attentions. A model keeps them after its first such output; they
-# never change a result.
+# Module of transformers' hooks that collect hidden states and attentions. They stay on a model after its first such
+# output, and never change a result.
 COLLECTING = "transformers.utils.output_capturing"
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model was compiled, whole or in part.
+    """Return whether the model or a part of it was compiled.
 
-    Packed forwards change modules while they run, which the compiler would take for changes of the model.
+    Packed forwards change modules while they run, for which the compiler would compile the model again.
     """
     return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
 

@@ -1,4 +1,4 @@
-"""Models by name: what can be told before transformers looks for them, and what its errors mean."""
+"""Checks of a model's name before transformers loads it, and messages for the errors of loading."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ def hub_options(name: str | os.PathLike[str], cache_dir: Any = None, revision: s
     if os.path.isfile(name):
         raise InvalidInputError(f"{name} is a file; give the folder that holds it and config.json")
     if name.startswith((".", "~", os.sep)) or os.path.isabs(name):
-        raise InvalidInputError(f"there is no folder {name}")
+        raise InvalidInputError(f"there is no folder {name}; give one that exists, or a repository as org/name")
     try:
-        found = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
+        cached_path = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
     except HFValidationError as error:
         raise InvalidInputError(f"{name} is neither a folder nor a repository; their names are as org/name") from error
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable()
     if why is None:
         return {}
-    if not isinstance(found, str):
-        raise InvalidInputError(f"{name} is neither a folder nor a repository that was downloaded before, and {why}")
+    if not isinstance(cached_path, str):
+        raise InvalidInputError(
+            f"{name} is neither a folder nor a repository that was downloaded before, and {why}; download it while the "
+            "Hub can be reached, or give a folder"
+        )
     return {"local_files_only": True}
 
 
@@ -56,7 +59,7 @@ def _unreachable() -> str | None:
 
 
 def loading_hint(error: Exception, allows_pickle: bool = True) -> str:
-    """Return the message of an error of ``from_pretrained``, with what can be done where that says something else.
+    """Return the message of an error of ``from_pretrained``, with a remedy where transformers names another one.
 
     Args:
         error: raised by transformers or huggingface_hub.

@@ -1,4 +1,4 @@
-"""Properties of a model that packed forwards need, and the errors that refuse it."""
+"""Properties of a model that packed forwards need, and errors that refuse a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def vocab_size(model: Any) -> int:
 
 
 def trained_len(model: Any) -> int | None:
-    """Return the length of the longest text that the model was trained for; None if its config does not say."""
+    """Return the length in tokens that the model was trained for at most; None if its config does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -41,22 +41,22 @@ def check_embeds_tokens(model: Any) -> None:
     except NotImplementedError:
         embeddings = None
     if not isinstance(getattr(embeddings, "weight", None), torch.Tensor):
-        found = "none" if embeddings is None else f"a {type(embeddings).__name__}"
-        raise cannot_be_packed(model, f"its input embeddings must be one table of all tokens, and are {found}")
+        kind = "none" if embeddings is None else f"a {type(embeddings).__name__}"
+        raise cannot_be_packed(model, f"its input embeddings must be one table of all tokens, and are {kind}")
 
 
 def input_device(model: Any) -> torch.device:
     """Return the device of the input embeddings; if they are offloaded, the device on which they are executed."""
     embeddings = model.get_input_embeddings()
-    own: torch.device = embeddings.weight.device
-    if own.type != "meta":
-        return own
-    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return torch.device("meta" if device is None else device)
+    device: torch.device = embeddings.weight.device
+    if device.type != "meta":
+        return device
+    executed_on = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device("meta" if executed_on is None else executed_on)
 
 
 def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the positions as an argument of the model's forward; nothing if it takes none and counts by itself."""
+    """Return the positions as an argument of the model's forward; nothing if it takes none and counts tokens itself."""
     return {"position_ids": position_ids} if takes_position_ids(model) else {}
 
 
@@ -74,9 +74,9 @@ def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(signature(forward).parameters)
 
 
-def hidden_states(found: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return hidden states that a model was asked for, side by side.  -> [num_tokens, num_layers * hidden]"""
-    return torch.cat([found.hidden_states[layer][0].to(device) for layer in layers], dim=-1)
+def hidden_states(outputs: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the hidden states after these layers, concatenated.  -> [num_tokens, num_layers * hidden]"""
+    return torch.cat([outputs.hidden_states[layer][0].to(device) for layer in layers], dim=-1)
 
 
 @contextlib.contextmanager
@@ -111,16 +111,16 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype that autocast computes products in, in this thread now; None where it is off."""
+    """Return the dtype in which autocast computes products in this thread now; None if it is off."""
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_on else None
 
 
 @contextlib.contextmanager
 def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
-    """Give a function that returns the autocast dtype within the model's last forward inside this context.
+    """Yield a function that returns the autocast dtype of the model's last forward inside this context.
 
-    ``Accelerator.prepare`` replaces a model's forward by one that turns autocast on for itself.
+    ``Accelerator.prepare`` replaces a model's forward by one that turns autocast on.
     """
     seen: list[torch.dtype | None] = [None]
     device = input_device(model).type
@@ -141,6 +141,6 @@ def layer_types(model: Any) -> list[str]:
 
 
 def is_reached(window: int | None, model: Any) -> bool:
-    """Return whether texts may get longer than a window."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return bool(window and (most is None or window < most))
+    """Return whether sequences may get longer than the window, in tokens."""
+    max_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return bool(window and (max_len is None or window < max_len))

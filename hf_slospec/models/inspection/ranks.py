@@ -1,4 +1,4 @@
-"""The processes that run one model by tensor parallelism, and what they agree on to take the same decisions."""
+"""The processes that run one model by tensor parallelism, and values that they share to take the same decisions."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ OTHER_SPLITS = {  # sizes in transformers' DistributedConfig, beside `tp_size`
 class Ranks:
     """The ranks of a model: one process, or those of a tensor-parallel group, which all run the same calls.
 
-    Each rank holds a part of every layer, and a forward is a collective of all of them. So they have to draft, verify
-    and stop alike, though each measures other times: the first rank's times count.
+    Each rank holds a part of every layer, and a forward is a collective operation, so all ranks must draft, verify and
+    stop alike. They would measure different times; the first rank's clock counts for all.
     """
 
     def __init__(self, model: torch.nn.Module):
         """Find the processes among which transformers has split a model.
 
         Raises:
-            UnsupportedModelError: it is split otherwise than by tensor parallelism.
+            UnsupportedModelError: it is split by something other than tensor parallelism.
         """
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
@@ -58,15 +58,15 @@ class Ranks:
         return 1 if self._group is None else self._group.size()
 
     def with_draft(self, draft: torch.nn.Module) -> Ranks:
-        """Return these ranks, which also run a draft: each the whole of it, or all together.
+        """Return these ranks, checked for a draft: each runs the whole of it, or all run one that is split over them.
 
         Raises:
             IncompatibleDraftError: the draft is split over other processes than the target.
         """
-        own = Ranks(draft)
-        if own._group is not None and own._global != self._global:
+        draft_ranks = Ranks(draft)
+        if draft_ranks._group is not None and draft_ranks._global != self._global:
             raise IncompatibleDraftError(
-                f"assistant_model is split over the processes {own._global}, and the target over "
+                f"assistant_model is split over the processes {draft_ranks._global}, and the target over "
                 f"{self._global or 'none'}; load the draft without distributed_config, so that each process has all of "
                 "it"
             )
@@ -77,7 +77,7 @@ class Ranks:
         return [] if self._group is None else dist.get_process_group_ranks(self._group)
 
     def clock(self) -> float:
-        """Return monotonic seconds, the first rank's in all of them."""
+        """Return monotonic seconds of the first rank's clock, in all ranks."""
         if self._group is None:
             return time.perf_counter()
         now = torch.tensor(time.perf_counter(), dtype=torch.float64, device=self._device)
@@ -90,8 +90,8 @@ class Ranks:
             return value
         values: list[Any] = [value]
         dist.broadcast_object_list(values, self._global[0], group=self._group, device=self._device)
-        found: T = values[0]
-        return found
+        first: T = values[0]
+        return first
 
     def check_equal(self, work: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks are about to compute, by a checksum.

@@ -1,4 +1,4 @@
-"""Read from a mask function of transformers which keys a token sees: all before it, a window or its chunk."""
+"""Reach of transformers' mask functions: whether a token sees all keys before it, a window of them or its chunk."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-FAR = 1 << 20  # a position beyond what a mask function may treat as near
+FAR = 1 << 20  # positions; in place of the size where a mask has no window or chunk
 
 
 class Reach(NamedTuple):
-    """Limits of the keys that a layer's tokens see among themselves and those before them."""
+    """Limits of causal attention, in positions; None: no limit."""
 
     window: int | None = None
     chunk: int | None = None
@@ -24,15 +24,15 @@ class _OnHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), (args, kwargs or {}))
-        own_args, own_kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), on_host)
-        return func(*own_args, **own_kwargs)
+        cpu_args, cpu_kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), on_host)
+        return func(*cpu_args, **cpu_kwargs)
 
 
 def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None) -> Reach | None:
-    """Return the reach of a mask by its values at the positions where windows and chunks of this size differ.
+    """Return the reach of a mask, read from its values where windows and chunks of this size differ.
 
     Args:
-        mask_function: of transformers.masking_utils; takes indices of rows, heads, queries and keys that broadcast.
+        mask_function: one of transformers.masking_utils, of broadcasting indices of rows, heads, queries and keys.
         local_size: window or chunk in positions, None if the mask has none.
 
     Returns:
@@ -46,7 +46,7 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
     try:
         with _OnHost():  # type: ignore[no-untyped-call]  # torch's has no annotations
             seen = mask_function(first, first, queries[None, None], keys[None, None]).reshape(queries.shape[0], -1)
-    except IndexError:  # it looks up tokens of the batch
+    except IndexError:  # the function reads tokens of a batch
         return None
     causal = keys <= queries
     candidates = {Reach(): causal}

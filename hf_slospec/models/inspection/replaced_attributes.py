@@ -12,7 +12,7 @@ _MISSING = object()
 
 
 class ReplacedAttributes:
-    """Attributes that contexts of several threads replace at a time; the last context to end restores them."""
+    """Attributes that contexts in several threads may replace at once; the last context to end restores them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,13 +20,13 @@ class ReplacedAttributes:
         self._users: dict[tuple[int, str], tuple[Any, Any, int]] = {}
 
     def replace(self, attributes: Sequence[Attribute], replacement: Callable[[Any, Attribute], Any]) -> None:
-        """Set each attribute to ``replacement(value, attribute)``, with the value that it has without replacements.
+        """Set each attribute to ``replacement(value, attribute)``, given the value that it has without replacements.
 
         An error of ``replacement`` leaves all attributes unchanged.
         """
         with self._lock:
             users = [self._users.get((id(owner), name)) or _unused(owner, name) for owner, name in attributes]
-            values = [replacement(value, one) for (value, _, _), one in zip(users, attributes, strict=True)]
+            values = [replacement(value, attribute) for (value, _, _), attribute in zip(users, attributes, strict=True)]
             for (owner, name), (value, stored, count), new in zip(attributes, users, values, strict=True):
                 self._users[id(owner), name] = value, stored, count + 1
                 setattr(owner, name, new)

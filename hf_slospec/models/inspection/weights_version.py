@@ -1,8 +1,8 @@
-"""Changes of a model's weights, however they were written.
+"""Detection of changes to a model's weights, however they were written.
 
 torch counts writes to a tensor (``_version``), but neither those of fused optimizers nor those through ``weight.data``,
-by which adapters are merged and averages swapped in. So all bits of the weights are summed up before a call, wherever
-something may have written them: one pass over the memory, as one step of decoding.
+by which adapters are merged and averages swapped in. So a checksum of all weights is computed before a call, if they
+may have been written: one pass over the memory, which takes as long as one step of decoding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Digest = tuple[int, ...]
 State = tuple[tuple[int, int | None], ...]  # address and count of writes of every tensor that holds a weight
 
 FACTOR = 0x2C1B3C6D  # 5 modulo 8: its powers repeat after 2**14 even in the two highest bytes of a word
-CPU_WORDS, DEVICE_WORDS = 2**18, 2**23  # that are summed at a time: what a core's cache holds; few launches
-WIDTH = 1024  # words of a row of sums
+CPU_WORDS, DEVICE_WORDS = 2**18, 2**23  # words per addition: they fit a core's cache; few kernel launches
+WIDTH = 1024  # sums per row
 
 _num_writes = 0
 
@@ -26,18 +26,18 @@ def weights_changed() -> None:
     """Check all weights of every model before its next step.
 
     Needed after writes that leave no trace: those through ``weight.data``, or to weights on a disk, of a model none of
-    whose parameters requires a gradient, or while submitted requests run. All others are noticed by the next call.
+    whose parameters requires a gradient, or while submitted requests run. The next call notices all other writes.
     """
     global _num_writes
     _num_writes += 1
 
 
-# A model that is not trained may hold what was: a copy, an average, or the weights of an optimizer with its own.
+# An optimizer's step counts for every model: weights that are not trained may be copies or averages of trained ones.
 register_optimizer_step_post_hook(lambda *_: weights_changed())
 
 
 class Weights:
-    """Weights of a model as they were when they were last read."""
+    """State of a model's weights when they were last read."""
 
     def __init__(self, weights: Sequence[torch.Tensor], may_be_written: bool):
         """Read the weights; the arguments are those of :meth:`renew`."""
@@ -56,7 +56,7 @@ class Weights:
 
         Args:
             weights: parameters and buffers, always in the same order.
-            may_be_written: something may have written them without a trace.
+            may_be_written: they may have been written without a trace, so all bits are compared.
         """
         before = self._state, self._digest
         is_behind, self._num_writes = self.is_behind, _num_writes
@@ -67,16 +67,16 @@ class Weights:
 
 
 def may_be_trained(weights: Iterable[torch.Tensor]) -> bool:
-    """Return whether a parameter requires a gradient, or lets torch count no writes to it."""
+    """Return whether a parameter requires a gradient, or is an inference tensor, to which torch counts no writes."""
     return any(weight.requires_grad or weight.is_inference() for weight in weights)
 
 
 @torch.no_grad()
 def digest(weights: Iterable[torch.Tensor]) -> Digest:
-    """Return a checksum of all bits of the weights, which differs if any of them do, or if two are swapped.
+    """Return a checksum of all bits of the weights, which differs if any bit does, or if two weights are swapped.
 
-    Words of all weights are summed up by their place in a piece, pieces multiplied by different powers of a number,
-    and the sums again by row and by column. A single change is always seen, and so are two that would cancel out.
+    Words are added by their index in a piece, each piece times another power of ``FACTOR``, and these sums again by row
+    and by column. A single change is always seen, and so are two that would cancel out in a plain sum.
     """
     sums: dict[torch.device, torch.Tensor] = {}
     for weight in weights:
@@ -85,22 +85,19 @@ def digest(weights: Iterable[torch.Tensor]) -> Digest:
                 size = CPU_WORDS if words.device.type == "cpu" else DEVICE_WORDS
                 sums[words.device] = torch.zeros(size, dtype=torch.int32, device=words.device)
             for piece in words.split(len(sums[words.device])):
-                own = sums[words.device][: len(piece)]
-                torch.add(piece, own, alpha=FACTOR, out=own)
-    found = list[int]()
-    for own in sums.values():
-        rows = own.view(-1, WIDTH)
-        for by_place in (rows.sum(0), rows.sum(1)):  # int64
-            places = torch.arange(1, 2 * len(by_place), 2, device=own.device)
-            found.append(int((by_place * places).sum()))
-    return tuple(found)
+                total = sums[words.device][: len(piece)]
+                torch.add(piece, total, alpha=FACTOR, out=total)
+    checksums = list[int]()
+    for total in sums.values():
+        rows = total.view(-1, WIDTH)
+        for line in (rows.sum(0), rows.sum(1)):  # int64
+            factors = torch.arange(1, 2 * len(line), 2, device=total.device)
+            checksums.append(int((line * factors).sum()))
+    return tuple(checksums)
 
 
 def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that hold a weight: several of a quantised one, this process's part of a split one.
-
-    None hold a weight that is offloaded, or that was released for its packed copy.
-    """
+    """Yield the plain tensors of a weight: several if it is quantised, none if it is offloaded or released."""
     if weight.is_meta:
         return
     if hasattr(weight, "__tensor_flatten__"):
@@ -112,10 +109,10 @@ def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bits of a tensor as int32, bytes that fill no word apart."""
+    """Yield the bits of a tensor as int32: its whole words, then each remaining byte."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     flat = dense.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % 4:  # a part of a larger tensor, as of FSDP's
+    if flat.storage_offset() % 4:  # a view of a larger tensor, such as FSDP's
         flat = flat.clone()
     num_whole = len(flat) // 4 * 4
     yield flat[:num_whole].view(torch.int32)

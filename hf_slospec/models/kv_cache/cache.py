@@ -15,13 +15,29 @@ from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.states import RecurrentStates
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other users' sequences."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])
+
+
 class KVCache:
     """K/V of all sequences of one model, in one pool that grows with them.
 
-    All generate calls, the batcher, the trial and measurements of a model share it (:attr:`PackedModel.kv_cache`); it
-    lives as long as any of them refers to it. A user holds sequences by reference as well: those of a user that was
-    garbage collected are free. Calls must hold the model's lock. Between two steps of a user, others may move its
-    sequences, so slots are to be read from them anew in every step.
+    All generate calls, the batcher, the trial and measurements of a model share it (:attr:`PackedModel.kv_cache`) while
+    any of them refers to it. The slots of a sequence that was garbage collected are free. Callers must hold the model's
+    lock. Between two steps of one user, another may move its sequences, so their slots must be read in every step.
     """
 
     def __init__(self, new_pool: Callable[[int], KVPool], pool: KVPool):
@@ -30,7 +46,7 @@ class KVCache:
 
     @property
     def pool(self) -> KVPool:
-        """The storage, to be used on the current CUDA streams."""
+        """The storage, for use on the current CUDA streams."""
         self._pool.follow_streams()
         return self._pool
 
@@ -44,8 +60,9 @@ class KVCache:
         """Slots that sequences hold."""
         return self._pool.num_slots - self._pool.num_free
 
+    @_uninterrupted()
     def reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None) -> None:
-        """Give sequences, new ones too, at least these capacities, moving their K/V and that of others where needed.
+        """Give sequences, including new ones, at least these capacities; K/V of all sequences may move.
 
         The pool is enlarged if repacking it is not enough: to twice its size, but not beyond ``max_slots`` unless that
         is less than what the sequences need.
@@ -53,17 +70,13 @@ class KVCache:
         Raises:
             MemoryError: there is not enough memory; all sequences keep their K/V and new ones have no slots.
         """
-        with _uninterrupted():
-            self._reserve(capacities, max_slots)
-
-    def _reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None) -> None:
         larger = {sequence: slots for sequence, slots in capacities.items() if slots > sequence.capacity}
         pool = self.pool
         if sum(larger.values()) > pool.largest_free:
             held = {sequence: sequence.capacity for sequence in pool.sequences}
             if (needed := sum((held | larger).values())) > pool.num_slots:
                 if pool.num_slots and not held:
-                    pool = self._pool = self._new_pool(0)  # frees its memory before more is allocated
+                    pool = self._pool = self._new_pool(0)  # frees its memory before the new one is allocated
                 doubled = 2 * pool.num_slots
                 grown = self._new_pool(max(needed, doubled if max_slots is None else min(doubled, max_slots)))
                 grown.take_over(pool, held | larger)
@@ -78,19 +91,19 @@ class KVCache:
         """Free a sequence's slots."""
         self._pool.release(sequence)
 
+    @_uninterrupted()
     def shrink(self, num_slots: int) -> None:
-        """Reduce the storage to so many slots, or to as many as sequences hold if that is more.
+        """Reduce the storage to ``num_slots`` slots, or to as many as sequences hold if that is more.
 
         Raises:
             MemoryError: there is not enough memory for the copy; nothing has changed.
         """
-        with _uninterrupted():
-            held = {sequence: sequence.capacity for sequence in self.pool.sequences}
-            num_slots = max(num_slots, sum(held.values()))
-            if num_slots < self._pool.num_slots:
-                smaller = self._new_pool(num_slots)
-                smaller.take_over(self._pool, held)
-                self._pool = smaller
+        held = {sequence: sequence.capacity for sequence in self.pool.sequences}
+        num_slots = max(num_slots, sum(held.values()))
+        if num_slots < self._pool.num_slots:
+            smaller = self._new_pool(num_slots)
+            smaller.take_over(self._pool, held)
+            self._pool = smaller
 
     def trim(self) -> None:
         """Free the storage if no sequence is left."""
@@ -119,32 +132,15 @@ class KVCache:
 
         Args:
             layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the tokens, or of the last
-                ones where a sliding window has dropped the others.
+                ones if a sliding window has dropped the tokens before them.
         """
         pool, end = self.pool, sequence.start + length
-        for own, given in zip(pool.layers, layers, strict=True):
-            for stored, tensor in zip(own, given, strict=True):
+        for layer, given in zip(pool.layers, layers, strict=True):
+            for stored, tensor in zip(layer, given, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
         sequence.length, sequence.states = length, states
 
     def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
         """Return views of a sequence's cached K, V and index keys, [num_heads, length, dim] each, for each layer."""
-        own = slice(sequence.start, sequence.start + sequence.length)
-        return [tuple(stored[own].transpose(0, 1) for stored in layer) for layer in self.pool.layers]
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hand KeyboardInterrupt on at the end: a move of K/V that is cut off would corrupt other users' sequences."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            previous(*received[0])
+        slots = slice(sequence.start, sequence.start + sequence.length)
+        return [tuple(stored[slots].transpose(0, 1) for stored in layer) for layer in self.pool.layers]

@@ -1,4 +1,4 @@
-"""Slots of K and V that the sequences of one model share."""
+"""Storage of K and V that the sequences of one model share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KVPool:
     """
 
     def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_padding_slots: int = 0):
-        """Allocate ``num_slots`` slots for sequences, and ``num_padding_slots`` behind them that padding writes to."""
+        """Allocate ``num_slots`` slots for sequences, followed by ``num_padding_slots`` that padding writes to."""
         self.num_slots, self.num_padding_slots = num_slots, num_padding_slots
         kinds, num_rows = [stored for shape in layout for stored in shape.stored], num_slots + num_padding_slots
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 * NaN is NaN.
@@ -34,11 +34,11 @@ class KVPool:
         layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
         # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots, num_heads, dim].
         self.layers = [[next(layers[kind]) for kind in shape.stored] for shape in layout]
-        self.keys, self.values = [own[0] for own in self.layers], [own[1] for own in self.layers]
-        self.index_keys = [own[2] if len(own) > 2 else None for own in self.layers]
+        self.keys, self.values = [layer[0] for layer in self.layers], [layer[1] for layer in self.layers]
+        self.index_keys = [layer[2] if len(layer) > 2 else None for layer in self.layers]
         self.sequences = WeakSet[CachedSequence]()
         devices = {stack.device for stack in self._stacks.values() if stack.device.type == "cuda"}
-        self._streams = {device: torch.cuda.current_stream(device) for device in devices}  # that used the pool last
+        self._streams = {device: torch.cuda.current_stream(device) for device in devices}  # last users of the pool
 
     @property
     def _free(self) -> list[tuple[int, int]]:
@@ -63,7 +63,7 @@ class KVPool:
         return sum(stack.nbytes for stack in self._stacks.values())
 
     def follow_streams(self) -> None:
-        """Let the current CUDA streams wait for the streams that used the pool last, if they are others."""
+        """Let the current CUDA streams wait for the streams that used the pool last, if these differ."""
         for device, last in self._streams.items():
             if (current := torch.cuda.current_stream(device)) != last:
                 current.wait_stream(last)
@@ -73,7 +73,7 @@ class KVPool:
                 self._streams[device] = current
 
     def place(self, sequence: CachedSequence, capacity: int) -> None:
-        """Move a sequence, or put a new one, into the first free range of ``capacity`` slots.
+        """Move a sequence, or add a new one, to the first free range of ``capacity`` slots.
 
         Raises:
             MemoryError: no free range is that long; nothing has changed.
@@ -94,13 +94,13 @@ class KVPool:
         sequence.states = None
 
     def repack(self, capacities: Mapping[CachedSequence, int]) -> None:
-        """Lay out all sequences of the pool side by side from its front, with capacities no smaller than theirs.
+        """Lay out all sequences of the pool side by side from slot 0, with capacities no smaller than theirs.
 
         Raises:
             torch.OutOfMemoryError: there was no memory for a copy; every sequence still has its K/V.
         """
         in_order = sorted(capacities, key=lambda sequence: sequence.start)
-        # First together to the front, then apart from the back: nothing is overwritten.
+        # First close all gaps from the start, then move apart from the end, so that nothing is overwritten.
         starts = itertools.accumulate((sequence.capacity for sequence in in_order), initial=0)
         for sequence, start in zip(in_order, starts, strict=False):
             self._shift(sequence, start)
@@ -111,8 +111,8 @@ class KVPool:
 
     def _shift(self, sequence: CachedSequence, start: int) -> None:
         if sequence.start != start:
-            own = slice(sequence.start, sequence.start + sequence.length)
-            cached = [stack[:, own].clone() for stack in self._stacks.values()]  # the two ranges may overlap
+            slots = slice(sequence.start, sequence.start + sequence.length)
+            cached = [stack[:, slots].clone() for stack in self._stacks.values()]  # the two ranges may overlap
             for stack, tokens in zip(self._stacks.values(), cached, strict=True):
                 stack[:, start : start + sequence.length] = tokens
             sequence.start = start
@@ -121,7 +121,7 @@ class KVPool:
         """Give one sequence the K/V of the first ``length`` tokens of another.
 
         Raises:
-            torch.OutOfMemoryError: there was no memory for its states; both sequences are what they were.
+            torch.OutOfMemoryError: there was no memory for its states; both sequences are unchanged.
         """
         states = None
         if source.states is not None:
@@ -133,7 +133,7 @@ class KVPool:
         destination.length, destination.position_offset, destination.states = length, source.position_offset, states
 
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
-        """Fill an empty pool with sequences of another one, and with new ones, at these capacities."""
+        """Move the sequences of another pool, and new ones, to this empty pool, with these capacities."""
         starts = itertools.accumulate(capacities.values(), initial=0)
         new_starts = dict(zip(capacities, starts, strict=False))
         self._copy(other, new_starts)
@@ -142,7 +142,7 @@ class KVPool:
         self.sequences.update(new_starts)
 
     def _copy(self, other: KVPool, starts: Mapping[CachedSequence, int]) -> None:
-        """Copy the committed K/V of sequences of a pool of the same layers to free slots of this one."""
+        """Copy the committed K/V of sequences from a pool of the same layers to free slots of this one."""
         for kind, stack in self._stacks.items():
             for sequence, start in starts.items():
                 cached = other._stacks[kind][:, sequence.start : sequence.start + sequence.length]
@@ -164,13 +164,13 @@ class KVPool:
             assert 0 <= length <= capacity and start + capacity <= following, "KV slots belong to two sequences"
 
 
-ALIGNMENT = 64  # bytes, as torch aligns tensors
+ALIGNMENT = 64  # bytes; torch aligns tensors to as many
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on a CPU the operating system zeroes memory when it is first written.
+    """Return zeros; on a CPU, memory is zeroed by the operating system when it is first written.
 
-    ``torch.zeros`` writes all of it at once, and steps would wait for tenths of a second where a pool is enlarged.
+    ``torch.zeros`` writes all of it at once, so a step that enlarges the pool would take tenths of a second longer.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:

@@ -1,5 +1,5 @@
-"""Mixers of layers with a state, on the sequences of a packed batch."""
-# ruff: noqa: N803  arguments have the names that transformers' functions give them
+"""Mixers of layers with a state, computed on the sequences of a packed batch."""
+# ruff: noqa: N803  arguments have the names of those of transformers' functions
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from hf_slospec.models.recurrent.operators import (
     selective_tree,
 )
 
-UNREAD = torch.empty(0)  # in place of the state after all tokens, which layers pass back to their cache
+UNREAD = torch.empty(0)  # stands for the final state, which layers only pass to their cache
 
 
 class RecurrentForward(StateCache):
-    """Part of a packed forward that layers with a state use: every token continues its own sequence and branch."""
+    """Part of a packed forward that computes layers with a state: every token continues its sequence and branch."""
 
     def __init__(self, spans: Callable[[], Sequence[Span]]):
         super().__init__()
@@ -54,7 +54,7 @@ class RecurrentForward(StateCache):
 
     @functools.cached_property
     def _is_prompt(self) -> torch.Tensor:
-        """Return which tokens of the batch stock ``generate`` processes as a prompt.  -> [num_tokens] bool"""
+        """Tokens of the batch that stock ``generate`` processes as part of a prompt.  [num_tokens] bool"""
         return torch.cat([span.staged_positions[-span.num_tokens :] < span.sequence.prompt_len for span in self._spans])
 
     def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
@@ -78,13 +78,13 @@ class RecurrentForward(StateCache):
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Return the convolution [1, channels, num_tokens] of inputs of that shape, weight [channels, kernel_size]."""
+        """Return the convolution of ``hidden_states`` [1, channels, num_tokens]; weight [channels, kernel_size]."""
         inputs = hidden_states.transpose(1, 2)
         out, before = torch.empty_like(inputs), weight.shape[-1] - 1
         for group in self._groups_on(hidden_states.device):
-            own, earlier = group.of(inputs), group.earlier(key)
-            state = group.state(key, lambda: own.new_zeros(before, own.shape[-1]))  # noqa: B023 - called at once
-            staged = own if earlier is None else torch.cat((*earlier, own), 1)
+            new, earlier = group.select(inputs), group.earlier(key)
+            state = group.state(key, lambda: new.new_zeros(before, new.shape[-1]))  # noqa: B023 - called at once
+            staged = new if earlier is None else torch.cat((*earlier, new), 1)
             rows = torch.cat((state, staged), 1)
             if group.is_long_chain:
                 mixed = plain(rows.transpose(1, 2), weight, bias, activation=activation)[..., before:].transpose(1, 2)
@@ -92,12 +92,12 @@ class RecurrentForward(StateCache):
                 mixed = convolution(rows, group.windows(before + 1), weight, bias)
                 mixed = mixed if activation is None else ACT2FN[activation](mixed)
             group.stage(key, Inputs(staged))
-            group.put(out, mixed)
+            group.write(out, mixed)
         return out.transpose(1, 2)
 
     def _delta_rule(
         self,
-        key_of_layer: Key,
+        state_key: Key,
         plain: Mixer,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -107,7 +107,7 @@ class RecurrentForward(StateCache):
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gated delta rule, as the layer's function for chunks does, [1, num_tokens, heads, value_dim].
+        """Return the gated delta rule, like the layer's function for chunks.  -> [1, num_tokens, heads, value_dim]
 
         Args:
             query, key: [1, num_tokens, key_heads, key_dim].
@@ -118,10 +118,10 @@ class RecurrentForward(StateCache):
         out = torch.empty_like(value)
         shape = value.shape[2], key.shape[3], value.shape[3]
         for group in self._groups_on(value.device):
-            own = [group.of(tensor) for tensor in (query, key, value, g, beta)]
-            state = group.state(key_of_layer, lambda: value.new_zeros(shape, dtype=torch.float32))
+            inputs = [group.select(tensor) for tensor in (query, key, value, g, beta)]
+            state = group.state(state_key, lambda: value.new_zeros(shape, dtype=torch.float32))
             if group.is_long_chain:
-                q, k, v, decay, rate = own
+                q, k, v, decay, rate = inputs
                 mixed, after = plain(
                     q,
                     k,
@@ -132,16 +132,16 @@ class RecurrentForward(StateCache):
                     output_final_state=True,
                     use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 )
-                group.stage_whole(key_of_layer, after)
-                group.put(out, mixed)
+                group.stage_whole(state_key, after)
+                group.write(out, mixed)
                 continue
-            q, k, v, decay, rate = (tensor.float().movedim(1, 2) for tensor in own)
+            q, k, v, decay, rate = (tensor.float().movedim(1, 2) for tensor in inputs)
             if use_qk_l2norm_in_kernel:
                 q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
             q, k = (x.repeat_interleave(shape[0] // x.shape[1], dim=1) for x in (q, k))
             decay = decay if decay.ndim == 4 else decay[..., None]
             scaled = q * q.shape[-1] ** -0.5
-            self._recur(group, key_of_layer, out, state, (scaled, k, v, decay), rate[..., None])
+            self._recur(group, state_key, out, state, (scaled, k, v, decay), rate[..., None])
         return out, UNREAD
 
     def _state_space(
@@ -161,7 +161,7 @@ class RecurrentForward(StateCache):
         z: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Mamba 2's scan (Dao and Gu, arXiv 2405.21060), [1, num_tokens, heads, head_dim].
+        """Return Mamba 2's scan (Dao and Gu, arXiv 2405.21060).  -> [1, num_tokens, heads, head_dim]
 
         Args:
             hidden_states: [1, num_tokens, heads, head_dim].
@@ -172,11 +172,11 @@ class RecurrentForward(StateCache):
         assert z is None, "layers gate the output themselves"
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = nn.functional.softplus(dt) if dt_softplus else dt
-        if tuple(dt_limit) != (0.0, torch.inf):  # layers limit the steps of prompts, and not those of new tokens
+        if tuple(dt_limit) != (0.0, torch.inf):  # stock layers limit the steps of prompts only
             dt = torch.where(self._is_prompt.to(dt.device)[:, None], dt.clamp(*dt_limit), dt)
         out, num_heads = torch.empty_like(hidden_states), hidden_states.shape[2]
         for group in self._groups_on(hidden_states.device):
-            x, step, keys, queries = (group.of(tensor) for tensor in (hidden_states, dt, B, C))
+            x, step, keys, queries = (group.select(tensor) for tensor in (hidden_states, dt, B, C))
             shape = num_heads, B.shape[3], hidden_states.shape[3]
             state = group.state(key, lambda: x.new_zeros(shape, dtype=torch.float32))  # noqa: B023 - called at once
             if group.is_long_chain:
@@ -192,7 +192,7 @@ class RecurrentForward(StateCache):
                     return_final_states=True,
                 )
                 group.stage_whole(key, after.transpose(-1, -2))
-                group.put(out, mixed)
+                group.write(out, mixed)
                 continue
             step = step.float()
             k, q = (x.float().repeat_interleave(num_heads // x.shape[2], dim=2) for x in (keys, queries))
@@ -211,7 +211,7 @@ class RecurrentForward(StateCache):
         beta: torch.Tensor | None = None,
         skipped: torch.Tensor | None = None,
     ) -> None:
-        """Write the outputs of a linear recurrence, plus ``skipped`` [batch, N, heads, value_dim], and stage it.
+        """Write a linear recurrence's outputs, plus ``skipped`` [batch, N, heads, value_dim], and stage its updates.
 
         Args:
             inputs: query, key, value and decay, as :func:`linear_recurrence` takes them with ``beta`` and ``state``.
@@ -222,7 +222,7 @@ class RecurrentForward(StateCache):
         mixed, updates = linear_recurrence(q, k, v, decay, beta, state, group.mask, known)
         group.stage(key, updates)
         mixed = mixed.movedim(1, 2)
-        group.put(out, mixed if skipped is None else mixed + skipped)
+        group.write(out, mixed if skipped is None else mixed + skipped)
 
     def _selective_scan(
         self,
@@ -238,7 +238,7 @@ class RecurrentForward(StateCache):
         delta_softplus: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Mamba's scan (Gu and Dao, arXiv 2312.00752), [1, channels, num_tokens], node after node.
+        """Return Mamba's scan (Gu and Dao, arXiv 2312.00752), computed node by node.  -> [1, channels, num_tokens]
 
         Args:
             hidden_states, dt, z: [1, channels, num_tokens].
@@ -251,20 +251,20 @@ class RecurrentForward(StateCache):
         by_token = [x.transpose(1, 2) for x in (step, (step * hidden_states.float()), B.float(), C)]
         out = torch.empty_like(by_token[1])
         for group in self._groups_on(hidden_states.device):
-            steps, inputs, keys, read = map(group.of, by_token)
+            steps, inputs, keys, read = map(group.select, by_token)
             decays, added = torch.exp(A * steps[..., None]), inputs[..., None] * keys[..., None, :]
             state = group.state(key, lambda: A.new_zeros(A.shape, dtype=torch.float32))
             if group.is_long_chain:
                 mixed, after = selective_chain(state[0], decays[0], added[0], read[0])
                 group.stage_whole(key, after[None])
-                group.put(out, mixed[None])
+                group.write(out, mixed[None])
                 continue
             earlier = group.earlier(key)
             known = state.new_empty(len(state), 0, *A.shape) if earlier is None else earlier[0]
             parts = zip(state, known, decays, added, read, group.parents, strict=True)
-            mixed, after = (torch.stack(own) for own in zip(*(selective_tree(*part) for part in parts), strict=True))
+            mixed, after = map(torch.stack, zip(*(selective_tree(*part) for part in parts), strict=True))
             group.stage(key, Snapshots(after))
-            group.put(out, mixed)
+            group.write(out, mixed)
         out = out.transpose(1, 2)
         if D is not None:
             out = out + hidden_states * D[:, None]

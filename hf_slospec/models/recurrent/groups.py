@@ -1,4 +1,4 @@
-"""Sequences of a packed batch whose tokens one call mixes."""
+"""Groups of a packed batch's sequences whose tokens are mixed by one call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_AT_ONCE = 32
 
 @dataclass(eq=False)
 class Group:
-    """Sequences whose tokens one call mixes: trees of one size, or a single long chain."""
+    """Sequences whose tokens are mixed by one call: trees of one size, or a single long chain."""
 
     states: list[RecurrentStates]
-    mask: torch.Tensor  # [batch, N, S] bool, True = an ancestor of the token, or itself
-    rows: torch.Tensor  # [batch * N] int64, the tokens in the packed batch
+    mask: torch.Tensor  # [batch, N, S] bool, True = an ancestor of the token, or itself; see operators
+    rows: torch.Tensor  # [batch * N] int64, indices of the tokens in the packed batch
     is_long_chain: bool
     _windows: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -39,46 +39,46 @@ class Group:
             self._windows[kernel_size] = windows(self.mask, kernel_size)
         return self._windows[kernel_size]
 
-    def of(self, packed: torch.Tensor) -> torch.Tensor:
+    def select(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the group's part [batch, N, ...] of a tensor of the whole batch, [1, num_tokens, ...]."""
-        own = packed[0].index_select(0, self.rows)
-        return own.view(*self.mask.shape[:2], *own.shape[1:])
+        part = packed[0].index_select(0, self.rows)
+        return part.view(*self.mask.shape[:2], *part.shape[1:])
 
-    def put(self, out: torch.Tensor, own: torch.Tensor) -> None:
+    def write(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """Write the group's part [batch, N, ...] of a tensor [1, num_tokens, ...] of the whole batch."""
-        out[0].index_copy_(0, self.rows, own.flatten(0, 1).to(out.dtype))
+        out[0].index_copy_(0, self.rows, part.flatten(0, 1).to(out.dtype))
 
     def state(self, key: Key, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the states of all sequences in one layer.  -> [batch, ...]"""
-        for own in self.states:
-            if key not in own.states:
-                own.states[key] = zeros()
-        return torch.stack([own.states[key] for own in self.states])
+        """Return the states of all sequences in one layer, at first ``zeros()``.  -> [batch, ...]"""
+        for sequence in self.states:
+            if key not in sequence.states:
+                sequence.states[key] = zeros()
+        return torch.stack([sequence.states[key] for sequence in self.states])
 
     def stage(self, key: Key, staged: Updates | Inputs | Snapshots) -> None:
-        """Keep what the tokens add to the states of one layer; tensors [batch, ...]."""
-        for own, *tensors in zip(self.states, *staged, strict=True):
-            own.staged[key] = type(staged)(*tensors)
+        """Stage the tokens' updates of one layer's states; tensors [batch, ...]."""
+        for sequence, *tensors in zip(self.states, *staged, strict=True):
+            sequence.staged[key] = type(staged)(*tensors)
 
     def stage_whole(self, key: Key, state: torch.Tensor) -> None:
-        """Keep the state [1, ...] of one layer after a long chain."""
-        (own,) = self.states
-        own.staged[key] = Whole(state[0], self.mask.shape[1])
+        """Stage the state [1, ...] of one layer after a long chain."""
+        (sequence,) = self.states
+        sequence.staged[key] = Whole(state[0], self.mask.shape[1])
 
     def earlier(self, key: Key) -> tuple[torch.Tensor, ...] | None:
-        """Return what nodes staged by earlier forwards of the step add, [batch, ...] each; None without such nodes."""
+        """Return the updates, [batch, ...] each, that earlier forwards of the step staged; None if there are none."""
         if self.mask.shape[1] == self.mask.shape[2]:
             return None
-        return tuple(torch.stack(own) for own in zip(*(states.staged[key] for states in self.states), strict=True))
+        return tuple(map(torch.stack, zip(*(states.staged[key] for states in self.states), strict=True)))
 
 
 def grouped(spans: Sequence[Span], device: torch.device) -> list[Group]:
-    """Return the sequences of a packed batch, which all have states, in groups."""
-    alike = dict[tuple[int | None, int, int], list[Span]]()
-    for place, span in enumerate(spans):
+    """Return the groups of a packed batch's sequences, which must have states."""
+    by_size = dict[tuple[int | None, int, int], list[Span]]()
+    for index, span in enumerate(spans):
         is_long_chain = span.is_chain and span.num_tokens > MAX_AT_ONCE
-        alike.setdefault((place if is_long_chain else None, span.num_tokens, span.num_staged), []).append(span)
-    return [_group(own, place is not None, device) for (place, *_), own in alike.items()]
+        by_size.setdefault((index if is_long_chain else None, span.num_tokens, span.num_staged), []).append(span)
+    return [_group(members, index is not None, device) for (index, *_), members in by_size.items()]
 
 
 def _group(spans: Sequence[Span], is_long_chain: bool, device: torch.device) -> Group:
@@ -94,7 +94,7 @@ def _group(spans: Sequence[Span], is_long_chain: bool, device: torch.device) -> 
 
 
 def with_states(spans: Sequence[Span]) -> Sequence[Span]:
-    """Return the sequences of a packed batch, after their states have taken in what was committed."""
+    """Advance the states of a packed batch's sequences over committed tokens, and return the sequences."""
     for span in spans:
         states = span.sequence.states = span.sequence.states or RecurrentStates()
         states.take_in(span.sequence.length, span.num_staged - span.num_tokens)

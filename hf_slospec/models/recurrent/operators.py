@@ -4,10 +4,10 @@ A layer with a state S [key_dim, value_dim] per head computes, token after token
 
     S_i = exp(decay_i) * S_parent + key_i value_i^T        output_i = query_i S_i
 
-where a delta rule (Yang et al., Gated Delta Networks, arXiv 2412.06464) replaces value_i by what the state lacks,
+where a delta rule (Yang et al., Gated Delta Networks, arXiv 2412.06464) replaces value_i by the correction
 beta_i * (value_i - key_i exp(decay_i) S_parent). Unrolled from a node to the root's state, both are attention over
 the node's ancestors with decays between them, as in the chunks of a prompt, with the tree's mask in place of the
-causal one; the delta rule solves one triangular system more. So a tree costs about as much as a chain.
+causal one; the delta rule also solves a triangular system. So a tree costs about as much as a chain.
 
 Shapes: ``batch`` trees of the same size, N nodes in this forward, and S staged nodes, which are those of earlier
 forwards of the step and then these, parents before children.
@@ -22,19 +22,19 @@ import torch
 
 
 class Updates(NamedTuple):
-    """Keys and values that staged nodes add to the state of a linear recurrence; a batch has one dimension more."""
+    """Keys and values that staged nodes add to the state of a linear recurrence; a batch adds a first dimension."""
 
     keys: torch.Tensor  # [heads, S, key_dim]
     values: torch.Tensor  # [heads, S, value_dim]
     decays: torch.Tensor  # [heads, S, 1 or key_dim], logarithms
-    totals: torch.Tensor  # same shape: sums of the decays from the state up to the node
+    totals: torch.Tensor  # shape of decays: their sums over the path from the state to the node
 
     def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
         """Return the state after some nodes, each the parent of the next.
 
         Args:
             state: [heads, key_dim, value_dim].
-            path: [num_nodes] int64, the nodes; at least one.
+            path: [num_nodes] int64, indices of the nodes among the staged ones; at least one.
         """
         keys, values, _, totals = (tensor.index_select(-2, path) for tensor in self)
         total = totals[..., -1:, :]
@@ -61,17 +61,17 @@ def linear_recurrence(
         beta: [batch, heads, N, 1] f32 of a delta rule; None: values are added as they are.
         state: [batch, heads, key_dim, value_dim] f32, before the first staged node.
         mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
-        earlier: updates of the staged nodes before these.
+        earlier: updates of the S - N nodes staged before.
 
     Returns:
-        [batch, heads, N, value_dim], and updates of S nodes.
+        [batch, heads, N, value_dim], and the updates of all S staged nodes.
     """
     num_earlier = 0 if earlier is None else earlier.keys.shape[-2]
     decays = decay if earlier is None else torch.cat((earlier.decays, decay), -2)
-    own_totals = mask[:, None].to(decay) @ decays
-    totals = own_totals if earlier is None else torch.cat((earlier.totals, own_totals), -2)
+    new_totals = mask[:, None].to(decay) @ decays
+    totals = new_totals if earlier is None else torch.cat((earlier.totals, new_totals), -2)
     keys = key if earlier is None else torch.cat((earlier.keys, key), -2)
-    between = own_totals[..., :, None, :] - totals[..., None, :, :]  # [batch, heads, N, S, 1 or key_dim]
+    between = new_totals[..., :, None, :] - totals[..., None, :, :]  # [batch, heads, N, S, 1 or key_dim]
     between = between.masked_fill(~mask[:, None, :, :, None], -torch.inf).exp()
 
     def scores(rows: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ def linear_recurrence(
             return rows @ keys.transpose(-1, -2) * between[..., 0]
         return torch.einsum("...nd,...sd,...nsd->...ns", rows, keys, between)
 
-    reach = own_totals.exp()
+    reach = new_totals.exp()
     if beta is None:
         out = (query * reach) @ state
     else:
@@ -90,14 +90,14 @@ def linear_recurrence(
         value = beta * (value - recalled)
         if earlier is not None:
             value = value - overlaps[..., :num_earlier] @ earlier.values
-        system = overlaps[..., num_earlier:]  # its diagonal is taken as 1
+        system = overlaps[..., num_earlier:]  # unitriangular: the diagonal is not read
         value = torch.linalg.solve_triangular(system, value, upper=False, unitriangular=True)
     values = value if earlier is None else torch.cat((earlier.values, value), -2)
     return out + scores(query) @ values, Updates(keys, values, decays, totals)
 
 
 class Inputs(NamedTuple):
-    """Inputs of a causal convolution at staged nodes, whose state is the last inputs before them."""
+    """Inputs of a causal convolution at staged nodes; its state is the last inputs before them."""
 
     rows: torch.Tensor  # [..., S, channels]
 
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 
 
 def windows(mask: torch.Tensor, kernel_size: int) -> torch.Tensor:
-    """Return the inputs that a causal convolution reads at each node, the node's own last.
+    """Return the indices of the inputs that a causal convolution reads at each node, the node's last.
 
     Args:
         mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
@@ -117,8 +117,8 @@ def windows(mask: torch.Tensor, kernel_size: int) -> torch.Tensor:
         [batch, N, kernel_size] int64 into the kernel_size - 1 inputs of the state, followed by the staged ones.
     """
     visible = torch.cat((mask.new_ones(*mask.shape[:-1], kernel_size - 1), mask), -1)
-    places = torch.arange(visible.shape[-1], device=mask.device)
-    return torch.where(visible, places, -1).topk(kernel_size, dim=-1).values.flip(-1)
+    indices = torch.arange(visible.shape[-1], device=mask.device)
+    return torch.where(visible, indices, -1).topk(kernel_size, dim=-1).values.flip(-1)
 
 
 def convolution(
@@ -153,7 +153,7 @@ class Snapshots(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """State after a whole chain, of which no part can be committed alone."""
+    """State after a whole chain, which can only be committed as a whole."""
 
     state: torch.Tensor
     num_tokens: int
@@ -175,10 +175,10 @@ def parents(mask: torch.Tensor) -> list[int]:
         mask: [N, S] bool, True = an ancestor of the node, or itself.
     """
     num_nodes, num_staged = mask.shape
-    own = torch.arange(num_staged - num_nodes, num_staged, device=mask.device)[:, None]
-    places = torch.arange(num_staged, device=mask.device)
-    found: list[int] = torch.where(mask & (places < own), places, -1).amax(-1).tolist()
-    return found
+    indices = torch.arange(num_staged, device=mask.device)
+    nodes = indices[num_staged - num_nodes :, None]
+    nearest: list[int] = torch.where(mask & (indices < nodes), indices, -1).amax(-1).tolist()
+    return nearest
 
 
 def selective_tree(
@@ -191,15 +191,15 @@ def selective_tree(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs of a selective scan at the new nodes of a tree, and the states after all staged nodes.
 
-    The state is small and its decay is another for each of its numbers, so that states per node cost less than decays
-    between nodes.
+    The state is small and each of its numbers has its own decay, so a state per node costs less than decays between
+    nodes.
 
     Args:
         state: [channels, state_size] f32, before the first staged node.
-        known: [S - N, channels, state_size], after the nodes that earlier forwards staged.
+        known: [S - N, channels, state_size], states after the nodes that earlier forwards staged.
         decays, added: [N, channels, state_size] f32, factors and terms of each node.
-        read: [N, state_size].
-        parents_: of each node, as :func:`parents` returns them.
+        read: [N, state_size], by which a node's output reads its state.
+        parents_: [N] parent of each node, as :func:`parents` returns them.
 
     Returns:
         [N, channels] and [S, channels, state_size].

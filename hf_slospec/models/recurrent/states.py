@@ -1,4 +1,4 @@
-"""States of one sequence in all layers that keep one."""
+"""Recurrent states of one sequence, in all layers that keep one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hf_slospec.models.recurrent.operators import Staged
 
 @dataclass(eq=False)
 class RecurrentStates:
-    """States after a sequence's first ``length`` tokens, and what its later tokens, staged or committed, add to them.
+    """States after a sequence's first ``length`` tokens, and the updates by later tokens, staged or committed.
 
-    A state cannot be taken back, so what a step's nodes add is kept beside it until the next forward, which knows how
-    many of them were committed. State tensors are never written to, so that sequences may share them.
+    A state cannot be rolled back, so the updates by a step's nodes are stored beside it until the next forward, when it
+    is known which were committed. State tensors are never written to, so that sequences may share them.
     """
 
     length: int = 0
@@ -25,11 +25,11 @@ class RecurrentStates:
     kept: Sequence[int] | None = None  # staged nodes that were committed; None: the first ones
 
     def take_in(self, length: int, num_earlier: int = 0) -> None:
-        """Take in the tokens that were committed since, up to ``length``, and drop staged ones of an earlier step.
+        """Advance the states over tokens committed since, up to ``length``, and drop those that an earlier step staged.
 
         Args:
-            length: the sequence's committed tokens, at least those taken in already.
-            num_earlier: nodes of this step that stay staged.
+            length: number of the sequence's committed tokens, at least ``self.length``.
+            num_earlier: number of nodes that earlier forwards of this step staged, which stay staged.
         """
         if (num_new := length - self.length) < 0:
             raise RuntimeError(f"a state after {self.length} tokens cannot be taken back to {length}")

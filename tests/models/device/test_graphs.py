@@ -93,7 +93,7 @@ def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
 
 def test_a_capture_that_fails_for_a_passing_reason_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later, and not for ever; other forwards are not affected once one was captured."""
-    monkeypatch.setattr(graphs, "LATER", 4)
+    monkeypatch.setattr(graphs, "RETRY_AFTER", 4)
 
     class Failing(Tapes):
         num_failing = num_tried = 0
