@@ -13,7 +13,7 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
-from hf_slospec.drafters.translation import DraftText, TokenTranslation
+from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
@@ -22,7 +22,7 @@ from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import draft_nodes
 from hf_slospec.models.sequences.request_sequences import RequestSequences
-from hf_slospec.models.sequences.room import RequestText
+from hf_slospec.models.sequences.room import RequestTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class AssistantDrafter(Drafter):
     Long stretches are processed over several steps, so that a long prompt does not stall other requests; until a
     request has caught up, its trees are roots.
 
-    A draft with another tokenizer has texts of its own (:class:`DraftText`), and the K/V of their tokens. It proposes
+    A draft with another tokenizer has texts of its own (:class:`DraftTokens`), and the K/V of their tokens. It proposes
     the tokens that both vocabularies have.
     """
 
@@ -82,7 +82,7 @@ class AssistantDrafter(Drafter):
         """
         self.packed, self.network = packed, AssistantNetwork(vocab_size, packed.device, translation)
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
-        self.translation, self._texts = translation, dict[Request, DraftText]()
+        self.translation, self._texts = translation, dict[Request, DraftTokens]()
 
     @property
     def num_one_off_forwards(self) -> int:
@@ -100,17 +100,17 @@ class AssistantDrafter(Drafter):
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
-    def _text_of(self, request: Request) -> RequestText:
+    def _text_of(self, request: Request) -> RequestTokens:
         """Return a request's text in the draft's tokens, of which those that have changed lose their K/V."""
         if self.translation is None:
             return request
-        text = self._texts.setdefault(request, DraftText(self.translation, request))
+        text = self._texts.setdefault(request, DraftTokens(self.translation, request))
         num_same = text.update()
         if self.sequences.num_cached(text) > num_same:
             self.sequences.of(text).truncate(num_same)
         return text
 
-    def _with_room(self, texts: Mapping[Request, RequestText]) -> dict[Request, RequestText]:
+    def _with_room(self, texts: Mapping[Request, RequestTokens]) -> dict[Request, RequestTokens]:
         """Make room for one more step, and return the texts that have it: all but translated ones that are too long."""
         try:
             self.sequences.reserve(list(texts.values()))
@@ -119,16 +119,16 @@ class AssistantDrafter(Drafter):
                 raise
         else:
             return dict(texts)
-        have_room = dict[Request, RequestText]()
+        have_room = dict[Request, RequestTokens]()
         for request, text in texts.items():
             with suppress(MemoryError):
                 self.sequences.reserve([text])
                 have_room[request] = text
         return have_room
 
-    def _catch_up(self, texts: Mapping[Request, RequestText]) -> dict[Request, RequestText]:
+    def _catch_up(self, texts: Mapping[Request, RequestTokens]) -> dict[Request, RequestTokens]:
         """Return the requests that can draft now, after processing as many tokens of others as a step may."""
-        ready, left = dict[Request, RequestText](), self.CATCH_UP
+        ready, left = dict[Request, RequestTokens](), self.CATCH_UP
         for request, text in texts.items():
             behind = len(self.sequences.uncached(text))
             if behind <= self.FEW:
@@ -141,7 +141,7 @@ class AssistantDrafter(Drafter):
                 left = 0
         return ready
 
-    def _draft(self, texts: Mapping[Request, RequestText], plan: Plan) -> list[TokenTree]:
+    def _draft(self, texts: Mapping[Request, RequestTokens], plan: Plan) -> list[TokenTree]:
         run, rows = partial(self._run, list(texts.values())), self.packed.num_draft_rows(len(texts))
         return beam_search(list(texts), plan, self.network, run, self.packed.device, rows)
 
@@ -169,7 +169,7 @@ class AssistantDrafter(Drafter):
         self.sequences.close()
         self._texts.clear()
 
-    def _run(self, texts: Sequence[RequestText], level: Level) -> Beam | Scores:
+    def _run(self, texts: Sequence[RequestTokens], level: Level) -> Beam | Scores:
         """Forward the last layer of the beam; of the roots, with all committed tokens that lack K/V."""
         sequences = [self.sequences.of(text) for text in texts]
         if not level.is_root:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_slospec.drafters.level import Vocabulary
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.models.sequences.kept_texts import num_common
+from hf_slospec.models.sequences.kept_prefixes import num_common
 
 WINDOW = 10  # tokens before new ones that are split again, and as many more before these as context
 MAX_CUTS = 64  # cuts per text; the last ones are kept
@@ -274,7 +274,7 @@ class TokenTranslation:
         return [*found[::-1], Cut(len(tokens), len(translated))]
 
 
-class DraftText:
+class DraftTokens:
     """The text of a request in the tokens of its draft."""
 
     def __init__(self, translation: TokenTranslation, request: Request):
