@@ -160,11 +160,10 @@ class PackedTarget(Target):
         """Prefill a prompt that needs the model's own forward, if it has not; return the logits [vocab] after it, if known."""
         if request.prefill is None or self.sequences.num_cached(request):
             return None
-        prefilled: Prefilled = request.prefill()
-        layers, length, position_offset, states, logits = prefilled
-        self.sequences.load(request, layers, length, position_offset, states)
+        done: Prefilled = request.prefill()
+        self.sequences.load(request, done.layers, done.length, done.position_offset, done.states)
         self.sequences.withhold(request)  # equal tokens may stand for other images
-        return logits if len(self.sequences.uncached(request)) == 1 else None
+        return done.logits if len(self.sequences.uncached(request)) == 1 else None
 
     def _checked(self, chooser: Chooser, logits: torch.Tensor, expected: torch.Tensor) -> Chooser:
         """Return the chooser, or one that raises if ``logits`` are not those of the model's own forward.
