@@ -105,7 +105,7 @@ class AssistantDrafter(Drafter):
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
     def _tokens_of(self, request: Request) -> RequestTokens:
-        """Return a request's tokens for the draft; if it has another tokenizer, drop the K/V of those that have changed."""
+        """Return a request's tokens for the draft; drop the K/V of translated ones that have changed."""
         if self.translation is None:
             return request
         draft_tokens = self._translated.setdefault(request, DraftTokens(self.translation, request))

@@ -139,7 +139,7 @@ def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -
 
 
 def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits that rank tokens at every position, perturbed by known noise.  -> [num_requests, depth, vocab]"""
+    """Return the logits that rank tokens, perturbed by known noise.  -> [num_requests, depth, vocab]"""
     if not any(isinstance(request.noise, Coupling) for request in requests):
         return logits
     levels: list[torch.Tensor] = []  # [num_requests, vocab] each

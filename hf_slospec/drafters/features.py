@@ -22,7 +22,7 @@ MAX_WAITING = 256  # tokens of one request whose features may wait; more are pro
 class _Waiting:
     """Features of one request that wait to be processed."""
 
-    end: int = 0  # index behind the last token whose feature was added or is not needed
+    end: int = 0  # index behind the last token that was added or skipped
     num_tokens: int = 0  # of all parts
     parts: list[torch.Tensor] = field(default_factory=list)  # [num_tokens, num_features] each
     has_gap: bool = False  # features of earlier tokens are missing
@@ -70,7 +70,9 @@ class FeatureQueue:
     def is_complete(self, request: Request) -> bool:
         """Return whether the features of all tokens but the root are known."""
         queue = self._waiting.get(request)
-        return queue is not None and queue.end == len(request.tokens) - 1 and bool(queue.parts or queue.last is not None)
+        if queue is None or queue.end != len(request.tokens) - 1:
+            return False
+        return bool(queue.parts) or queue.last is not None
 
     def has_gap(self, request: Request) -> bool:
         """Return whether features of earlier tokens are missing."""

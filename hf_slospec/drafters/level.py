@@ -143,7 +143,7 @@ class Level:
         return F.pad(F.pad(self.ancestors.flatten(), (1, 0), value=True), (FIRST_SEEN - 1, 0))
 
     def inputs(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's inputs; ``input_ids`` [1, num_tokens] are the ids of roots, or indices into the last layer."""
+        """Return the model's inputs, of ids of roots or indices into the last layer, [1, num_tokens]."""
         if self.is_root:
             return tokens
         assert self.network is not None

@@ -1,4 +1,4 @@
-"""Ways to draft, of which every engine gets a drafter of its own."""
+"""Drafting methods, each of which makes a drafter for every engine."""
 
 from __future__ import annotations
 
@@ -24,54 +24,54 @@ from hf_slospec.models.costs.measure import measure_by
 from hf_slospec.models.inspection.properties import evaluating, input_device, vocab_size
 from hf_slospec.models.packed.model import PackedModel
 
-PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: embedding tables are padded to round sizes
+PADDING = 1024  # ids by which vocabulary sizes of one tokenizer may differ, as embedding tables are padded
 
-GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
+GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # values of model_type
 
 
 class Room(NamedTuple):
-    """Limits that a drafter of one engine has to fit."""
+    """Limits of one engine's drafter."""
 
-    max_nodes: int  # tree nodes of one request at a time
+    max_nodes: int  # tree nodes of one request per step
     vocab_size: int  # the target's
-    max_slots: int | None = None  # K/V slots of all requests and kept texts; None: no limit
-    max_kept: float = 0  # tokens of kept texts
-    keeps_rng: bool = True  # the target samples from the global generator, which drafting must not move
+    max_slots: int | None = None  # K/V slots of all requests and kept prefixes; None: no limit
+    max_kept: float = 0  # tokens of kept prefixes
+    keeps_rng: bool = True  # drafting must restore the global generator, as the target samples from it
 
 
 class DraftMethod:
-    """A way to draft for one target, such as :func:`load_drafter` returns.
+    """A drafting method for one target, as :func:`load_drafter` returns.
 
-    It is given as ``drafter=`` and may serve several engines at a time.
+    It is passed as ``drafter=``, and may serve several engines at once.
     """
 
     @property
     def kind(self) -> str:
-        """Name of this way to draft."""
+        """Name of the method."""
         raise NotImplementedError
 
     @property
     def model(self) -> Any | None:
-        """The network that drafts, on the packed runner; None without one."""
+        """The network that drafts by packed forwards; None: there is none."""
         return None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that are read, numbered as in its ``output_hidden_states``."""
+        """Hidden states of the target that it reads, numbered as in ``output_hidden_states``."""
         return ()
 
     def check(self, target: Any) -> None:
-        """Raise IncompatibleDraftError unless it can draft for this target, where that is now."""
+        """Raise IncompatibleDraftError unless it can draft for this target on its present device, in its dtype."""
 
     def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
-        """Measure one level of drafting without ``model``; None if it costs next to nothing.
+        """Measure one level of drafting that ``model`` does not run; None if a level costs next to nothing.
 
         The caller must hold the target's lock.
         """
         return None
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
-        """Return the drafter of one engine; ``draft`` has the packed forwards of the model."""
+        """Return a drafter for one engine; ``draft`` has the packed forwards of ``model``."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -126,9 +126,10 @@ class Gemma4Method(DraftMethod):
                 f"assistant_model reads hidden states of size {expected} and the target has {hidden}; use the "
                 "assistant that was trained with this target"
             )
-        if (own := self.assistant.lm_head.weight.dtype) != (dtype := target.get_input_embeddings().weight.dtype):
+        ours, dtype = self.assistant.lm_head.weight.dtype, target.get_input_embeddings().weight.dtype
+        if ours != dtype:
             raise IncompatibleDraftError(
-                f"assistant_model is in {own} and the target in {dtype}; cast it with assistant_model.to({dtype})"
+                f"assistant_model is in {ours} and the target in {dtype}; cast it with assistant_model.to({dtype})"
             )
         self._check_layers(target)
 
@@ -184,7 +185,7 @@ def _check_device(assistant: Any, target: Any) -> None:
 
 
 def _kv_shape(attention: Any) -> tuple[int, int]:
-    """Return the number of K/V heads of a layer, and their size."""
+    """Return the number and the size of a layer's K/V heads."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
@@ -213,12 +214,12 @@ class HeadMethod(DraftMethod):
         if sizes != targets:
             raise IncompatibleDraftError(
                 f"the {self.kind} is for a target with a vocabulary of {sizes[0]} tokens and a hidden size of "
-                f"{sizes[1]}; this one has {targets[0]} and {targets[1]}"
+                f"{sizes[1]}; this one has {targets[0]} and {targets[1]}; use a head that was trained with this target"
             )
-        for own in self.head.parameters():  # some are the target's
-            if (own.device, own.dtype) != (here.device, here.dtype):
+        for parameter in self.head.parameters():  # all of them, as some are the target's
+            if (parameter.device, parameter.dtype) != (here.device, here.dtype):
                 raise IncompatibleDraftError(
-                    f"the {self.kind} is in {own.dtype} on {own.device} and the target in {here.dtype} on "
+                    f"the {self.kind} is in {parameter.dtype} on {parameter.device} and the target in {here.dtype} on "
                     f"{here.device}; load it again after the target was moved or cast"
                 )
 
@@ -244,14 +245,14 @@ class LookupMethod(DraftMethod):
 
 
 class SuffixMethod(DraftMethod):
-    """Suffix trees of the request's own text and, where that is allowed, of other requests' outputs."""
+    """Suffix trees of the request's tokens and, if that is allowed, of other requests' outputs."""
 
     @property
     def kind(self) -> str:
         return "suffix trees"
 
     def __init__(self, shares_texts: bool = False):
-        """Make the trees; see :class:`SuffixDrafter`. All engines share them."""
+        """Make the trees, which all engines share; see :class:`SuffixDrafter`."""
         self._drafter = SuffixDrafter(shares_texts=shares_texts)
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
@@ -259,7 +260,7 @@ class SuffixMethod(DraftMethod):
 
 
 def model_before_last(kind: str) -> str:
-    """Return the message that refuses a drafter of several parts, of which another than the last has a model."""
+    """Return the error message for a hybrid with a model before its last part."""
     return (
         f"the drafter {kind} has a model before its last part; at most one part may have a model, and it is written "
         "last, as in 'lookup+org/draft'"
@@ -268,7 +269,7 @@ def model_before_last(kind: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class HybridMethod(DraftMethod):
-    """Several ways, whose candidate trees are merged: the cheap ones first, one with a model at most, as the last."""
+    """Several methods, whose candidate trees are merged: cheap ones first; only the last may have a model."""
 
     methods: Sequence[DraftMethod]
 
@@ -300,8 +301,8 @@ class HybridMethod(DraftMethod):
 
 
 @dataclass(frozen=True, repr=False)
-class OwnMethod(DraftMethod):
-    """An object of the user."""
+class UserMethod(DraftMethod):
+    """A drafter that the user wrote."""
 
     drafter: Drafter
 
@@ -311,12 +312,12 @@ class OwnMethod(DraftMethod):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return tuple(getattr(self.drafter, "feature_layers", ()))  # it need not be a Drafter
+        return tuple(getattr(self.drafter, "feature_layers", ()))  # the object need not be a Drafter
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return CheckedDrafter(self.drafter, room.vocab_size, room.keeps_rng)
 
 
 def assistant_method(model: Any) -> DraftMethod:
-    """Return the way to draft with an assistant model."""
+    """Return the drafting method of an assistant model."""
     return Gemma4Method(model) if model.config.model_type in GEMMA4_ASSISTANTS else AssistantMethod(model)

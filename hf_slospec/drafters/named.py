@@ -1,4 +1,4 @@
-"""Drafters that are known by a name, which is all that ``drafter=`` and ``--drafter`` need; loads nothing by itself."""
+"""Registry of named drafters, for ``drafter=`` and ``--drafter``; imports a drafter when its name is used."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """A drafter that is made from its name.
+    """A drafter that is known by its name.
 
     Args:
-        make: takes the target, and whether outputs of other requests may be drafted from.
+        description: for the command line.
+        make: makes it from the target and ``share_texts`` (see :func:`load_drafter`).
         has_model: it runs a network, so that it must be the last part of a sum.
     """
 
@@ -48,4 +49,4 @@ NAMED = {
     "suffix": NamedDrafter("suffix trees of texts (extra suffix)", _suffix),
     "mtp": NamedDrafter("the multi-token prediction layer that the target was published with", _mtp, has_model=True),
 }
-NAMES = ", ".join(NAMED)  # for messages
+NAMES = ", ".join(NAMED)  # for error messages

@@ -72,7 +72,7 @@ class TokenTexts:
 
     @staticmethod
     def _copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Any | None:
-        """Return a copy, which other users' padding and truncation do not change; None for a tokenizer written in Python."""
+        """Return a copy without padding and truncation; None for a tokenizer written in Python."""
         if not tokenizer.is_fast:
             return None
         backend = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -249,7 +249,7 @@ class TokenTranslation:
         return [token for token in same if token is not None] if is_alike else split
 
     def _translated_special(self, token: int) -> list[int]:
-        """Return the draft's tokens for a special token: the same one, or else its name, split, unless it has a role."""
+        """Return the draft's tokens for a special token: the same one, or its name unless it has a role."""
         name = str(self.target.keys.get(token, ""))
         if token in self._same:
             return [self._same[token]]
@@ -260,8 +260,8 @@ class TokenTranslation:
     def _cuts(self, tokens: Sequence[int], translated: Sequence[int]) -> list[Cut]:
         """Return the points where tokens of both begin, between characters; the last one is the end.
 
-        Points are compared by the bytes after them, as far as these agree: a tokenizer may begin its text with a space,
-        or normalise characters.
+        Points are compared by the bytes after them, as far as these agree: a tokenizer may begin with a space, or
+        normalise characters.
         """
         texts = self.target.texts(tokens), self.draft.texts(translated)
         target, draft = (np.frombuffer(b"".join(text), dtype=np.uint8) for text in texts)  # [num_bytes] each

@@ -19,7 +19,7 @@ from hf_slospec.drafters.methods import (
     HeadMethod,
     HybridMethod,
     LookupMethod,
-    OwnMethod,
+    UserMethod,
     assistant_method,
     model_before_last,
 )
@@ -58,7 +58,7 @@ def drafting_method(
     if drafter is None:
         return LookupMethod()
     given: Any = drafter
-    return OwnMethod(given) if _is_own(given) else load_drafter(given, target, tokenizer=tokenizer)
+    return UserMethod(given) if _is_own(given) else load_drafter(given, target, tokenizer=tokenizer)
 
 
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:

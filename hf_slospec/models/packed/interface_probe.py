@@ -31,8 +31,8 @@ def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> Non
         if (num_seen := reach.window or reach.chunk) is None or num_seen > num_kept:
             raise cannot_be_packed(
                 model,
-                f"the cache of layer {layer} keeps the last {num_kept} positions while decoding, but the prompt's tokens "
-                "see more of them",
+                f"the cache of layer {layer} keeps the last {num_kept} positions while decoding, but the prompt's "
+                "tokens see more of them",
             )
 
 

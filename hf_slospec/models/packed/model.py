@@ -138,7 +138,7 @@ class PackedModel:
         self.has_graphs = cuda_graphs and can_replay and self.autocast is None
         self._preconditions = GraphPreconditions(model) if self.has_graphs else None
         self._graph_history = GraphHistory()
-        self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # they read and write the pool's memory, and are freed with it
+        self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
         _packed_models.add(self)
