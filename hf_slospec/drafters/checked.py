@@ -29,10 +29,12 @@ class CheckedDrafter(Drafter):
         with torch.random.fork_rng(enabled=self.keeps_rng):
             drafted = self.drafter.draft(requests, plan)
         if not isinstance(drafted, Iterable):
-            raise InvalidInputError(f"drafter returned {type(drafted).__name__}; it must return a list of TokenTree objects")
+            raise InvalidInputError(f"drafter returned {type(drafted).__name__}; it must return TokenTree objects")
         trees = list(drafted)
         if len(trees) != len(requests):
-            raise InvalidInputError(f"drafter returned {len(trees)} trees for {len(requests)} requests; it must return one each")
+            raise InvalidInputError(
+                f"drafter returned {len(trees)} trees for {len(requests)} requests; it must return one for each"
+            )
         for request, tree in zip(requests, trees, strict=True):
             self._check(request, tree, plan)
         return trees

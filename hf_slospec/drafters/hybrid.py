@@ -17,7 +17,7 @@ from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 
-CONFIDENT = 0.75  # share of the planned depth; if a drafter expects so many accepted tokens, later ones are skipped
+CONFIDENT = 0.75  # share of the planned depth; later drafters are skipped if one expects it to be accepted
 
 
 class _Source:

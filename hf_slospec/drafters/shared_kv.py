@@ -79,7 +79,7 @@ class SharedKVModel:
 
 
 def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None) -> PackedBatch:
-    """Return a batch of ``beam`` tokens per sequence, which attend to its last ``max_keys`` committed tokens, or all."""
+    """Return a batch of ``beam`` tokens per sequence, which see its last ``max_keys`` committed tokens, or all."""
     spans = []
     for index, whole in enumerate(sequences):
         num_keys = whole.length if max_keys is None else min(whole.length, max_keys)
@@ -100,7 +100,7 @@ class _SharedKVForward:
         placeholders: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         backend: Backend,
     ):
-        """Mappings are by layer type; ``placeholders`` are passed to the assistant as K and V, and tell layers apart."""
+        """Mappings are by layer type; the assistant takes ``placeholders`` as K and V, which tell its layers apart."""
         self.pool, self.layers, self.batches, self.backend = pool, layers, batches, backend
         self._kinds = {id(key): kind for kind, (key, _) in placeholders.items()}
 

@@ -141,7 +141,7 @@ class PackedTarget(Target):
         ]
 
     def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
-        """Return the rows of the packed batch whose logits the request's prompt reader takes; its rows begin at ``begin``."""
+        """Return the rows whose logits the prompt reader takes; the request's rows begin at ``begin``."""
         if not request.num_unread or request.prompt_reader is None:
             return NO_ROWS
         length, num_read = self.sequences.num_cached(request), request.prompt_reader.num_read
@@ -157,7 +157,7 @@ class PackedTarget(Target):
         self.sequences.packed.ranks.check_equal(work)
 
     def _prefill_whole(self, request: Request) -> torch.Tensor | None:
-        """Prefill a prompt that needs the model's own forward, if it has not; return the logits [vocab] after it, if known."""
+        """Prefill a prompt that needs the model's own forward; return the logits [vocab] after it, if known."""
         if request.prefill is None or self.sequences.num_cached(request):
             return None
         done: Prefilled = request.prefill()

@@ -60,7 +60,7 @@ class DraftHead(PreTrainedModel):
         past_key_values: Any,
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states that logits are computed from, and the children's hidden states, [1, num_tokens, hidden] each.
+        """Return the states of the logits and the children's hidden states, [1, num_tokens, hidden] each.
 
         Args:
             embeds: [1, num_tokens, embedding].

@@ -183,7 +183,8 @@ def _load_published_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) -> D
         raise UnsupportedModelError(
             f"{checkpoint.source} reads one hidden state, as EAGLE-2 does; EAGLE-3 reads several"
         )
-    outputs_of = options.get("eagle_aux_hidden_state_layer_ids") or options.get("target_layer_ids")  # layers whose outputs are read
+    # Layers whose outputs are read; output_hidden_states begins with the embeddings.
+    outputs_of = options.get("eagle_aux_hidden_state_layer_ids") or options.get("target_layer_ids")
     return _load_eagle3(checkpoint, target, config, options, outputs_of and [layer + 1 for layer in outputs_of])
 
 

@@ -53,7 +53,7 @@ def cached_tensors(cache: Any, row: int, columns: torch.Tensor, num_cached: int)
 
 
 def _columns(tensor: torch.Tensor, columns: torch.Tensor, num_cached: int) -> torch.Tensor:
-    """Return columns of a cached [num_heads, num_held, dim], which may lack the first ones or have spare ones."""
+    """Return columns of [num_heads, num_held, dim], which may lack the first ones or have spare ones."""
     held = tensor[:, :num_cached]
     dropped = num_cached - held.shape[1]
     return held[:, (columns[columns >= dropped] - dropped).to(tensor.device)]
