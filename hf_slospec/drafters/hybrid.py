@@ -25,7 +25,7 @@ class _Source:
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.acceptance = drafter, Acceptance()
-        self.last: WeakKeyDictionary[Request, tuple[TokenTree, int]] = WeakKeyDictionary()  # tree, and number of tokens before it
+        self.last: WeakKeyDictionary[Request, tuple[TokenTree, int]] = WeakKeyDictionary()  # tree, tokens before it
 
     def expect(self, requests: Sequence[Request], trees: Mapping[Request, TokenTree]) -> Prediction:
         """Return the predicted acceptance of the trees, and keep them for :meth:`learn`.

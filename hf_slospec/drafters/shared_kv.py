@@ -138,13 +138,13 @@ class SharedKVDrafter(Drafter):
     def __init__(self, assistant: Any, vocab_size: int):
         """``vocab_size`` is the target's."""
         self.assistant, self.vocab_size = assistant, vocab_size
-        self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # number of tokens, and the last one's feature [1, hidden]
+        self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # tokens, last feature [1, hidden]
 
     def read_kv_of(self, sequences: RequestSequences) -> None:
         self._sequences, self._model = sequences, SharedKVModel(self.assistant, sequences.packed)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
-        self._last[request] = begin + len(features), features[-1:].clone()  # a view would keep the features of a whole step
+        self._last[request] = begin + len(features), features[-1:].clone()  # a view would keep the whole step's
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         ready = [request for request in requests if self._is_ready(request)]

@@ -250,6 +250,6 @@ class PackedTarget(Target):
 
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            assert self.sequences.num_cached(request) == request.num_cached, "request.num_cached differs from the tokens with K/V"
+            assert self.sequences.num_cached(request) == request.num_cached, "num_cached is not what has K/V"
         if not self.holds_finished:
             self.sequences.check(requests)
