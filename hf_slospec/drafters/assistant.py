@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +14,20 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.device.memory import as_memory_error
-from hf_slospec.models.inspection.properties import evaluating
+from hf_slospec.models.inspection.properties import evaluating, input_device, vocab_size
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import draft_nodes
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from hf_slospec.models.sequences.room import RequestTokens
+
+PADDING = 1024  # ids by which vocabulary sizes of one tokenizer may differ, as embedding tables are padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +67,7 @@ class AssistantDrafter(Drafter):
     both vocabularies have.
     """
 
-    CATCH_UP = 1024  # most tokens processed per step, over all requests that lack K/V of more than FEW
+    CATCH_UP = 1024  # maximum number of tokens processed per step, over all requests that lack K/V of more than FEW
     FEW = MAX_CATCH_UP
 
     def __init__(
@@ -78,7 +83,7 @@ class AssistantDrafter(Drafter):
 
         Args:
             packed: the draft.
-            max_nodes: most nodes of one request's beam, depth times width of plans.
+            max_nodes: maximum number of nodes of one request's beam, depth times width of plans.
             vocab_size: the target's, which bounds proposed ids.
             max_slots: see :class:`RequestSequences`, as for ``max_kept``. Requests whose translated tokens do not fit
                 get trees that are only roots.
@@ -189,3 +194,49 @@ class AssistantDrafter(Drafter):
         for sequence, request in zip(sequences, requests, strict=True):
             sequence.length = len(request.tokens)
         return grown
+
+
+@dataclass(frozen=True, repr=False)
+class AssistantMethod(DraftMethod):
+    """A smaller causal LM, with the target's tokenizer or with a translation to it."""
+
+    assistant: Any
+    translation: TokenTranslation | None = None
+
+    @property
+    def kind(self) -> str:
+        return "assistant model" if self.translation is None else "assistant model with another tokenizer"
+
+    @property
+    def model(self) -> Any:
+        return self.assistant
+
+    def check(self, target: Any) -> None:
+        if self.translation is None:
+            check_vocabulary(self.assistant, target)
+        check_device(self.assistant, target)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        assert draft is not None
+        return AssistantDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept, self.translation)
+
+
+def check_vocabulary(assistant: Any, target: Any) -> None:
+    """Raise IncompatibleDraftError if the vocabularies differ by more than padding."""
+    smaller, larger = sorted((vocab_size(target), vocab_size(assistant)))
+    if larger - smaller > min(PADDING, smaller / 2):
+        raise IncompatibleDraftError(
+            f"assistant_model has a vocabulary of {vocab_size(assistant)} tokens and the target one of "
+            f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the target's "
+            "tokenizer, or give both tokenizers: drafter=hf_slospec.load_drafter(assistant_model, target, "
+            "tokenizer=..., assistant_tokenizer=...)"
+        )
+
+
+def check_device(assistant: Any, target: Any) -> None:
+    """Raise IncompatibleDraftError if the models are on different devices."""
+    if input_device(target) != input_device(assistant):
+        raise IncompatibleDraftError(
+            f"assistant_model is on {input_device(assistant)} and the target on {input_device(target)}; "
+            f"move it there with assistant_model.to('{input_device(target)}')"
+        )

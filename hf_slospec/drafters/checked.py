@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.checked_policy import check_tree
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.packed.model import PackedModel
 
 METHODS = ("release", "take_features", "read_kv_of", "reuse", "relieve", "close")  # passed on to the user's drafter
 
@@ -58,3 +61,21 @@ class CheckedDrafter(Drafter):
     @property
     def num_feature_bytes(self) -> int:
         return int(getattr(self.drafter, "num_feature_bytes", 0))
+
+
+@dataclass(frozen=True, repr=False)
+class UserMethod(DraftMethod):
+    """A drafter that the user wrote."""
+
+    drafter: Drafter
+
+    @property
+    def kind(self) -> str:
+        return "drafter of your own"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(getattr(self.drafter, "feature_layers", ()))  # the object need not be a Drafter
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return CheckedDrafter(self.drafter, room.vocab_size, room.keeps_rng)

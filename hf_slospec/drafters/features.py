@@ -124,7 +124,7 @@ class FeatureDrafter(Drafter):
 
         Args:
             packed: the network.
-            max_nodes: most nodes of one request staged at a time.
+            max_nodes: maximum number of nodes of one request staged at a time.
             vocab_size: the target's.
             max_slots: see :class:`RequestSequences`, as for ``max_kept``.
         """

@@ -12,13 +12,19 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
+from hf_slospec.drafters.block import BlockDrafter
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.drafters.heads.head import DraftHead
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.inspection.properties import vocab_size
+from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import draft_nodes
 
 
@@ -99,3 +105,43 @@ class HeadDrafter(FeatureDrafter):
         for request, length in zip(requests, lengths, strict=True):
             self.sequences.of(request).length += length
         return outputs
+
+
+@dataclass(frozen=True, repr=False)
+class HeadMethod(DraftMethod):
+    """A trained head that reads hidden states of the target: EAGLE-3, MTP or DFlash."""
+
+    head: DraftHead | DFlashHead
+
+    @property
+    def kind(self) -> str:
+        return self.head.kind
+
+    @property
+    def model(self) -> Any:
+        return self.head
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.head.feature_layers
+
+    def check(self, target: Any) -> None:
+        config, here = target.config.get_text_config(decoder=True), next(target.parameters())
+        sizes = self.head.config.vocab_size, self.head.target_hidden_size
+        targets = vocab_size(target), config.hidden_size
+        if sizes != targets:
+            raise IncompatibleDraftError(
+                f"the {self.kind} is for a target with a vocabulary of {sizes[0]} tokens and a hidden size of "
+                f"{sizes[1]}; this one has {targets[0]} and {targets[1]}; use a head that was trained with this target"
+            )
+        for parameter in self.head.parameters():  # all of them, as some are the target's
+            if (parameter.device, parameter.dtype) != (here.device, here.dtype):
+                raise IncompatibleDraftError(
+                    f"the {self.kind} is in {parameter.dtype} on {parameter.device} and the target in {here.dtype} on "
+                    f"{here.device}; load it again after the target was moved or cast"
+                )
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        assert draft is not None
+        make = BlockDrafter if isinstance(self.head, DFlashHead) else HeadDrafter
+        return make(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)

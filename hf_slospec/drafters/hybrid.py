@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hf_slospec.algo.acceptance import Acceptance, Prediction
+from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import ROOT, FloatArray, Forest, TokenTree
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.packed.model import PackedModel
 
 CONFIDENT = 0.75  # share of the planned depth; later drafters are skipped if one expects it to be accepted
 
@@ -155,3 +158,44 @@ class HybridDrafter(Drafter):
 def _expected_depths(prediction: Prediction) -> FloatArray:
     """Return the expected accepted tokens of each tree.  -> [num_requests] f64"""
     return prediction.expected_tokens(np.ones(len(prediction.path_probs), dtype=np.bool_)) - 1.0
+
+
+def model_before_last(kind: str) -> str:
+    """Return the error message for a hybrid with a model before its last part."""
+    return (
+        f"the drafter {kind} has a model before its last part; at most one part may have a model, and it is written "
+        "last, as in 'lookup+org/draft'"
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class HybridMethod(DraftMethod):
+    """Several methods, whose candidate trees are merged: cheap ones first; only the last may have a model."""
+
+    methods: Sequence[DraftMethod]
+
+    def __post_init__(self) -> None:
+        if any(method.model is not None or method.feature_layers for method in self.methods[:-1]):
+            raise InvalidInputError(model_before_last(self.kind))
+
+    @property
+    def kind(self) -> str:
+        return " + ".join(method.kind for method in self.methods)
+
+    @property
+    def model(self) -> Any | None:
+        return self.methods[-1].model
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.methods[-1].feature_layers
+
+    def check(self, target: Any) -> None:
+        for method in self.methods:
+            method.check(target)
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        return self.methods[-1].measure_level(target, limit_s)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return HybridDrafter([method.new_drafter(draft, room) for method in self.methods])

@@ -83,7 +83,7 @@ class Level:
 
     network: Network | None  # None: ``inputs`` and ``outputs`` are not used, and logits are of the target's ids
     sizes: tuple[int, ...]  # nodes per row in each layer so far; the first one is the root
-    width: int  # most nodes per row in the next layer
+    width: int  # maximum number of nodes per row in the next layer
     nodes: torch.Tensor  # see Beam
     states: torch.Tensor | None  # see Beam; at the root, the root's own, [num_rows, 1, hidden]
     limits: Limits | None  # None: is_futile is not computed

@@ -26,20 +26,20 @@ class NamedDrafter:
 
 
 def _lookup(target: Any, shares_texts: bool) -> DraftMethod:
-    from hf_slospec.drafters.methods import LookupMethod
+    from hf_slospec.drafters.prompt_lookup import LookupMethod
 
     return LookupMethod()
 
 
 def _suffix(target: Any, shares_texts: bool) -> DraftMethod:
-    from hf_slospec.drafters.methods import SuffixMethod
+    from hf_slospec.drafters.suffix import SuffixMethod
 
     return SuffixMethod(shares_texts)
 
 
 def _mtp(target: Any, shares_texts: bool) -> DraftMethod:
+    from hf_slospec.drafters.head import HeadMethod
     from hf_slospec.drafters.heads.loading import load_mtp
-    from hf_slospec.drafters.methods import HeadMethod
 
     return HeadMethod(load_mtp(target))
 

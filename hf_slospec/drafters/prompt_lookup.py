@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.models.packed.model import PackedModel
 
 MAX_NGRAM = 3  # longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
 TRUST = 0.7  # conditional probability of a token on which all matches agree
@@ -72,3 +75,18 @@ def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) ->
         if len(begins):
             return [tokens[begin : begin + depth].tolist() for begin in begins[::-1]]
     return []
+
+
+@dataclass(frozen=True, repr=False)
+class LookupMethod(DraftMethod):
+    """Prompt lookup."""
+
+    max_ngram: int = MAX_NGRAM
+    max_depth: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "prompt lookup"
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return PromptLookupDrafter(self.max_ngram, self.max_depth)

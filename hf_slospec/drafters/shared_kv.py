@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.drafters.assistant import check_device, check_vocabulary
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.attention import PackedBatch, Span, active_forward
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
-from hf_slospec.models.costs.measure import Size
+from hf_slospec.models.costs.measure import Size, measure_by
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.device.transfer import to_device
-from hf_slospec.models.inspection.properties import evaluating
+from hf_slospec.models.inspection.properties import evaluating, input_device
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
@@ -196,3 +201,68 @@ class LevelTimer:
             self._model.scores(self._cache.pool, sequences, tokens, states)
             synchronize(device)
             return self.clock() - begun_s
+
+
+@dataclass(frozen=True, repr=False)
+class Gemma4Method(DraftMethod):
+    """A Gemma 4 assistant, which reads the target's K/V and its last hidden state and caches nothing."""
+
+    assistant: Any
+
+    @property
+    def kind(self) -> str:
+        return "Gemma 4 assistant"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (LAST_HIDDEN,)
+
+    def check(self, target: Any) -> None:
+        check_vocabulary(self.assistant, target)
+        check_device(self.assistant, target)
+        hidden, expected = target.config.get_text_config().hidden_size, self.assistant.backbone_hidden_size
+        if hidden != expected:
+            raise IncompatibleDraftError(
+                f"assistant_model reads hidden states of size {expected} and the target has {hidden}; use the "
+                "assistant that was trained with this target"
+            )
+        ours, dtype = self.assistant.lm_head.weight.dtype, target.get_input_embeddings().weight.dtype
+        if ours != dtype:
+            raise IncompatibleDraftError(
+                f"assistant_model is in {ours} and the target in {dtype}; cast it with assistant_model.to({dtype})"
+            )
+        self._check_layers(target)
+
+    def _check_layers(self, target: Any) -> None:
+        """Raise IncompatibleDraftError unless the target caches K/V for every layer of the assistant."""
+        cached = cached_layers(target)
+        kinds = self.assistant.config.get_text_config().layer_types
+        for kind, layer in zip(kinds, self.assistant.model.layers, strict=True):
+            if kind not in cached:
+                raise IncompatibleDraftError(
+                    f"assistant_model has layers of type {kind!r} and the target caches K/V of "
+                    f"{sorted(cached) or 'none'}; use the assistant that was trained with this target"
+                )
+            source = target.get_decoder().layers[cached[kind]]
+            if (ours := _kv_shape(layer.self_attn)) != (theirs := _kv_shape(source.self_attn)):
+                raise IncompatibleDraftError(
+                    f"layers of type {kind!r} have {ours} K/V heads and their size in assistant_model and {theirs} in "
+                    "the target; use the assistant that was trained with this target"
+                )
+            if (device := next(source.parameters()).device) != input_device(self.assistant):
+                raise IncompatibleDraftError(
+                    f"assistant_model is on {input_device(self.assistant)} and the K/V that it reads on {device}; load "
+                    "the target on one device"
+                )
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        with evaluating(self.assistant):
+            return measure_by(LevelTimer(self.assistant, target), limit_s).fit()
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return SharedKVDrafter(self.assistant, room.vocab_size)
+
+
+def _kv_shape(attention: Any) -> tuple[int, int]:
+    """Return the number and the size of a layer's K/V heads."""
+    return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim

@@ -17,10 +17,12 @@ from hf_slospec.algo.calibration import Conditionals
 from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import Forest, TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
+from hf_slospec.models.packed.model import PackedModel
 
 if TYPE_CHECKING:
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
@@ -153,8 +155,8 @@ class SuffixDrafter(Drafter):
 
         Args:
             shares_texts: draft from other requests' outputs, too.
-            max_texts: most shared outputs, those of running requests included; the oldest are evicted.
-            max_tokens: most tokens of all shared outputs together.
+            max_texts: maximum number of shared outputs, those of running requests included; the oldest are evicted.
+            max_tokens: maximum number of tokens of all shared outputs together.
 
         Raises:
             MissingExtraError: arctic-inference is not installed.
@@ -272,3 +274,18 @@ def _converted(root: int, draft: SuffixDecodingDraft, depths: Sequence[int], noi
         np.array(depths),
         np.array(path_probs),
     )
+
+
+class SuffixMethod(DraftMethod):
+    """Suffix trees of the request's tokens and, if that is allowed, of other requests' outputs."""
+
+    @property
+    def kind(self) -> str:
+        return "suffix trees"
+
+    def __init__(self, shares_texts: bool = False):
+        """Make the trees, which all engines share; see :class:`SuffixDrafter`."""
+        self._drafter = SuffixDrafter(shares_texts=shares_texts)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return self._drafter

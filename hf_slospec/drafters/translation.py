@@ -19,9 +19,9 @@ from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.sequences.kept_prefixes import num_common
 
 WINDOW = 10  # tokens before new ones that are tokenized again, and as many more before these as context
-MAX_CUTS = 64  # most cuts kept per request; the last ones
+MAX_CUTS = 64  # maximum number of cuts kept per request; the last ones
 MIN_COMMON = 0.01  # share of the smaller vocabulary that both must have
-MAX_PIECE = 8  # most bytes of a token that is looked up by its bytes, beside invalid UTF-8
+MAX_PIECE = 8  # maximum bytes of a token that is looked up by its bytes, beside invalid UTF-8
 ROLES = ("bos_token_id", "eos_token_id")
 INVALID = re.compile(r"([\udc80-\udcff]+)")  # invalid UTF-8, as the error handler below decodes it
 KEEP_INVALID = "surrogateescape"

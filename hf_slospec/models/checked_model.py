@@ -32,7 +32,7 @@ class CheckedModel:
         Args:
             model: a causal LM or a drafting head.
             config: the settings.
-            measure_s: most seconds of measuring, if no profile is saved.
+            measure_s: maximum seconds of measuring, if no profile is saved.
             target: ranks of the target, if the model is a draft; None: it is a target.
 
         Raises:

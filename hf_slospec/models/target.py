@@ -65,7 +65,7 @@ class PackedTarget(Target):
 
         Args:
             packed: the model.
-            max_nodes: most nodes of one request's draft tree, its root not counted.
+            max_nodes: maximum number of nodes of one request's draft tree, its root not counted.
             sampler: chooses tokens.
             max_slots: see :class:`RequestSequences`, as for ``max_kept``.
             holds_finished: K/V of finished requests stays readable in ``sequences`` until ``close``.

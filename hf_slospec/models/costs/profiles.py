@@ -14,8 +14,8 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models.device.machine import digest, kept_file, machine, write_atomically
 from hf_slospec.models.packed.model import PackedModel
 
-MAX_S = 1e4  # most seconds of a forward in a profile
-MAX_TOKENS = 2**20  # most tokens of a forward
+MAX_S = 1e4  # maximum seconds of a forward in a profile
+MAX_TOKENS = 2**20  # maximum number of tokens of a forward
 VERSION = 4  # of the file format and the measured sizes
 
 

@@ -78,7 +78,7 @@ class PackedWeight:
         self.num_made += 1
         self.matrices = list[Matrix]()  # one, or one per expert; empty where torch's own kernels are used
         self.digest: Digest | None = None
-        if weight is None or not is_usual(weight):
+        if weight is None or not can_be_packed(weight):
             return
         with torch.inference_mode(False), torch.no_grad():  # the copy may outlive the caller's inference mode
             self.digest, self.version, self.address = digest([weight]), weight._version, weight.data_ptr()

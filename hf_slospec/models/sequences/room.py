@@ -15,7 +15,7 @@ from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.kept_prefixes import KeptPrefixes
 
 FIRST_ROOM = 512  # new tokens for which a request has slots at first, if its prompt is shorter
-KEPT_STATES = 16  # most prefixes kept where layers have states, each as large as the K/V of hundreds of tokens
+KEPT_STATES = 16  # maximum number of prefixes kept where layers have states, each as large as the K/V of hundreds of tokens
 
 
 class RequestTokens(Hashable, Protocol):
@@ -58,9 +58,9 @@ class SequenceRoom:
         """Begin without requests.
 
         Args:
-            max_nodes: most tree nodes of one request that are staged at a time.
-            max_slots: most slots of all requests and kept prefixes; None: no limit.
-            max_kept: most tokens of kept prefixes; 0: none is kept, and requests share nothing.
+            max_nodes: maximum number of tree nodes of one request that are staged at a time.
+            max_slots: maximum number of slots of all requests and kept prefixes; None: no limit.
+            max_kept: maximum number of tokens of kept prefixes; 0: none is kept, and requests share nothing.
         """
         self.packed, self.max_nodes, self.max_slots, self.max_kept = packed, max_nodes, max_slots, max_kept
         self._cache: KVCache | None = None
