@@ -155,7 +155,7 @@ class AssistantDrafter(Drafter):
         return beam_search(list(by_request), plan, self.network, run, self.packed.device, rows)
 
     def reuse(self, request: Request) -> int:
-        """Reuse K/V of other requests' first tokens; return how many of the request's tokens have K/V.
+        """Use the K/V of other requests' first tokens; return how many of the request's tokens have K/V.
 
         That number is an estimate if the tokens are translated.
         """

@@ -22,10 +22,7 @@ class ForeseenNoise:
     def given(self, prob: float, depth: int, token: int) -> float:
         """Return the probability that the target takes a proposal, given its noise if that is known.
 
-        Args:
-            prob: probability without the noise.
-            depth: depth of the proposal, at least 1.
-            token: the proposal.
+        ``prob`` is the probability without the noise; ``depth`` is at least 1.
         """
         if not self._is_known or prob <= 0.0:
             return prob

@@ -12,17 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """A drafter that is known by its name.
-
-    Args:
-        description: for the command line.
-        make: makes it from the target and ``share_texts`` (see :func:`load_drafter`).
-        has_model: it runs a network, so that it must be the last part of a sum.
-    """
+    """A drafter that is known by its name."""
 
     description: str
-    make: Callable[[Any, bool], DraftMethod]
-    has_model: bool = False
+    make: Callable[[Any, bool], DraftMethod]  # makes it from the target and ``share_texts``, see load_drafter
+    has_model: bool = False  # it runs a network, so that it must be the last part of a sum
 
 
 def _lookup(target: Any, shares_texts: bool) -> DraftMethod:

@@ -108,7 +108,7 @@ class _SharedOutputs:
             self.drop(next(iter(self._kept)))
 
     def end(self, key: int) -> None:
-        """Mark the output of this key as complete, if it is still kept."""
+        """End the output of this key, if it is still kept."""
         if key in self._kept:
             self._caches[self._kept[key][0]].stop_request(key)
 
@@ -178,12 +178,6 @@ class SuffixDrafter(Drafter):
         with self._lock:
             return sum(tree.num_tokens for tree in self._trees.values()) + self._shared.num_tokens
 
-    @property
-    def num_texts(self) -> int:
-        """Number of shared outputs."""
-        with self._lock:
-            return len(self._shared)
-
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
             drafts = [self._continuations(request, plan) for request in requests]
@@ -202,13 +196,6 @@ class SuffixDrafter(Drafter):
                 self._shared.end(self._outputs[request].key)
             else:
                 self._shared.drop(self._outputs[request].key)
-
-    def clear(self) -> None:
-        """Drop all suffix trees."""
-        with self._lock:
-            self._trees.clear()
-            self._outputs.clear()
-            self._shared = _SharedOutputs(self._shared.max_texts, self._shared.max_tokens)
 
     def _continuations(self, request: Request, plan: Plan) -> list[SuffixDecodingDraft]:
         """Return the continuations of a request's last tokens in its own tree and, if shared, in other outputs."""

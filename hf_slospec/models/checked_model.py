@@ -69,14 +69,8 @@ class CheckedModel:
                 if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
                 config = self.config
-                packed = PackedModel(
-                    self.model,
-                    config.attention,
-                    config.prepack,
-                    config.cuda_graphs,
-                    config.fused_layers,
-                    ranks=self.ranks,
-                )
+                options = config.attention, config.prepack, config.cuda_graphs, config.fused_layers
+                packed = PackedModel(self.model, *options, ranks=self.ranks)
                 check_by_trial(packed)
                 if self._placement is not None:  # engines that still use the old one must notice changes, too
                     packed.fingerprint = self._packed.fingerprint

@@ -26,7 +26,6 @@ from hf_slospec.models.sequences.request_sequences import RequestSequences
 # Times the trial's tolerance: the trial takes medians, and here one rerouted expert may change the logits.
 WHOLE_TOLERANCE = 4.0
 
-
 Rows = npt.NDArray[np.int64]  # [num_rows] of a packed batch
 NO_ROWS: Rows = np.empty(0, np.int64)
 

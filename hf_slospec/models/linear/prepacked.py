@@ -71,11 +71,8 @@ class PrepackedLayers:
             self._wanted = False
         self.renew()
         if self.num_rounded:
-            logger.info(
-                "%d weights of %s are too small for fp16; their copies differ by less than 3e-8",
-                self.num_rounded,
-                type(model).__name__,
-            )
+            message = "%d weights of %s are too small for fp16; their copies differ by less than 3e-8"
+            logger.info(message, self.num_rounded, type(model).__name__)
 
     @property
     def num_bytes(self) -> int:

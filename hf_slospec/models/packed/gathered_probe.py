@@ -60,14 +60,8 @@ class GatheredProbe(MaskSource):
             raise cannot_be_packed(model, f"its buffer {mask} masks keys by their place, not by their position")
         window = min(filter(None, self._windows), default=None)
         return [
-            AttentionLayer(
-                self._shapes[layer],
-                window,
-                layer_idx=layer,
-                is_own=True,
-                counts_tokens=layer in self._counting,
-            )
-            for layer in indices
+            AttentionLayer(self._shapes[i], window, layer_idx=i, is_own=True, counts_tokens=i in self._counting)
+            for i in indices
         ]
 
 

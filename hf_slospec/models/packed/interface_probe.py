@@ -165,15 +165,8 @@ class InterfaceProbe(StateCache):
         complete = {layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices}
         _refuse_if_cache_keeps_less(model, complete)
         attending = [
-            AttentionLayer(
-                self._shapes[layer],
-                window,
-                layer in self._latent,
-                chunk,
-                layer,
-                counts_tokens=layer in self._counting,
-            )
-            for layer, (window, chunk) in complete.items()
+            AttentionLayer(self._shapes[i], window, i in self._latent, chunk, i, counts_tokens=i in self._counting)
+            for i, (window, chunk) in complete.items()
         ]
         return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
 

@@ -84,7 +84,9 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     with cache.temporary([len(prompt) + nodes for prompt, nodes in zip(prompts, num_nodes, strict=True)]) as sequences:
         if sees_later_tokens(packed.model):
             for sequence, prompt in zip(sequences, prompts, strict=True):
-                cache.load(sequence, _plain_tensors(packed, prompt), len(prompt) - 1)
+                _, plain_cache = _plain_steps(packed, prompt, [])
+                tensors = cached_tensors(plain_cache, 0, torch.arange(len(prompt) - 1), len(prompt))
+                cache.load(sequence, tensors, len(prompt) - 1)
         else:
             parts = [chain(packed, *pair) for pair in zip(sequences, (prompt[:-1] for prompt in prompts), strict=True)]
             packed.forward(cache.pool, parts, torch.tensor([0]))
@@ -140,11 +142,6 @@ def _plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> t
         logits.append(output.logits[0, -1].cpu())
         begin += len(piece)
     return torch.stack(logits), cache
-
-
-def _plain_tensors(packed: PackedModel, prompt: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Return each layer's K and V of all tokens but the last of a prompt that is forwarded as a whole."""
-    return cached_tensors(_plain_steps(packed, prompt, [])[1], 0, torch.arange(len(prompt) - 1), len(prompt))
 
 
 def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class PrefixReuse(SequenceRoom):
             self.cache.release(sequence)
 
     def withhold(self, request: RequestTokens) -> None:
-        """Exclude the K/V of a request from reuse, as it does not depend on the request's tokens alone."""
+        """Keep the K/V of a request from being reused, as it does not depend on the request's tokens alone."""
         self._states[request] = NEVER
 
     def close(self) -> None:

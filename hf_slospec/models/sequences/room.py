@@ -15,7 +15,7 @@ from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.kept_prefixes import KeptPrefixes
 
 FIRST_ROOM = 512  # new tokens for which a request has slots at first, if its prompt is shorter
-KEPT_STATES = 16  # maximum number of prefixes kept where layers have states, each as large as the K/V of hundreds of tokens
+KEPT_STATES = 16  # maximum number of prefixes if layers have states, each as large as the K/V of hundreds of tokens
 
 
 class RequestTokens(Hashable, Protocol):
