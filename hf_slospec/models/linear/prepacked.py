@@ -64,7 +64,7 @@ class PrepackedLayers:
         if new_bytes and wanted is None and new_bytes > FREE_SHARE * free_memory():
             logger.info(
                 "weights of %s are not prepacked: the copies would take %.1f GiB, more than a quarter of the free "
-                "memory; SLOSpecConfig(prepack=True) makes them all the same, prepack='only' in place of the weights",
+                "memory; SLOSpecConfig(prepack=True) makes them anyway, prepack='only' replaces the weights",
                 type(model).__name__,
                 new_bytes / 2**30,
             )
