@@ -100,8 +100,8 @@ def load_drafter(
             - a folder or Hub repository of a trained head (EAGLE-3 in three layouts, DFlash, MTP) or of a smaller
               causal LM, known by its config and tensors; safetensors only;
             - a loaded causal LM;
-            - several of these, as a sequence or joined by ``+``, whose trees are merged: ``"lookup+mtp"``. Only the last
-              one may have a model.
+            - several of these, as a sequence or joined by ``+``, whose trees are merged: ``"lookup+mtp"``. Only the
+              last one may have a model.
         target: the loaded model that verifies.
         tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer can draft. Both are
             loaded from the models' folders or repositories if they are needed and not given.

@@ -268,8 +268,8 @@ class TokenTranslation:
         shorter = min(len(target), len(draft))
         differs = np.flatnonzero(target[len(target) - shorter :] != draft[len(draft) - shorter :])
         num_same = shorter if not len(differs) else shorter - 1 - int(differs[-1])
-        bytes_left = (np.cumsum([0, *map(len, text[::-1])])[::-1] for text in texts)  # from each token on
-        common, *indices = np.intersect1d(*bytes_left, return_indices=True)
+        target_left, draft_left = (np.cumsum([0, *map(len, text[::-1])])[::-1] for text in texts)  # bytes left
+        common, *indices = np.intersect1d(target_left, draft_left, return_indices=True)
         is_cut = (common > 0) & (common <= num_same)
         is_cut[is_cut] &= target[len(target) - common[is_cut]] & 0xC0 != 0x80  # not within a character
         cuts = [Cut(*pair) for pair in zip(*(index[is_cut].tolist() for index in indices), strict=True)]

@@ -202,8 +202,8 @@ class PackedTarget(Target):
             committed.append(_Committed(chunk.request, begin, range(chunk.num_tokens)))
         with as_memory_error():
             self.sequences.cache.pool.move(source, destination)  # nothing is committed before it succeeds
-        for request, _, indices in committed:
-            self.sequences.of(request).commit(indices)
+        for request, _, rows in committed:
+            self.sequences.of(request).commit(rows)
         with contextlib.suppress(MemoryError), as_memory_error():  # the drafter then lacks features of these tokens
             self._hand_over(committed)
         self._features = None

@@ -113,7 +113,8 @@ def _noise(packed: PackedModel) -> float:
 
 
 def _random_prompt(packed: PackedModel) -> list[int]:
-    return np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
+    prompt: list[int] = np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
+    return prompt
 
 
 def _plain(packed: PackedModel, token_ids: list[list[int]]) -> list[torch.Tensor]:
