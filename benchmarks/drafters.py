@@ -34,7 +34,7 @@ from hf_slospec import (
     tiny_prompts,
 )
 from hf_slospec.cli.benchmark import ASSISTED, PLAIN, Bench, Method, provenance, summarize
-from hf_slospec.drafters.methods import AssistantMethod
+from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.translation import TokenTranslation
 from hf_slospec.tiny.embedded import HEADS
 from hf_slospec.tiny.load import load_pair

@@ -8,6 +8,7 @@ from hf_slospec.models.device.host_memory import limit_kernels
 if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.algo.tree import TokenTree as TokenTree
     from hf_slospec.config import SLOSpecConfig as SLOSpecConfig
+    from hf_slospec.drafters.load_drafter import load_drafter as load_drafter
     from hf_slospec.drafters.methods import DraftMethod as DraftMethod
     from hf_slospec.engine.chrome_trace import write_chrome_trace as write_chrome_trace
     from hf_slospec.engine.costs import StepCosts as StepCosts
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.generate.divergence import divergence_report as divergence_report
     from hf_slospec.generate.enable import disable as disable
     from hf_slospec.generate.enable import enable as enable
-    from hf_slospec.generate.load_drafter import load_drafter as load_drafter
     from hf_slospec.generate.slo import SLOStage as SLOStage
     from hf_slospec.models.device.memory import MemoryUse as MemoryUse
     from hf_slospec.models.inspection.weights_version import weights_changed as weights_changed
@@ -70,8 +70,8 @@ _NAMES = {
     "generate.decode": "SLOSpecOutput",
     "generate.divergence": "Divergence DivergenceReport divergence_report",
     "generate.enable": "disable enable",
-    "generate.load_drafter": "load_drafter",
     "generate.slo": "SLOStage",
+    "drafters.load_drafter": "load_drafter",
     "drafters.methods": "DraftMethod",
     "models.device.memory": "MemoryUse",
     "models.inspection.weights_version": "weights_changed",

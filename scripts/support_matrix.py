@@ -35,8 +35,9 @@ from transformers.models.auto.modeling_auto import (
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, UnsupportedInputError, load_drafter
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
-from hf_slospec.drafters.methods import DraftMethod, HeadMethod
+from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.drafters.named import NAMED
 from tests.support.tiny_configs import WINDOW, tiny_config
 from tests.support.tiny_models import VOCAB, sharpened

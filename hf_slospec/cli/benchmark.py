@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 import hf_slospec
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.drafters.methods import AssistantMethod, DraftMethod
+from hf_slospec.drafters.assistant import AssistantMethod
+from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.lab.texts import RecordedText
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.models.device.machine import cpu_info, native_dtypes

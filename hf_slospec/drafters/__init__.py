@@ -1,1 +1,1 @@
-"""Drafters: assistant model, prompt lookup, suffix trees, several together, and the check of a user's own."""
+"""Drafters: assistant models, trained heads, prompt lookup, suffix trees, hybrids of these, and users' drafters."""

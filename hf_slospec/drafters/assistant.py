@@ -1,4 +1,4 @@
-"""Drafting with an assistant model, by a beam search of all requests at a time."""
+"""Drafting with an assistant model, by beam search of all requests at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,21 +14,25 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
-from hf_slospec.drafters.translation import DraftText, TokenTranslation
+from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.device.memory import as_memory_error
-from hf_slospec.models.inspection.properties import evaluating
+from hf_slospec.models.inspection.properties import evaluating, input_device, vocab_size
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import draft_nodes
 from hf_slospec.models.sequences.request_sequences import RequestSequences
-from hf_slospec.models.sequences.room import RequestText
+from hf_slospec.models.sequences.room import RequestTokens
+
+PADDING = 1024  # ids by which vocabulary sizes of one tokenizer may differ, as embedding tables are padded
 
 
 @dataclass(frozen=True, eq=False)
 class AssistantNetwork:
-    """Inputs and outputs of an assistant model (:class:`Network`)."""
+    """Network of an assistant model; see :class:`Network`."""
 
     vocab_size: int  # the target's; either vocabulary may be padded further than the other
     device: torch.device
@@ -35,7 +40,7 @@ class AssistantNetwork:
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Tokens that both vocabularies have; None: the draft's are the target's."""
+        """Tokens that both vocabularies have; None: the draft's ids are the target's."""
         return None if self.translation is None else self.translation.to(self.device)[0]
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -43,26 +48,26 @@ class AssistantNetwork:
         ids = tokens if self.translation is None else self.translation.to(self.device)[2][tokens]
         return {"input_ids": ids[None]}
 
-    def scores(self, found: torch.Tensor) -> Scores:
+    def scores(self, outputs: torch.Tensor) -> Scores:
         """Return logits of the ids that both models have.  [..., vocab] -> [..., draft_vocab]"""
         if self.translation is None:
-            return Scores(found[..., : self.vocab_size])
-        return Scores(found[..., self.translation.to(self.device)[1]])
+            return Scores(outputs[..., : self.vocab_size])
+        return Scores(outputs[..., self.translation.to(self.device)[1]])
 
 
 class AssistantDrafter(Drafter):
     """Beam search on the draft model's probabilities, coupled to the noise of sampled requests.
 
     Its candidate trees hold every beam node. The draft's K/V cache holds committed tokens only: a call first processes
-    every token that lacks K/V, be it the whole prompt, a stretch decoded without drafting, or the last step's tokens.
-    Long stretches are processed over several steps, so that a long prompt does not stall other requests; until a
-    request has caught up, its trees are roots.
+    all tokens that lack K/V, such as the prompt, tokens decoded without drafting, or the last step's. Many such tokens
+    are processed over several steps, so that a long prompt does not stall other requests; until then the request's
+    trees are only roots.
 
-    A draft with another tokenizer has texts of its own (:class:`DraftText`), and the K/V of their tokens. It proposes
-    the tokens that both vocabularies have.
+    A draft with another tokenizer has the K/V of translated tokens (:class:`DraftTokens`), and proposes tokens that
+    both vocabularies have.
     """
 
-    CATCH_UP = 1024  # tokens processed per step at most, over all requests that lack more than FEW
+    CATCH_UP = 1024  # maximum number of tokens processed per step, over all requests that lack K/V of more than FEW
     FEW = MAX_CATCH_UP
 
     def __init__(
@@ -74,15 +79,19 @@ class AssistantDrafter(Drafter):
         max_kept: float = 0,
         translation: TokenTranslation | None = None,
     ):
-        """``max_nodes`` bounds depth times width of plans, ``vocab_size`` the proposed ids.
+        """Begin without requests.
 
-        ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`. ``translation``: the draft has another
-        tokenizer. A text may then be longer for it than for the target; where ``max_slots`` are too few, trees are
-        roots.
+        Args:
+            packed: the draft.
+            max_nodes: maximum number of nodes of one request's beam, depth times width of plans.
+            vocab_size: the target's, which bounds proposed ids.
+            max_slots: see :class:`RequestSequences`, as for ``max_kept``. Requests whose translated tokens do not fit
+                get trees that are only roots.
+            translation: for a draft with another tokenizer; None: it has the target's.
         """
         self.packed, self.network = packed, AssistantNetwork(vocab_size, packed.device, translation)
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
-        self.translation, self._texts = translation, dict[Request, DraftText]()
+        self.translation, self._translated = translation, dict[Request, DraftTokens]()
 
     @property
     def num_one_off_forwards(self) -> int:
@@ -93,73 +102,73 @@ class AssistantDrafter(Drafter):
             return self._trees_of(requests, plan)
 
     def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        texts = self._with_room({request: self._text_of(request) for request in requests})
-        for text in texts.values():  # after a step that was undone the root may be cached; its logits are wanted again
-            self.sequences.of(text).truncate(len(text.tokens) - 1)
-        ready = self._catch_up(texts)
+        by_request = self._with_room({request: self._tokens_of(request) for request in requests})
+        for draft_tokens in by_request.values():  # after an undone step, forward the root again
+            self.sequences.of(draft_tokens).truncate(len(draft_tokens.tokens) - 1)
+        ready = self._catch_up(by_request)
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
-    def _text_of(self, request: Request) -> RequestText:
-        """Return a request's text in the draft's tokens, of which those that have changed lose their K/V."""
+    def _tokens_of(self, request: Request) -> RequestTokens:
+        """Return a request's tokens for the draft; drop the K/V of translated ones that have changed."""
         if self.translation is None:
             return request
-        text = self._texts.setdefault(request, DraftText(self.translation, request))
-        num_same = text.update()
-        if self.sequences.num_cached(text) > num_same:
-            self.sequences.of(text).truncate(num_same)
-        return text
+        draft_tokens = self._translated.setdefault(request, DraftTokens(self.translation, request))
+        num_same = draft_tokens.update()
+        if self.sequences.num_cached(draft_tokens) > num_same:
+            self.sequences.of(draft_tokens).truncate(num_same)
+        return draft_tokens
 
-    def _with_room(self, texts: Mapping[Request, RequestText]) -> dict[Request, RequestText]:
-        """Make room for one more step, and return the texts that have it: all but translated ones that are too long."""
+    def _with_room(self, by_request: Mapping[Request, RequestTokens]) -> dict[Request, RequestTokens]:
+        """Reserve slots for one more step; leave out requests whose translated tokens do not fit."""
         try:
-            self.sequences.reserve(list(texts.values()))
+            self.sequences.reserve(list(by_request.values()))
         except MemoryError:
             if self.translation is None:
                 raise
         else:
-            return dict(texts)
-        have_room = dict[Request, RequestText]()
-        for request, text in texts.items():
+            return dict(by_request)
+        have_room = dict[Request, RequestTokens]()
+        for request, draft_tokens in by_request.items():
             with suppress(MemoryError):
-                self.sequences.reserve([text])
-                have_room[request] = text
+                self.sequences.reserve([draft_tokens])
+                have_room[request] = draft_tokens
         return have_room
 
-    def _catch_up(self, texts: Mapping[Request, RequestText]) -> dict[Request, RequestText]:
-        """Return the requests that can draft now, after processing as many tokens of others as a step may."""
-        ready, left = dict[Request, RequestText](), self.CATCH_UP
-        for request, text in texts.items():
-            behind = len(self.sequences.uncached(text))
-            if behind <= self.FEW:
-                ready[request] = text
-            elif behind <= left:
-                ready[request] = text
-                left -= behind
-            elif left:
-                self.sequences.prefill(text, left)
-                left = 0
+    def _catch_up(self, by_request: Mapping[Request, RequestTokens]) -> dict[Request, RequestTokens]:
+        """Return the requests that can draft now; prefill others as far as a step may."""
+        ready, num_left = dict[Request, RequestTokens](), self.CATCH_UP
+        for request, draft_tokens in by_request.items():
+            num_uncached = len(self.sequences.uncached(draft_tokens))
+            if num_uncached <= self.FEW:
+                ready[request] = draft_tokens
+            elif num_uncached <= num_left:
+                ready[request] = draft_tokens
+                num_left -= num_uncached
+            elif num_left:
+                self.sequences.prefill(draft_tokens, num_left)
+                num_left = 0
         return ready
 
-    def _draft(self, texts: Mapping[Request, RequestText], plan: Plan) -> list[TokenTree]:
-        run, rows = partial(self._run, list(texts.values())), self.packed.num_draft_rows(len(texts))
-        return beam_search(list(texts), plan, self.network, run, self.packed.device, rows)
+    def _draft(self, by_request: Mapping[Request, RequestTokens], plan: Plan) -> list[TokenTree]:
+        run, rows = partial(self._run, list(by_request.values())), self.packed.num_draft_rows(len(by_request))
+        return beam_search(list(by_request), plan, self.network, run, self.packed.device, rows)
 
     def reuse(self, request: Request) -> int:
-        """Give a request that has no K/V that of a text which begins alike; return its tokens with K/V.
+        """Use the K/V of other requests' first tokens; return how many of the request's tokens have K/V.
 
-        A translated text has other tokens, so that their number is estimated.
+        That number is an estimate if the tokens are translated.
         """
         if not self.sequences.max_kept:
             return 0
-        text = self._text_of(request)
-        return self.sequences.reuse(text) * len(request.tokens) // len(text.tokens)
+        draft_tokens = self._tokens_of(request)
+        return self.sequences.reuse(draft_tokens) * len(request.tokens) // len(draft_tokens.tokens)
 
     def release(self, request: Request) -> None:
-        self.sequences.release(self._texts.pop(request, request))
+        self.sequences.release(self._translated.pop(request, request))
 
     def relieve(self) -> bool:
-        """Free the K/V of all requests, which only saves time; return whether there was any."""
+        """Free the K/V of all requests, which only saves time; return whether any was freed."""
         had_some = not self.sequences.is_empty
         self.close()
         return had_some
@@ -167,20 +176,67 @@ class AssistantDrafter(Drafter):
     def close(self) -> None:
         """Release all requests and the model's K/V cache."""
         self.sequences.close()
-        self._texts.clear()
+        self._translated.clear()
 
-    def _run(self, texts: Sequence[RequestText], level: Level) -> Beam | Scores:
-        """Forward the last layer of the beam; of the roots, with all committed tokens that lack K/V."""
-        sequences = [self.sequences.of(text) for text in texts]
+    def _run(self, requests: Sequence[RequestTokens], level: Level) -> Beam | Scores:
+        """Forward the last layer of the beam, or for roots all committed tokens that lack K/V."""
+        grown: Beam | Scores
+        sequences = [self.sequences.of(request) for request in requests]
         if not level.is_root:
-            places = [len(text.tokens) - 1 for text in texts]
-            parts = draft_nodes(self.packed, sequences, places, level.sizes)
-            below: Beam | Scores = self.sequences.draft(parts, torch.arange(len(texts) * level.beam), level)
-            return below
-        tails = [self.sequences.uncached(text) for text in texts]
-        parts = [self.sequences.chain(text, tail) for text, tail in zip(texts, tails, strict=True)]
-        last_rows = np.cumsum([len(tail) for tail in tails]) - 1
-        found: Beam | Scores = self.sequences.draft(parts, torch.from_numpy(last_rows), level)
-        for sequence, text in zip(sequences, texts, strict=True):
-            sequence.length = len(text.tokens)
-        return found
+            root_positions = [len(request.tokens) - 1 for request in requests]
+            parts = draft_nodes(self.packed, sequences, root_positions, level.sizes)
+            grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
+            return grown
+        uncached = [self.sequences.uncached(request) for request in requests]
+        parts = [self.sequences.chain(request, tokens) for request, tokens in zip(requests, uncached, strict=True)]
+        last_rows = np.cumsum([len(tokens) for tokens in uncached]) - 1
+        grown = self.sequences.draft(parts, torch.from_numpy(last_rows), level)
+        for sequence, request in zip(sequences, requests, strict=True):
+            sequence.length = len(request.tokens)
+        return grown
+
+
+@dataclass(frozen=True, repr=False)
+class AssistantMethod(DraftMethod):
+    """A smaller causal LM, with the target's tokenizer or with a translation to it."""
+
+    assistant: Any
+    translation: TokenTranslation | None = None
+
+    @property
+    def kind(self) -> str:
+        return "assistant model" if self.translation is None else "assistant model with another tokenizer"
+
+    @property
+    def model(self) -> Any:
+        return self.assistant
+
+    def check(self, target: Any) -> None:
+        if self.translation is None:
+            check_vocabulary(self.assistant, target)
+        check_device(self.assistant, target)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        assert draft is not None
+        return AssistantDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept, self.translation)
+
+
+def check_vocabulary(assistant: Any, target: Any) -> None:
+    """Raise IncompatibleDraftError if the vocabularies differ by more than padding."""
+    smaller, larger = sorted((vocab_size(target), vocab_size(assistant)))
+    if larger - smaller > min(PADDING, smaller / 2):
+        raise IncompatibleDraftError(
+            f"assistant_model has a vocabulary of {vocab_size(assistant)} tokens and the target one of "
+            f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the target's "
+            "tokenizer, or give both tokenizers: drafter=hf_slospec.load_drafter(assistant_model, target, "
+            "tokenizer=..., assistant_tokenizer=...)"
+        )
+
+
+def check_device(assistant: Any, target: Any) -> None:
+    """Raise IncompatibleDraftError if the models are on different devices."""
+    if input_device(target) != input_device(assistant):
+        raise IncompatibleDraftError(
+            f"assistant_model is on {input_device(assistant)} and the target on {input_device(target)}; "
+            f"move it there with assistant_model.to('{input_device(target)}')"
+        )

@@ -1,4 +1,4 @@
-"""Beam search of all requests at a time, on the probabilities of a draft model."""
+"""Beam search of all requests at once, on the probabilities of a draft model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_slospec.models.coupling import coupled
 from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.transfer import to_device
 
-NO_PATH = int(np.float32(-inf).view(np.int32))  # bits of the log probability of what is never chosen
+NO_PATH = int(np.float32(-inf).view(np.int32))  # bits of the log probability of a row of padding
 
 
 def beam_search(
@@ -29,14 +29,14 @@ def beam_search(
     num_rows: int | None = None,
     states: torch.Tensor | None = None,
 ) -> list[TokenTree]:
-    """Return the candidate trees of requests, with all nodes of the beam.
+    """Return the candidate trees of requests, which hold all nodes of the beam.
 
     Args:
         network: the draft model; see :class:`Level`.
-        run: forwards the last layer of the beam, the first one being the roots, and returns ``Level.grown``.
+        run: forwards the last layer of the beam (at first the roots), and returns ``Level.grown``.
         device: of the draft model.
-        num_rows: rows of the beam; those behind the requests are padding, for sizes that repeat. None: no padding.
-        states: [num_requests, 1, hidden] for the roots, where they take such.
+        num_rows: rows of the beam, padding included; None: no padding.
+        states: [num_requests, 1, hidden], inputs of the roots, if the network takes states.
     """
     limits, is_over = _limits(plan), DeferredFlags(device)
     nodes = to_device(_roots(requests, num_rows or len(requests)), device)
@@ -45,8 +45,8 @@ def beam_search(
         is_last = depth == plan.depth - 1
         is_coupled = any(request.noise is not None for request in requests)
         level = replace(level, limits=None if is_last else limits, is_coupled=is_coupled)
-        found = run(level)
-        beam = found if isinstance(found, Beam) else _coupled(requests, level, found)
+        grown = run(level)
+        beam = grown if isinstance(grown, Beam) else _coupled(requests, level, grown)
         sizes = *level.sizes, beam.nodes.shape[2] - sum(level.sizes)
         if is_last or (beam.is_futile is not None and is_over.next(beam.is_futile)):
             break
@@ -67,24 +67,24 @@ def _limits(plan: Plan) -> Limits | None:
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
-    """Return the beam's first layer; see :class:`Beam`.  -> [num_rows, 3, 1] int64"""
+    """Return the nodes of the beam's first layer; see :class:`Beam`.  -> [num_rows, 3, 1] int64"""
     padding = [(0, -1, NO_PATH)] * (num_rows - len(requests))
     return torch.tensor([*((request.tokens[-1], -1, 0) for request in requests), *padding])[..., None]
 
 
 def _coupled(requests: Sequence[Request], level: Level, scores: Scores) -> Beam:
-    """Return the beam with its next layer, ranked with the noise of sampled requests."""
+    """Return the beam with its next layer, ranked by the noise of sampled requests."""
     logits, vocabulary = scores.logits, level.vocabulary
     if vocabulary is not None:
-        logits = vocabulary.spread(logits)  # noise and processors are the target's, by its ids
+        logits = vocabulary.spread(logits)  # noise and processors are by the target's ids
     logits = coupled(requests, len(level.sizes) - 1, logits, level.path_tokens)
     return level.extended(Scores(logits, scores.states), None)
 
 
 def _trees(requests: Sequence[Request], nodes: torch.Tensor, sizes: Sequence[int]) -> list[TokenTree]:
-    """Return candidate trees (node 0 the root, then layer after layer), by one copy from the device."""
+    """Return candidate trees (node 0 the root, then layer after layer), with one copy from the device."""
     tokens, parents, bits = nodes[: len(requests)].cpu().numpy().swapaxes(0, 1)
     probs = np.exp(bits.astype(np.int32).view(np.float32).astype(np.float64))
     depths = np.repeat(np.arange(len(sizes)), sizes)
     columns = zip(tokens, parents, probs, strict=True)
-    return [TokenTree(own_tokens, own_parents, depths, own_probs) for own_tokens, own_parents, own_probs in columns]
+    return [TokenTree(row_tokens, row_parents, depths, row_probs) for row_tokens, row_parents, row_probs in columns]

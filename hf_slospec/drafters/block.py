@@ -1,4 +1,4 @@
-"""Drafting with heads that predict a block of tokens at a time (DFlash), by trees of their predictions."""
+"""Drafting with heads that predict a block of tokens at a time (DFlash)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_slospec.models.packed.model import PackedModel
 
 
 class BlockDrafter(FeatureDrafter):
-    """Trees of a block head's predictions (:class:`DFlashHead`): one forward for all levels."""
+    """Drafts trees of a block head's predictions (:class:`DFlashHead`), with one forward for all levels."""
 
     def __init__(
         self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
@@ -39,17 +39,17 @@ class BlockDrafter(FeatureDrafter):
         self._process([request for request in requests if self.features.num_waiting(request)])
         self.sequences.reserve(requests)
         parts = [block_tokens(self.head, self.sequences.of(request), request.tokens) for request in requests]
-        found = self.sequences.forward(parts, block_rows(self.head, len(requests), plan.depth)).logits
-        logits = found[:, : self.vocab_size].view(len(requests), -1, min(found.shape[-1], self.vocab_size))
+        logits = self.sequences.forward(parts, block_rows(self.head, len(requests), plan.depth)).logits
+        logits = logits[:, : self.vocab_size].view(len(requests), -1, min(logits.shape[-1], self.vocab_size))
         return block_trees(requests, logits, plan)
 
     def _process(self, requests: Sequence[Request]) -> None:
-        """Cache the K/V of all features that wait."""
+        """Cache the K/V of all waiting features."""
         if not requests:
             return
         self.sequences.reserve(requests)
         begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
-        lengths = [len(own) for own in features]
+        lengths = [len(part) for part in features]
         combined = self.head.combine(torch.cat(features).to(self.packed.device)).split(lengths)
         sequences = [self.sequences.of(request) for request in requests]
         parts = [context_tokens(*part) for part in zip(sequences, begins, combined, strict=True)]
@@ -59,12 +59,13 @@ class BlockDrafter(FeatureDrafter):
 
 
 def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor) -> NewTokens:
-    """Return tokens of the text that follow those in a head's cache, given by their features.
+    """Return the context tokens of a forward: committed tokens behind those in a head's cache, by their features.
 
     They have no logits. Their K and V are kept by raising the length of the sequence, as after a prefill.
 
     Args:
-        begin: place of the first one in the text.
+        sequence: the cached context tokens.
+        begin: index of the first new one among the request's tokens.
         combined: [num_tokens, hidden], what the head's ``combine`` returned.
     """
     num_tokens = len(combined)
@@ -73,12 +74,12 @@ def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor)
     return NewTokens(sequence, torch.zeros(num_tokens, dtype=torch.int64), positions, mask, combined, is_chain=True)
 
 
-def block_tokens(head: DFlashHead, sequence: CachedSequence, text: Sequence[int]) -> NewTokens:
-    """Return a block: the last token of a text, whose other tokens are in the head's cache, and mask tokens."""
+def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence[int]) -> NewTokens:
+    """Return a block: the last of some tokens, the others of which are in the head's cache, then mask tokens."""
     size = head.block_size
     tokens = torch.full((size,), head.mask_token_id)
-    tokens[0] = text[-1]
-    positions = torch.arange(len(text) - 1, len(text) - 1 + size)
+    tokens[0] = token_ids[-1]
+    positions = torch.arange(len(token_ids) - 1, len(token_ids) - 1 + size)
     everything = torch.ones(size, size, dtype=torch.bool)
     mask, windowed_mask = (
         everything if sees_later else everything.tril() for sees_later in (head.sees_later, head.sees_later_in_window)
@@ -87,7 +88,7 @@ def block_tokens(head: DFlashHead, sequence: CachedSequence, text: Sequence[int]
 
 
 def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
-    """Return the tokens of a packed batch of blocks that predict the first ``depth`` positions after the roots.
+    """Return the rows of a packed batch of blocks that predict the first ``depth`` positions after the roots.
 
     Returns:
         [num_requests * min(depth, block_size - 1)] int64, block after block.
@@ -99,12 +100,13 @@ def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
 def block_marginals(
     requests: Sequence[Request], logits: torch.Tensor, num_candidates: int
 ) -> tuple[IntArray, FloatArray]:
-    """Return the most probable tokens of every position, by one copy from the device.
+    """Return the most probable tokens of every position, with one copy from the device.
 
-    Positions of sampled requests are coupled to the noise that will choose their tokens. Processors that read the text
-    get the first candidates of the positions before.
+    Positions of sampled requests are coupled to the noise that will choose their tokens. Processors that read
+    ``input_ids`` get the best candidates of earlier positions.
 
     Args:
+        requests: those of the blocks.
         logits: [num_requests, depth, vocab], of the positions after the roots.
         num_candidates: tokens per position; fewer in a smaller vocabulary.
 
@@ -114,7 +116,7 @@ def block_marginals(
     ranked = _coupled_positions(requests, logits).float()
     best = ranked.topk(min(num_candidates, ranked.shape[-1]), dim=-1)
     logprobs = best.values - ranked.logsumexp(-1, keepdim=True)
-    # Rounding may put a certain token's probability above 1; positions without a possible token have none.
+    # Rounding may put a certain token's probability above 1; positions without any possible token have nan.
     logprobs = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     tokens, values = torch.stack((best.indices.double(), logprobs.double())).cpu().numpy()
     return tokens.astype(np.int64), np.minimum.accumulate(np.exp(values), axis=-1)
@@ -124,29 +126,31 @@ def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -
     """Return candidate trees: the ``plan.depth * plan.width`` most probable prefixes of each block's predictions.
 
     Args:
+        requests: those of the blocks.
         logits: [num_requests, depth, vocab], of the positions after the roots; those below ``plan.depth`` are not used.
+        plan: depth and width of the trees.
     """
     max_nodes = plan.depth * plan.width
     tokens, probs = block_marginals(requests, logits[:, : plan.depth], max_nodes)
     return [
-        best_first_tree(request.tokens[-1], own_tokens, own_probs, max_nodes)
-        for request, own_tokens, own_probs in zip(requests, tokens, probs, strict=True)
+        best_first_tree(request.tokens[-1], row_tokens, row_probs, max_nodes)
+        for request, row_tokens, row_probs in zip(requests, tokens, probs, strict=True)
     ]
 
 
 def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits by which tokens are ranked at every position.  -> [num_requests, depth, vocab]"""
+    """Return the logits that rank tokens, perturbed by known noise.  -> [num_requests, depth, vocab]"""
     if not any(isinstance(request.noise, Coupling) for request in requests):
         return logits
     levels: list[torch.Tensor] = []  # [num_requests, vocab] each
     for depth in range(logits.shape[1]):
-        level = coupled(requests, depth, logits[:, depth : depth + 1], partial(_favourites, levels))
+        level = coupled(requests, depth, logits[:, depth : depth + 1], partial(_best_path, levels))
         levels.append(level[:, 0])
     return torch.stack(levels, dim=1)
 
 
-def _favourites(levels: Sequence[torch.Tensor], place: int) -> torch.Tensor:
-    """Return the first candidates of one request's positions so far, as a path.  -> [1, depth] int64"""
+def _best_path(levels: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """Return the best candidates of one request's positions so far.  -> [1, depth] int64"""
     if not levels:
         return torch.empty(1, 0, dtype=torch.int64)
-    return torch.stack([level[place].argmax() for level in levels])[None]
+    return torch.stack([level[index].argmax() for level in levels])[None]

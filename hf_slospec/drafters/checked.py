@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.checked_policy import check_tree
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.packed.model import PackedModel
 
-METHODS = ("release", "take_features", "read_kv_of", "reuse", "relieve", "close")
+METHODS = ("release", "take_features", "read_kv_of", "reuse", "relieve", "close")  # passed on to the user's drafter
 
 
 class CheckedDrafter(Drafter):
-    """Drafter of the user, whose candidate trees are checked before they are verified."""
+    """Wrapper of a user's drafter that checks candidate trees before they are verified."""
 
     def __init__(self, drafter: Drafter, vocab_size: int, keeps_rng: bool = True):
-        """``keeps_rng`` restores the global generator, which the target samples from, after drafting."""
+        """``keeps_rng``: restore the global generator after drafting, as the target samples from it."""
         self.drafter, self.vocab_size, self.keeps_rng = drafter, vocab_size, keeps_rng
-        for name in METHODS:  # those that the object lacks, as it need not be a Drafter, do nothing
+        for name in METHODS:  # the object need not be a Drafter; methods that it lacks do nothing
             if hasattr(drafter, name):
                 setattr(self, name, getattr(drafter, name))
 
@@ -29,10 +32,12 @@ class CheckedDrafter(Drafter):
         with torch.random.fork_rng(enabled=self.keeps_rng):
             drafted = self.drafter.draft(requests, plan)
         if not isinstance(drafted, Iterable):
-            raise InvalidInputError(f"drafter returned {type(drafted).__name__}, where TokenTree objects were expected")
+            raise InvalidInputError(f"drafter returned {type(drafted).__name__}; it must return TokenTree objects")
         trees = list(drafted)
         if len(trees) != len(requests):
-            raise InvalidInputError(f"drafter returned {len(trees)} trees for {len(requests)} requests")
+            raise InvalidInputError(
+                f"drafter returned {len(trees)} trees for {len(requests)} requests; it must return one for each"
+            )
         for request, tree in zip(requests, trees, strict=True):
             self._check(request, tree, plan)
         return trees
@@ -42,7 +47,7 @@ class CheckedDrafter(Drafter):
         if tree.max_depth > plan.depth or tree.num_nodes - 1 > plan.depth * plan.width:
             raise InvalidInputError(
                 f"drafter returned a tree of {tree.num_nodes - 1} nodes, {tree.max_depth} deep, for a plan of depth "
-                f"{plan.depth} and width {plan.width}"
+                f"{plan.depth} and width {plan.width}; cut it to that depth and depth * width nodes below the root"
             )
 
     @property
@@ -56,3 +61,21 @@ class CheckedDrafter(Drafter):
     @property
     def num_feature_bytes(self) -> int:
         return int(getattr(self.drafter, "num_feature_bytes", 0))
+
+
+@dataclass(frozen=True, repr=False)
+class UserMethod(DraftMethod):
+    """A drafter that the user wrote."""
+
+    drafter: Drafter
+
+    @property
+    def kind(self) -> str:
+        return "drafter of your own"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(getattr(self.drafter, "feature_layers", ()))  # the object need not be a Drafter
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return CheckedDrafter(self.drafter, room.vocab_size, room.keeps_rng)

@@ -1,4 +1,4 @@
-"""Noise of sampled requests, looked up for proposals that come without a model."""
+"""Acceptance probabilities of proposals without a model, given the noise of sampled requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hf_slospec.models.device.transfer import to_device
 
 
 class ForeseenNoise:
-    """Noise of one request's proposed tokens, where it is known."""
+    """Noise of one request's proposed tokens, if it is known."""
 
     def __init__(self, request: Request, proposed: Sequence[Collection[int]]):
-        """Copy the noise of the tokens ``proposed[depth - 1]`` at every depth, in one copy from the device."""
+        """Read the noise of the tokens ``proposed[depth - 1]`` at every depth, with one copy from the device."""
         self._is_known = request.noise is not None
         self._noise = _noise_of(request, proposed)
 
     def given(self, prob: float, depth: int, token: int) -> float:
-        """Return the probability that the target takes a proposal of probability ``prob``, given the noise if known.
+        """Return the probability that the target takes a proposal, given its noise if that is known.
 
-        ``depth`` is that of the proposal, at least 1.
+        ``prob`` is the probability without the noise; ``depth`` is at least 1.
         """
         if not self._is_known or prob <= 0.0:
             return prob
@@ -30,11 +30,11 @@ class ForeseenNoise:
 
 
 def _noise_of(request: Request, proposed: Sequence[Collection[int]]) -> dict[tuple[int, int], float]:
-    """Return the noise of proposed tokens by depth and token; none if it is not known."""
+    """Return the noise of proposed tokens by depth and token; empty if it is not known."""
     if request.noise is None or not proposed:
         return {}
     noise = torch.stack([request.noise.after(depth) for depth in range(len(proposed))])  # [depth, vocab]
-    size = noise.shape[1]  # some models have embeddings of more tokens than they can write
+    size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
     known = [(depth, token) for depth, tokens in enumerate(proposed) for token in sorted(tokens) if token < size]
     index = to_device(torch.tensor([depth * size + token for depth, token in known], dtype=torch.int64), noise.device)
     return {(depth + 1, token): q for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)}

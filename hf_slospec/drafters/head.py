@@ -12,26 +12,32 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
+from hf_slospec.drafters.block import BlockDrafter
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.drafters.heads.head import DraftHead
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.inspection.properties import vocab_size
+from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import draft_nodes
 
 
 @dataclass(frozen=True, eq=False)
 class HeadNetwork:
-    """Inputs and outputs of a head (:class:`Network`)."""
+    """Network of a drafting head; see :class:`Network`."""
 
     head: DraftHead
     vocab_size: int  # the target's
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Tokens of a reduced vocabulary; None: the head's are the target's."""
+        """Tokens of a reduced vocabulary; None: the head's ids are the target's."""
         ids = self.head.target_ids
         return None if ids is None else Vocabulary(ids, self.vocab_size)
 
@@ -40,9 +46,9 @@ class HeadNetwork:
         assert states is not None, "a head returns hidden states"
         return {"inputs_embeds": torch.cat((self.head.embed_tokens(tokens), states), dim=-1)[None]}
 
-    def scores(self, found: torch.Tensor) -> Scores:
+    def scores(self, outputs: torch.Tensor) -> Scores:
         """Return logits and hidden states, which a head returns side by side."""
-        logits, states = found[..., : -self.head.hidden_size], found[..., -self.head.hidden_size :]
+        logits, states = outputs[..., : -self.head.hidden_size], outputs[..., -self.head.hidden_size :]
         return Scores(logits if self.head.target_ids is not None else logits[..., : self.vocab_size], states)
 
 
@@ -60,42 +66,82 @@ class HeadDrafter(FeatureDrafter):
         return beam_search(requests, plan, network, partial(self._run, requests), self.packed.device, rows)
 
     def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
-        """Forward the last layer of the beam; of the roots, the entries of all features that wait."""
-        found: Beam | Scores
+        """Forward the last layer of the beam, or for roots the entries of all waiting features."""
+        grown: Beam | Scores
         if level.is_root:
-            found = self._process(requests, level)
-            return found
+            grown = self._process(requests, level)
+            return grown
         sequences = [self.sequences.of(request) for request in requests]
-        # The entry of a token stands at the place of the token before it, whose feature it takes.
-        places = [len(request.tokens) - 2 for request in requests]
-        parts = draft_nodes(self.packed, sequences, places, level.sizes)
-        found = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
-        return found
+        # A token's entry has the position of the token before, whose feature it takes.
+        positions = [len(request.tokens) - 2 for request in requests]
+        parts = draft_nodes(self.packed, sequences, positions, level.sizes)
+        grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
+        return grown
 
     def _process(self, requests: Sequence[Request], level: Level | None = None) -> Any:
-        """Cache the entries of all features that wait; return the level's outputs for each request's last entry."""
+        """Cache the entries of all waiting features; return the level's outputs for each request's last entry."""
         self.sequences.reserve(requests)
         for request in requests:
-            if not self.features.num_waiting(request):  # after a step that was undone the last entry is wanted again
+            if not self.features.num_waiting(request):  # a step was undone: forward the last entry again
                 self.sequences.of(request).length -= 1
         begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
-        lengths = [len(own) for own in features]
+        lengths = [len(part) for part in features]
         ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
         tokens = [r.tokens[begin + 1 : end + 1] for r, begin, end in zip(requests, begins, ends, strict=True)]
-        ids = to_device(torch.tensor([token for own in tokens for token in own]), self.packed.device)
+        ids = to_device(torch.tensor([token for new in tokens for token in new]), self.packed.device)
         hidden = self.head.combine(torch.cat(features).to(self.packed.device))
         inputs = torch.cat((self.head.embed_tokens(ids), hidden), dim=-1).split(lengths)
         parts = []
-        for request, begin, own_ids, embeds in zip(requests, begins, ids.split(lengths), inputs, strict=True):
-            own = self.sequences.of(request)
+        for request, begin, entry_ids, embeds in zip(requests, begins, ids.split(lengths), inputs, strict=True):
+            sequence = self.sequences.of(request)
             positions = self.packed.clamp_positions(torch.arange(begin, begin + len(embeds)))
             causal = torch.from_numpy(np.tri(len(embeds), dtype=np.bool_))
-            parts.append(NewTokens(own, own_ids, positions, causal, embeds, is_chain=True))
+            parts.append(NewTokens(sequence, entry_ids, positions, causal, embeds, is_chain=True))
         last_rows = torch.from_numpy(np.cumsum(lengths) - 1)
         if level is None:
-            found: Any = self.sequences.forward(parts, last_rows)
+            outputs: Any = self.sequences.forward(parts, last_rows)
         else:
-            found = self.sequences.draft(parts, last_rows, level)
+            outputs = self.sequences.draft(parts, last_rows, level)
         for request, length in zip(requests, lengths, strict=True):
             self.sequences.of(request).length += length
-        return found
+        return outputs
+
+
+@dataclass(frozen=True, repr=False)
+class HeadMethod(DraftMethod):
+    """A trained head that reads hidden states of the target: EAGLE-3, MTP or DFlash."""
+
+    head: DraftHead | DFlashHead
+
+    @property
+    def kind(self) -> str:
+        return self.head.kind
+
+    @property
+    def model(self) -> Any:
+        return self.head
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.head.feature_layers
+
+    def check(self, target: Any) -> None:
+        config, here = target.config.get_text_config(decoder=True), next(target.parameters())
+        sizes = self.head.config.vocab_size, self.head.target_hidden_size
+        targets = vocab_size(target), config.hidden_size
+        if sizes != targets:
+            raise IncompatibleDraftError(
+                f"the {self.kind} is for a target with a vocabulary of {sizes[0]} tokens and a hidden size of "
+                f"{sizes[1]}; this one has {targets[0]} and {targets[1]}; use a head that was trained with this target"
+            )
+        for parameter in self.head.parameters():  # all of them, as some are the target's
+            if (parameter.device, parameter.dtype) != (here.device, here.dtype):
+                raise IncompatibleDraftError(
+                    f"the {self.kind} is in {parameter.dtype} on {parameter.device} and the target in {here.dtype} on "
+                    f"{here.device}; load it again after the target was moved or cast"
+                )
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        assert draft is not None
+        make = BlockDrafter if isinstance(self.head, DFlashHead) else HeadDrafter
+        return make(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)

@@ -1,45 +1,48 @@
-"""Drafting by several drafters at a time, whose trees are merged."""
+"""Drafting by several drafters, whose trees are merged."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hf_slospec.algo.acceptance import Acceptance, Prediction
+from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import ROOT, FloatArray, Forest, TokenTree
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.packed.model import PackedModel
 
-CONFIDENT = 0.75  # share of the planned depth that a source has to expect of a request for others not to be asked
+CONFIDENT = 0.75  # share of the planned depth; later drafters are skipped if one expects it to be accepted
 
 
 class _Source:
-    """One drafter, and how often its proposals were right."""
+    """One drafter with statistics of its acceptance."""
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.acceptance = drafter, Acceptance()
         self.last: WeakKeyDictionary[Request, tuple[TokenTree, int]] = WeakKeyDictionary()  # tree, tokens before it
 
     def expect(self, requests: Sequence[Request], trees: Mapping[Request, TokenTree]) -> Prediction:
-        """Return the predicted acceptance of the trees, and keep these to learn from.
+        """Return the predicted acceptance of the trees, and keep them for :meth:`learn`.
 
-        ``trees`` may lack requests for which the drafter was not asked.
+        ``trees`` lacks requests for which the drafter was skipped.
         """
         self.last.update((request, (tree, len(request.tokens))) for request, tree in trees.items())
         forest = Forest.of([trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests])
         return self.acceptance.predict(requests, forest)
 
     def learn(self, requests: Sequence[Request]) -> None:
-        """Learn from the tokens that were committed since these requests' last trees, and forget the trees.
+        """Learn from the tokens that were committed since these requests' last trees, and drop the trees.
 
-        Every node counts whose parent's path was committed, and a token after it, whether it was verified or not.
+        A node counts, verified or not, if the path to its parent was committed and a token after that is known.
         """
         last = {request: self.last.pop(request) for request in requests if request in self.last}
         last = {request: (tree, begin) for request, (tree, begin) in last.items() if begin < len(request.tokens)}
@@ -51,7 +54,7 @@ class _Source:
             tokens = request.tokens[begin:]
             path = _path(tree, tokens)
             committed += [start + node for node in path]
-            if len(path) == len(tokens):  # the token after the path's end is not known
+            if len(path) == len(tokens):  # the token after the path is not known
                 is_decided[start + np.flatnonzero(tree.parents == path[-1])] = False
         prediction = self.acceptance.predict(list(last), forest)
         self.acceptance.observe(list(last), prediction, is_decided, np.array(committed, dtype=np.int64))
@@ -69,19 +72,19 @@ def _path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
 class HybridDrafter(Drafter):
     """Merges the trees of several drafters: cheap ones first (prompt lookup, suffix trees), then a model.
 
-    Acceptance is learned for each drafter by itself, from the text that requests went on with, so that the drafters'
-    probabilities can be compared: by way of drawing and request, as policies do. The merged tree holds the nodes of the
-    highest probability, however deep a drafter proposes them within the plan. Where the drafters asked before expect to
-    have ``confident`` of the planned depth committed, the next one is not asked for that request.
+    Acceptance is learned for each drafter separately, from the tokens that requests continue with, by drawing and
+    request as policies do, so that the drafters' probabilities can be compared. The merged tree holds the nodes of the
+    highest probability. If a drafter expects ``confident`` of the planned depth to be accepted, the later ones are
+    skipped for that request.
     """
 
     def __init__(self, drafters: Sequence[Drafter], confident: float = CONFIDENT, max_model_depth: int | None = None):
-        """Set the drafters in the order in which they are asked.
+        """Set the drafters in the order in which they draft.
 
         Args:
             drafters: at least one; the last is the model.
-            confident: share of the planned depth, above 0; above 1: all drafters are asked for every request.
-            max_model_depth: depth of the last drafter's trees at most; None: as planned.
+            confident: share of the planned depth, above 0; above 1: all drafters draft for every request.
+            max_model_depth: greatest depth of the last drafter's trees; None: as planned.
         """
         if not drafters:
             raise InvalidInputError("drafters must name at least one drafter")
@@ -103,15 +106,15 @@ class HybridDrafter(Drafter):
                 source.learn(requests)
         predictions, open_requests = list[Prediction](), list(requests)
         for source in self._sources:
-            own_plan = self._model_plan(plan) if source is self._sources[-1] else plan
-            trees = source.drafter.draft(open_requests, own_plan) if open_requests else ()
+            source_plan = self._model_plan(plan) if source is self._sources[-1] else plan
+            trees = source.drafter.draft(open_requests, source_plan) if open_requests else ()
             with self._lock:
                 predictions.append(source.expect(requests, dict(zip(open_requests, trees, strict=True))))
             expected = dict(zip(requests, _expected_depths(predictions[-1]).tolist(), strict=True))
-            open_requests = [own for own in open_requests if expected[own] < self.confident * plan.depth]
+            open_requests = [r for r in open_requests if expected[r] < self.confident * plan.depth]
         return merge_forests(
             [prediction.forest for prediction in predictions],
-            [np.where(own.forest.path_probs > 0.0, own.calibrated, 0.0) for own in predictions],
+            [np.where(one.forest.path_probs > 0.0, one.calibrated, 0.0) for one in predictions],
             plan.depth * plan.width,
         )
 
@@ -120,7 +123,7 @@ class HybridDrafter(Drafter):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return next((own.feature_layers for own in self._readers), ())
+        return next((reader.feature_layers for reader in self._readers), ())
 
     def take_features(self, request: Request, begin: int, features: Any) -> None:
         for reader in self._readers:
@@ -153,5 +156,46 @@ class HybridDrafter(Drafter):
 
 
 def _expected_depths(prediction: Prediction) -> FloatArray:
-    """Return how many tokens of each tree should be committed, roots not counted.  -> [num_requests] f64"""
+    """Return the expected accepted tokens of each tree.  -> [num_requests] f64"""
     return prediction.expected_tokens(np.ones(len(prediction.path_probs), dtype=np.bool_)) - 1.0
+
+
+def model_before_last(kind: str) -> str:
+    """Return the error message for a hybrid with a model before its last part."""
+    return (
+        f"the drafter {kind} has a model before its last part; at most one part may have a model, and it is written "
+        "last, as in 'lookup+org/draft'"
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class HybridMethod(DraftMethod):
+    """Several methods, whose candidate trees are merged: cheap ones first; only the last may have a model."""
+
+    methods: Sequence[DraftMethod]
+
+    def __post_init__(self) -> None:
+        if any(method.model is not None or method.feature_layers for method in self.methods[:-1]):
+            raise InvalidInputError(model_before_last(self.kind))
+
+    @property
+    def kind(self) -> str:
+        return " + ".join(method.kind for method in self.methods)
+
+    @property
+    def model(self) -> Any | None:
+        return self.methods[-1].model
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.methods[-1].feature_layers
+
+    def check(self, target: Any) -> None:
+        for method in self.methods:
+            method.check(target)
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        return self.methods[-1].measure_level(target, limit_s)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return HybridDrafter([method.new_drafter(draft, room) for method in self.methods])

@@ -1,4 +1,4 @@
-"""Levels of a beam search as functions of tensors, which CUDA graphs hold together with the draft model's forward."""
+"""One level of beam search as a function of tensors, which a CUDA graph captures with the draft model's forward."""
 
 from __future__ import annotations
 
@@ -13,56 +13,61 @@ import torch.nn.functional as F
 from hf_slospec.models.attention import FIRST_SEEN, NewTokens
 from hf_slospec.models.device.transfer import to_device
 
-Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, parents and path_logprobs, [num_rows, beam] each
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, parents, path_logprobs, each [num_rows, beam]
 
 
 class Scores(NamedTuple):
-    """Outputs of a draft model for one layer of the beam; the root is the first."""
+    """Outputs of a draft model for one layer of the beam; the first layer is the root."""
 
     logits: torch.Tensor  # [num_rows, beam, draft_vocab]
-    states: torch.Tensor | None = None  # [num_rows, beam, hidden], of which a child takes its parent's
+    states: torch.Tensor | None = None  # [num_rows, beam, hidden], inputs of the nodes' children
 
 
 class Beam(NamedTuple):
-    """Layers of the beam so far, and what the host or the next level reads of the last one."""
+    """All layers of the beam so far."""
 
     nodes: torch.Tensor  # [num_rows, 3, num_nodes] int64: tokens, parents, bits of the f32 path log probabilities
-    path_logprobs: torch.Tensor  # [num_rows, beam] f32
-    states: torch.Tensor | None  # [num_rows, parent_beam, hidden], of the layer above the last
-    is_futile: torch.Tensor | None  # [1] bool: no deeper node can be worth its level
+    path_logprobs: torch.Tensor  # [num_rows, beam] f32, of the last layer
+    states: torch.Tensor | None  # [num_rows, parent_beam, hidden], of the layer before the last
+    is_futile: torch.Tensor | None  # [1] bool: no deeper level can be worth its time
 
 
 class Vocabulary(NamedTuple):
-    """Tokens that a draft model proposes, where they are not simply the target's first ones."""
+    """Tokens that a draft model proposes, if its ids differ from the target's."""
 
-    target_ids: torch.Tensor  # [draft_vocab] int64, the target's id of each column of the logits
-    size: int  # size of the target's vocabulary
+    target_ids: torch.Tensor  # [draft_vocab] int64, the target's id of each column of the draft's logits
+    size: int  # of the target's vocabulary
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits of the target's whole vocabulary; -inf where the draft has none."""
+        """Return logits over the target's vocabulary, -inf for other tokens.  [..., draft_vocab] -> [..., size]"""
         whole = logits.new_full((*logits.shape[:-1], self.size), -inf)
         return whole.index_copy_(-1, self.target_ids, logits)
 
 
 class Network(Protocol):
-    """Inputs and outputs of a draft model; its tensors keep their addresses, and its attributes tell it from others."""
+    """Inputs and outputs of a draft model.
+
+    CUDA graphs are kept by its attributes, and read its tensors, which therefore keep their addresses.
+    """
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Return the tokens that the columns of the logits stand for; None: the target's ids."""
+        """Tokens of the logits' columns; None: the target's ids."""
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the model's input by name, [1, num_tokens, ...], for tokens [num_tokens] of the target.
+        """Return the model's inputs by name, [1, num_tokens, ...].
 
-        ``states`` [num_tokens, hidden] are those of the tokens' parents.
+        Args:
+            tokens: [num_tokens] int64, ids of the target.
+            states: [num_tokens, hidden], of the tokens' parents.
         """
 
-    def scores(self, found: torch.Tensor) -> Scores:
-        """Return what the model's output means.  [num_rows, beam, ...]"""
+    def scores(self, outputs: torch.Tensor) -> Scores:
+        """Return the scores in a model's output [num_rows, beam, ...]."""
 
 
 class Limits(NamedTuple):
-    """Limits of a plan below which a level is not worth its time; tensors, as they change with every step."""
+    """Limits below which a level is not worth its time; tensors, as they change with every step."""
 
     min_gain: torch.Tensor  # [] f64
     min_path_prob: torch.Tensor  # [] f64
@@ -71,22 +76,22 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """The beam before a level, and how its next layer is made of what the draft model returns for the last one.
+    """The beam so far, and the computation of its next layer from the draft model's outputs for the last one.
 
-    Rows are requests, and behind them padding whose paths have the probability 0.
+    Rows are requests, then padding whose paths have probability 0.
     """
 
-    network: Network | None  # None: ``outputs`` is not used, and logits are of the target's ids
-    sizes: tuple[int, ...]  # nodes of each layer so far; the first one is the root
-    width: int  # beam width of the next layer at most
+    network: Network | None  # None: ``inputs`` and ``outputs`` are not used, and logits are of the target's ids
+    sizes: tuple[int, ...]  # nodes per row in each layer so far; the first one is the root
+    width: int  # maximum number of nodes per row in the next layer
     nodes: torch.Tensor  # see Beam
-    states: torch.Tensor | None  # states of the parents' layer; at the root, those of the root itself
-    limits: Limits | None  # None: whether the next layer is futile is not asked
-    is_coupled: bool  # the next layer needs the requests' noise, so it is made outside of graphs
+    states: torch.Tensor | None  # see Beam; at the root, the root's own, [num_rows, 1, hidden]
+    limits: Limits | None  # None: is_futile is not computed
+    is_coupled: bool  # the next layer needs the requests' noise, so it is computed outside of graphs
 
     @property
     def beam(self) -> int:
-        """Nodes of the last layer."""
+        """Number of nodes per row in the last layer."""
         return self.sizes[-1]
 
     @property
@@ -96,7 +101,7 @@ class Level:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that the next layer is made of."""
+        """Rows of logits that the next layer is computed from."""
         return len(self.nodes) * self.beam
 
     @property
@@ -106,7 +111,7 @@ class Level:
 
     @property
     def inherited_states(self) -> torch.Tensor | None:
-        """States that the nodes of the last layer take.  [num_rows, beam, hidden]"""
+        """States of the last layer's parents, one per node.  [num_rows, beam, hidden]"""
         if self.states is None or self.is_root:
             return self.states
         parents = self.nodes[:, 1, -self.beam :] - sum(self.sizes[:-2])
@@ -114,54 +119,54 @@ class Level:
 
     @property
     def ancestors(self) -> torch.Tensor:
-        """Return whether nodes of the last layer may attend to staged ones.  [num_rows, beam, num_staged] bool"""
+        """Mask of the last layer's nodes over staged ones, True = may attend.  [num_rows, beam, num_staged] bool"""
         num_nodes = self.nodes.shape[2]
         paths = _paths(self.nodes, self.beam, len(self.sizes) - 1)
         return (paths[..., None] == torch.arange(1, num_nodes, device=paths.device)).any(-2)
 
     def resolved(self, parts: Sequence[NewTokens]) -> Sequence[NewTokens]:
-        """Return parts whose masks say which staged tokens are seen, instead of where ``seen`` tells it."""
+        """Return the parts with boolean masks, instead of masks that index ``seen``."""
         if self.is_root:
             return parts
         positions = to_device([part.positions for part in parts], self.nodes.device)
         masks = self.ancestors.unbind()
         return [
-            replace(part, positions=own, mask=mask)
-            for part, own, mask in zip(parts, positions, masks, strict=False)  # without the rows of padding
+            replace(part, positions=part_positions, mask=mask)
+            for part, part_positions, mask in zip(parts, positions, masks, strict=False)  # without rows of padding
         ]
 
     @property
     def seen(self) -> torch.Tensor | None:
-        """Values that the parts' masks point to: False, True, then the ancestors; None for roots.  [num_values] bool"""
+        """Values that the parts' masks index: False, True, then ``ancestors``; None for roots.  [num_values] bool"""
         if self.is_root:
             return None
         return F.pad(F.pad(self.ancestors.flatten(), (1, 0), value=True), (FIRST_SEEN - 1, 0))
 
     def inputs(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's inputs: roots as given, or nodes of the last layer by their places [1, num_tokens]."""
+        """Return the model's inputs, of ids of roots or indices into the last layer, [1, num_tokens]."""
         if self.is_root:
             return tokens
         assert self.network is not None
-        places, states = tokens["input_ids"][0], self.inherited_states
-        own_states = None if states is None else states.flatten(0, 1)[places]
-        return self.network.inputs(self.tokens.flatten()[places], own_states)
+        indices, states = tokens["input_ids"][0], self.inherited_states
+        node_states = None if states is None else states.flatten(0, 1)[indices]
+        return self.network.inputs(self.tokens.flatten()[indices], node_states)
 
-    def outputs(self, found: torch.Tensor) -> Beam | Scores:
-        """Return the beam with its next layer, or what it is made of if noise is needed for it.
+    def outputs(self, logits: torch.Tensor) -> Beam | Scores:
+        """Return the beam with its next layer, or the scores if the next layer needs noise.
 
         Args:
-            found: [num_rows * beam, ...], what the model returned for the last layer.
+            logits: [num_rows * beam, ...], the model's output for the last layer; heads append states.
         """
         assert self.network is not None
-        return self.grown(self.network.scores(found.unflatten(0, (len(self.nodes), self.beam))))
+        return self.grown(self.network.scores(logits.unflatten(0, (len(self.nodes), self.beam))))
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Return the tokens that the columns of the logits stand for; None: the target's ids."""
+        """Tokens of the logits' columns; None: the target's ids."""
         return None if self.network is None else self.network.vocabulary
 
     def grown(self, scores: Scores) -> Beam | Scores:
-        """Return the beam with its next layer, or the scores unchanged if noise is needed for it."""
+        """Return the beam with its next layer, or the unchanged scores if the next layer needs noise."""
         return scores if self.is_coupled else self.extended(scores, self.vocabulary)
 
     def extended(self, scores: Scores, vocabulary: Vocabulary | None) -> Beam:
@@ -176,7 +181,7 @@ class Level:
         return Beam(nodes, path_logprobs, scores.states, is_futile)
 
     def path_tokens(self, row: int) -> torch.Tensor:
-        """Return the tokens from below the root to each node of one row's last layer.  -> [beam, depth] int64"""
+        """Return the path to each node of one row's last layer, without the root.  -> [beam, depth] int64"""
         paths = _paths(self.nodes[row : row + 1], self.beam, len(self.sizes) - 1)[0]
         return self.nodes[row, 0][paths]
 
@@ -184,7 +189,7 @@ class Level:
 def extend_beam(path_logprobs: torch.Tensor, logits: torch.Tensor, width: int) -> Layer:
     """Return the next layer of every request's beam, best first, ties by (parent, rank of the child).
 
-    Only the best children are normalised, so the vocabulary is read by one search and one sum.
+    Only the best children are normalised, so the vocabulary is read twice: by topk and by logsumexp.
 
     Args:
         path_logprobs: [num_requests, beam] f32, of the current layer, best first.
@@ -207,12 +212,12 @@ def extend_beam(path_logprobs: torch.Tensor, logits: torch.Tensor, width: int) -
 
 
 def _logprobs(bits: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that these bits [...] int64 stand for.  -> [...] f32"""
+    """Return floats from their bits.  [...] int64 -> [...] f32"""
     return bits.int().view(torch.float32)
 
 
 def _paths(nodes: torch.Tensor, num_last: int, depth: int) -> torch.Tensor:
-    """Return the nodes from below the root to each of the last ones.  -> [num_rows, num_last, depth] int64"""
+    """Return the path to each of the last nodes, without the root.  -> [num_rows, num_last, depth] int64"""
     num_rows, _, num_nodes = nodes.shape
     node = torch.arange(num_nodes - num_last, num_nodes, device=nodes.device).expand(num_rows, -1)
     path = [node]
@@ -222,17 +227,17 @@ def _paths(nodes: torch.Tensor, num_last: int, depth: int) -> torch.Tensor:
 
 
 def _is_futile(nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int, limits: Limits) -> torch.Tensor:
-    """Return whether no node deeper than these can be worth its level.  -> [1] bool
+    """Return whether no level below the last one can be worth its time.  -> [1] bool
 
-    ``path_logprobs`` [num_rows, beam] f32 are those of the last layer, at this depth.
+    ``path_logprobs`` [num_rows, beam] f32 are those of the last layer, at ``depth``.
     """
     gain = (path_logprobs.exp() - limits.min_path_prob).clamp(min=0.0).sum(dtype=torch.float64)
     is_futile = gain < limits.min_gain
     if limits.log_min_confidence is not None:
         paths = _paths(nodes, path_logprobs.shape[1], depth).flatten(1)
-        above = nodes[:, 1].gather(1, paths)
+        parents = nodes[:, 1].gather(1, paths)
         logprobs = _logprobs(nodes[:, 2])
-        # Probability of each token on the path to a node, given its parent.
-        own = (logprobs.gather(1, paths) - logprobs.gather(1, above)).view(*path_logprobs.shape, depth)
-        is_futile = is_futile | ~(own.amin(-1) > limits.log_min_confidence).any()
+        # Log probability of each token on the path to a node, given its parent.
+        conditionals = (logprobs.gather(1, paths) - logprobs.gather(1, parents)).view(*path_logprobs.shape, depth)
+        is_futile = is_futile | ~(conditionals.amin(-1) > limits.log_min_confidence).any()
     return is_futile.view(1)

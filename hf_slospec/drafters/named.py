@@ -1,4 +1,7 @@
-"""Drafters that are known by a name, which is all that ``drafter=`` and ``--drafter`` need; loads nothing by itself."""
+"""Registry of named drafters, for ``drafter=`` and ``--drafter``; imports a drafter when its name is used.
+
+A new drafter is one file with its :class:`Drafter` and :class:`DraftMethod`, and an entry here.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """A drafter that is made from its name.
-
-    Args:
-        make: takes the target, and whether outputs of other requests may be drafted from.
-        has_model: it runs a network, so that it must be the last part of a sum.
-    """
+    """A drafter that is known by its name."""
 
     description: str
-    make: Callable[[Any, bool], DraftMethod]
-    has_model: bool = False
+    make: Callable[[Any, bool], DraftMethod]  # makes it from the target and ``share_texts``, see load_drafter
+    has_model: bool = False  # it runs a network, so that it must be the last part of a sum
 
 
 def _lookup(target: Any, shares_texts: bool) -> DraftMethod:
-    from hf_slospec.drafters.methods import LookupMethod
+    from hf_slospec.drafters.prompt_lookup import LookupMethod
 
     return LookupMethod()
 
 
 def _suffix(target: Any, shares_texts: bool) -> DraftMethod:
-    from hf_slospec.drafters.methods import SuffixMethod
+    from hf_slospec.drafters.suffix import SuffixMethod
 
     return SuffixMethod(shares_texts)
 
 
 def _mtp(target: Any, shares_texts: bool) -> DraftMethod:
+    from hf_slospec.drafters.head import HeadMethod
     from hf_slospec.drafters.heads.loading import load_mtp
-    from hf_slospec.drafters.methods import HeadMethod
 
     return HeadMethod(load_mtp(target))
 
@@ -48,4 +46,4 @@ NAMED = {
     "suffix": NamedDrafter("suffix trees of texts (extra suffix)", _suffix),
     "mtp": NamedDrafter("the multi-token prediction layer that the target was published with", _mtp, has_model=True),
 }
-NAMES = ", ".join(NAMED)  # for messages
+NAMES = ", ".join(NAMED)  # for error messages

@@ -1,46 +1,49 @@
-"""Prompt lookup: drafting without a draft model, from earlier occurrences of the last tokens."""
+"""Prompt lookup: drafts without a model, from earlier occurrences of a request's last tokens."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.models.packed.model import PackedModel
 
-MAX_NGRAM = 3  # longest n-gram of last tokens that is looked up; shorter ones are tried if it does not occur
-TRUST = 0.7  # conditional probability of continuations that all matches agree on
+MAX_NGRAM = 3  # longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
+TRUST = 0.7  # conditional probability of a token on which all matches agree
 
 
 class PromptLookupDrafter(Drafter):
     """Prompt lookup, with several matches as branches of a tree.
 
     Every earlier occurrence of the request's last tokens proposes the tokens that followed it. Continuations are merged
-    into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`. Where the
+    into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`. If the
     noise of a sampled request is known, it is the probability given that noise.
     """
 
     def __init__(self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None):
-        """``max_depth`` bounds the depth of trees, as the plan does."""
+        """``max_depth`` bounds the depth of trees; None: only the plan does."""
         self.max_ngram, self.max_depth = max_ngram, max_depth
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request, plan) for request in requests]
 
     def release(self, request: Request) -> None:
-        """Do nothing, as no state of a request is kept."""
+        """Do nothing: no state of a request is kept."""
 
     def _tree(self, request: Request, plan: Plan) -> TokenTree:
-        # One level at a time; every node has the continuations that run through it.
+        # Level by level; each node comes with the continuations that pass through it.
         tokens, max_depth = request.tokens, plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
-        found = continuations(np.array(tokens), max_depth, self.max_ngram)
-        noise = ForeseenNoise(request, [set(level) - {None} for level in zip_longest(*found)])
-        layer = [(ROOT, 1.0, found)]
+        matches = continuations(np.array(tokens), max_depth, self.max_ngram)
+        noise = ForeseenNoise(request, [set(level) - {None} for level in zip_longest(*matches)])
+        layer = [(ROOT, 1.0, matches)]
         nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
         for depth in range(1, max_depth + 1):
             children = []
@@ -50,7 +53,7 @@ class PromptLookupDrafter(Drafter):
                     through = [run for run in going_on if run[depth - 1] == token]
                     prob = noise.given(TRUST * count / len(runs), depth, token)
                     children.append((parent, path_prob * prob, token, through))
-            children.sort(key=lambda child: -child[1])  # stable: among equals the latest match stays first
+            children.sort(key=lambda child: -child[1])  # stable: among equals the latest match is first
             layer = []
             for parent, path_prob, token, through in children[: plan.width]:
                 layer.append((len(nodes), path_prob, through))
@@ -68,7 +71,22 @@ def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) ->
     """
     for length in range(min(max_ngram, len(tokens) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
-        found = np.flatnonzero((windows == tokens[-length:]).all(axis=1)) + length
-        if len(found):
-            return [tokens[begin : begin + depth].tolist() for begin in found[::-1]]
+        begins = np.flatnonzero((windows == tokens[-length:]).all(axis=1)) + length
+        if len(begins):
+            return [tokens[begin : begin + depth].tolist() for begin in begins[::-1]]
     return []
+
+
+@dataclass(frozen=True, repr=False)
+class LookupMethod(DraftMethod):
+    """Prompt lookup."""
+
+    max_ngram: int = MAX_NGRAM
+    max_depth: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "prompt lookup"
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return PromptLookupDrafter(self.max_ngram, self.max_depth)

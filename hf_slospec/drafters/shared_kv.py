@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from hf_slospec.algo.latency import ForwardCost
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.drafters.assistant import check_device, check_vocabulary
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.attention import PackedBatch, Span, active_forward
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
-from hf_slospec.models.costs.measure import Size
+from hf_slospec.models.costs.measure import Size, measure_by
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.device.transfer import to_device
-from hf_slospec.models.inspection.properties import evaluating
+from hf_slospec.models.inspection.properties import evaluating, input_device
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
@@ -31,7 +36,7 @@ SLIDING = "sliding_attention"
 
 
 def cached_layers(model: Any) -> dict[str, int]:
-    """Return, by layer type, the last layer of a model that caches K/V of its own; models without types have none."""
+    """Return the last layer that caches K/V, by layer type; empty for models without layer types."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     num_cached = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
@@ -39,10 +44,10 @@ def cached_layers(model: Any) -> dict[str, int]:
 
 
 class SharedKVModel:
-    """Forwards of an assistant's tokens, which attend to committed tokens of the target and not to each other.
+    """Forwards of an assistant's tokens, which attend to the target's committed tokens and not to each other.
 
-    An input is the target's embedding of a token beside a hidden state: the target's, of the token before a root, or
-    the assistant's own, of the parent of another node. All nodes of a tree have the position of its root.
+    An input is the target's embedding of a token, then a hidden state: for a root the target's, of the token before;
+    for other nodes the assistant's, of the parent. All nodes of a tree have the position of its root.
     """
 
     def __init__(self, assistant: Any, target: PackedModel):
@@ -50,18 +55,18 @@ class SharedKVModel:
         config = assistant.config.get_text_config()
         layers = cached_layers(target.model)
         self.layers = {kind: layers[kind] for kind in dict.fromkeys(config.layer_types)}
-        # The mask that transformers builds is inclusive: it lets the root see as many keys as the window and one more.
+        # transformers' mask is inclusive: the root sees one more key than the window has.
         self.max_keys = {kind: config.sliding_window + 1 if kind == SLIDING else None for kind in self.layers}
 
     @torch.no_grad()
     def scores(
         self, pool: KVPool, sequences: Sequence[CachedSequence], tokens: torch.Tensor, states: torch.Tensor
     ) -> Scores:
-        """Return logits of the next tokens and hidden states for the nodes below.
+        """Return logits of the next tokens, and hidden states for the children.
 
         Args:
             pool: storage of the target's K/V.
-            sequences: [num_requests], the committed text before each root.
+            sequences: [num_requests], the committed tokens before each root.
             tokens: [num_requests, beam] int64.
             states: [num_requests, beam, hidden].
         """
@@ -69,13 +74,13 @@ class SharedKVModel:
         inputs = torch.cat((embeds, states.to(embeds)), dim=-1).flatten(0, 1)[:, None]  # a batch of single tokens
         lengths = to_device(torch.tensor([sequence.length for sequence in sequences]), tokens.device)
         positions = lengths[:, None].expand_as(tokens).reshape(-1, 1)
-        batches = {kind: _batch(sequences, tokens.shape[1], most) for kind, most in self.max_keys.items()}
+        batches = {kind: _batch(sequences, tokens.shape[1], limit) for kind, limit in self.max_keys.items()}
         placeholders = {kind: (inputs.new_empty(1, 1, 1, 1), inputs.new_empty(1, 1, 1, 1)) for kind in self.layers}
         forward = _SharedKVForward(pool, self.layers, batches, placeholders, self.target.backend)
         with active_forward(self.assistant, forward):
-            found = self.assistant(inputs_embeds=inputs, position_ids=positions, shared_kv_states=placeholders)
+            output = self.assistant(inputs_embeds=inputs, position_ids=positions, shared_kv_states=placeholders)
         shape = *tokens.shape, -1
-        return Scores(found.logits.view(shape), found.last_hidden_state.view(shape))
+        return Scores(output.logits.view(shape), output.last_hidden_state.view(shape))
 
 
 def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None) -> PackedBatch:
@@ -83,14 +88,14 @@ def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None)
     spans = []
     for index, whole in enumerate(sequences):
         num_keys = whole.length if max_keys is None else min(whole.length, max_keys)
-        seen = CachedSequence(whole.start + whole.length - num_keys, num_keys, num_keys)
+        visible = CachedSequence(whole.start + whole.length - num_keys, num_keys, num_keys)
         no_mask, no_positions = torch.empty(beam, 0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
-        spans.append(Span(seen, index * beam, (index + 1) * beam, no_mask, no_positions))
+        spans.append(Span(visible, index * beam, (index + 1) * beam, no_mask, no_positions))
     return PackedBatch(spans, [span.visible for span in spans])
 
 
 class _SharedKVForward:
-    """Attention of one forward: every layer reads the K/V of the target's layer that stands for its type."""
+    """Attention of one forward: every layer reads the K/V of a layer of the target, by layer type."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class _SharedKVForward:
         placeholders: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         backend: Backend,
     ):
-        """All mappings are by layer type; ``placeholders`` are what the assistant is given in place of K and V."""
+        """Mappings are by layer type; the assistant takes ``placeholders`` as K and V, which tell its layers apart."""
         self.pool, self.layers, self.batches, self.backend = pool, layers, batches, backend
         self._kinds = {id(key): kind for kind, (key, _) in placeholders.items()}
 
@@ -121,14 +126,14 @@ class _SharedKVForward:
             raise RuntimeError("a layer of the assistant does not attend to the shared K/V that it was given")
         layer = self.layers[kind]
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        own = query[:, :, 0].transpose(0, 1)  # [num_heads, num_tokens, head_dim]
-        return self.backend(own, keys, values, self.batches[kind], rules._replace(window=None))[:, None]
+        query = query[:, :, 0].transpose(0, 1)  # [num_heads, num_tokens, head_dim]
+        return self.backend(query, keys, values, self.batches[kind], rules._replace(window=None))[:, None]
 
 
 class SharedKVDrafter(Drafter):
     """Beam search on the predictions of an assistant that reads the target's K/V and caches none.
 
-    Of the target's hidden states it keeps each request's last one.
+    It keeps the target's last hidden state of each request.
     """
 
     @property
@@ -138,13 +143,13 @@ class SharedKVDrafter(Drafter):
     def __init__(self, assistant: Any, vocab_size: int):
         """``vocab_size`` is the target's."""
         self.assistant, self.vocab_size = assistant, vocab_size
-        self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # place behind the token, its feature [1, hidden]
+        self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # tokens, last feature [1, hidden]
 
     def read_kv_of(self, sequences: RequestSequences) -> None:
         self._sequences, self._model = sequences, SharedKVModel(self.assistant, sequences.packed)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
-        self._last[request] = begin + len(features), features[-1:].clone()  # a view would keep those of a whole step
+        self._last[request] = begin + len(features), features[-1:].clone()  # a view would keep the whole step's
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         ready = [request for request in requests if self._is_ready(request)]
@@ -155,9 +160,9 @@ class SharedKVDrafter(Drafter):
         return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
     def _is_ready(self, request: Request) -> bool:
-        """Return whether all tokens but the root have K/V, and the last of them its feature."""
-        place, _ = self._last.get(request, (0, None))
-        return place == self._sequences.num_cached(request) == len(request.tokens) - 1
+        """Return whether all tokens but the root have K/V, and the last of them has its feature."""
+        num_tokens, _ = self._last.get(request, (0, None))
+        return num_tokens == self._sequences.num_cached(request) == len(request.tokens) - 1
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         states = torch.stack([self._last[request][1] for request in requests])
@@ -165,10 +170,10 @@ class SharedKVDrafter(Drafter):
         return beam_search(requests, plan, None, partial(self._run, requests), device, states=states)
 
     def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
-        own, states = [self._sequences.of(request) for request in requests], level.inherited_states
+        sequences, states = [self._sequences.of(request) for request in requests], level.inherited_states
         assert states is not None
-        logits, below = self._model.scores(self._sequences.cache.pool, own, level.tokens, states)
-        return level.grown(Scores(logits[..., : self.vocab_size], below))
+        logits, next_states = self._model.scores(self._sequences.cache.pool, sequences, level.tokens, states)
+        return level.grown(Scores(logits[..., : self.vocab_size], next_states))
 
     def release(self, request: Request) -> None:
         self._last.pop(request, None)
@@ -178,14 +183,14 @@ class SharedKVDrafter(Drafter):
 
 
 class LevelTimer:
-    """Timer of draft levels of given sizes; they reserve K/V of the target for the time they take."""
+    """Timer of draft levels by size; each reserves K/V of the target while it runs."""
 
     def __init__(self, assistant: Any, target: PackedModel):
         self._model, self._cache = SharedKVModel(assistant, target), target.kv_cache
         self.clock = target.ranks.clock
 
     def __call__(self, size: Size) -> float:
-        """Return the seconds of a level of this size, the same number of nodes for each request."""
+        """Return the seconds of a level of this size, with the same number of nodes per request."""
         device, shape = self._model.target.device, (size.num_requests, size.num_tokens // size.num_requests)
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         with self._cache.temporary([size.keys_each] * size.num_requests) as sequences:
@@ -196,3 +201,68 @@ class LevelTimer:
             self._model.scores(self._cache.pool, sequences, tokens, states)
             synchronize(device)
             return self.clock() - begun_s
+
+
+@dataclass(frozen=True, repr=False)
+class Gemma4Method(DraftMethod):
+    """A Gemma 4 assistant, which reads the target's K/V and its last hidden state and caches nothing."""
+
+    assistant: Any
+
+    @property
+    def kind(self) -> str:
+        return "Gemma 4 assistant"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (LAST_HIDDEN,)
+
+    def check(self, target: Any) -> None:
+        check_vocabulary(self.assistant, target)
+        check_device(self.assistant, target)
+        hidden, expected = target.config.get_text_config().hidden_size, self.assistant.backbone_hidden_size
+        if hidden != expected:
+            raise IncompatibleDraftError(
+                f"assistant_model reads hidden states of size {expected} and the target has {hidden}; use the "
+                "assistant that was trained with this target"
+            )
+        ours, dtype = self.assistant.lm_head.weight.dtype, target.get_input_embeddings().weight.dtype
+        if ours != dtype:
+            raise IncompatibleDraftError(
+                f"assistant_model is in {ours} and the target in {dtype}; cast it with assistant_model.to({dtype})"
+            )
+        self._check_layers(target)
+
+    def _check_layers(self, target: Any) -> None:
+        """Raise IncompatibleDraftError unless the target caches K/V for every layer of the assistant."""
+        cached = cached_layers(target)
+        kinds = self.assistant.config.get_text_config().layer_types
+        for kind, layer in zip(kinds, self.assistant.model.layers, strict=True):
+            if kind not in cached:
+                raise IncompatibleDraftError(
+                    f"assistant_model has layers of type {kind!r} and the target caches K/V of "
+                    f"{sorted(cached) or 'none'}; use the assistant that was trained with this target"
+                )
+            source = target.get_decoder().layers[cached[kind]]
+            if (ours := _kv_shape(layer.self_attn)) != (theirs := _kv_shape(source.self_attn)):
+                raise IncompatibleDraftError(
+                    f"layers of type {kind!r} have {ours} K/V heads and their size in assistant_model and {theirs} in "
+                    "the target; use the assistant that was trained with this target"
+                )
+            if (device := next(source.parameters()).device) != input_device(self.assistant):
+                raise IncompatibleDraftError(
+                    f"assistant_model is on {input_device(self.assistant)} and the K/V that it reads on {device}; load "
+                    "the target on one device"
+                )
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        with evaluating(self.assistant):
+            return measure_by(LevelTimer(self.assistant, target), limit_s).fit()
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return SharedKVDrafter(self.assistant, room.vocab_size)
+
+
+def _kv_shape(attention: Any) -> tuple[int, int]:
+    """Return the number and the size of a layer's K/V heads."""
+    return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim

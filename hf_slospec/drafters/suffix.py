@@ -1,4 +1,4 @@
-"""Drafting from suffix trees of the request's own text, and of other requests' outputs where that is allowed."""
+"""Drafting from suffix trees of the request's tokens and, if that is allowed, of other requests' outputs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from hf_slospec.algo.calibration import Conditionals
 from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import Forest, TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
+from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
+from hf_slospec.models.packed.model import PackedModel
 
 if TYPE_CHECKING:
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
 
-TREE_DEPTH = 64  # tokens of context and continuation together that a suffix tree tells apart
-MIN_PATH_PROB = 0.02  # continuations of a smaller share of the matches are left out
-MAX_MATCHES = 8.0  # matches beyond these add no confidence
-ANY_LENGTH = 1e6  # a continuation may be any times longer than its match; trees are cut by their probabilities
-TEXT, READER = 0, -1  # keys in suffix caches: of a request's own text, and of one that only reads others' texts
+TREE_DEPTH = 64  # depth of suffix trees: tokens of context and continuation together
+MIN_PATH_PROB = 0.02  # share of the matches; rarer continuations are not proposed
+MAX_MATCHES = 8.0  # further matches add no confidence
+ANY_LENGTH = 1e6  # limit of continuation per matched token; trees are limited by their probabilities instead
+TEXT, READER = 0, -1  # keys in suffix caches: a request's own tokens, and a request that only reads shared outputs
 
 
 def _suffix_decoding() -> ModuleType:
@@ -39,28 +41,28 @@ def _suffix_decoding() -> ModuleType:
 
 
 def _new_cache(max_outputs: int) -> SuffixDecodingCache:
-    """Return an empty cache that lets so many outputs be found by other requests; -1: all."""
+    """Return an empty cache that shares at most ``max_outputs`` outputs between requests; -1: all."""
     cache: SuffixDecodingCache = _suffix_decoding().SuffixDecodingCache(TREE_DEPTH, max_outputs)
     return cache
 
 
 @dataclass(eq=False)
-class _OwnText:
+class _RequestTree:
     """Suffix tree of one request's prompt and output."""
 
     cache: SuffixDecodingCache
     num_tokens: int = 0
-    tail: list[int] = field(default_factory=list)  # the last of these tokens
+    tail: list[int] = field(default_factory=list)  # the last TREE_DEPTH of these tokens
 
     @classmethod
-    def new(cls) -> _OwnText:
-        """Return an empty text."""
+    def new(cls) -> _RequestTree:
+        """Return an empty tree."""
         cache = _new_cache(0)
         cache.start_request(TEXT, [])
         return cls(cache)
 
     def is_prefix_of(self, tokens: list[int]) -> bool:
-        """Return whether these tokens begin with the text, as far as its tail tells."""
+        """Return whether these tokens begin with the tree's, compared by the last ``TREE_DEPTH`` ones."""
         return self.tail == tokens[self.num_tokens - len(self.tail) : self.num_tokens]
 
     def append(self, tokens: list[int]) -> None:
@@ -79,19 +81,19 @@ class _Output:
 
 
 class _SharedOutputs:
-    """Outputs of requests in one suffix tree per salt; beyond the bounds the oldest are dropped."""
+    """Outputs of requests, in one suffix tree per salt; the oldest are evicted if there are too many."""
 
     def __init__(self, max_texts: int, max_tokens: int):
         self.max_texts, self.max_tokens = max_texts, max_tokens
         self._caches: dict[str, SuffixDecodingCache] = {}  # by salt
-        self._kept: dict[int, tuple[str, int]] = {}  # salt and tokens by key, the oldest first
+        self._kept: dict[int, tuple[str, int]] = {}  # salt and number of tokens by key, the oldest first
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def append(self, salt: str, key: int, tokens: list[int]) -> None:
-        """Append tokens to the output of this key; one that was dropped begins with them."""
+        """Append tokens to the output of this key, or begin an output with them."""
         if not tokens:
             return
         if key not in self._kept:
@@ -106,7 +108,7 @@ class _SharedOutputs:
             self.drop(next(iter(self._kept)))
 
     def end(self, key: int) -> None:
-        """Keep the output of this key, if it was not dropped, as complete."""
+        """End the output of this key, if it is still kept."""
         if key in self._kept:
             self._caches[self._kept[key][0]].stop_request(key)
 
@@ -120,11 +122,11 @@ class _SharedOutputs:
             cache.stop_request(key)
         cache.evict_cached_response(key)
         self.num_tokens -= num_tokens
-        if len(cache.cached_requests) == 1:  # the reader
+        if len(cache.cached_requests) == 1:  # only the reader is left
             del self._caches[salt]
 
     def continuations(self, salt: str, context: list[int], max_nodes: int) -> SuffixDecodingDraft:
-        """Return the tree that follows a context in the outputs of a salt."""
+        """Return the tree of continuations of a context in the outputs of a salt."""
         if salt not in self._caches:
             empty: SuffixDecodingDraft = _suffix_decoding().SuffixDecodingDraft()
             return empty
@@ -140,21 +142,21 @@ class SuffixDrafter(Drafter):
 
     Suffix trees of Snowflake's ``arctic-inference`` count what followed every earlier occurrence of up to
     ``TREE_DEPTH`` last tokens (SuffixDecoding, arXiv 2411.04975). A child's conditional probability is its share of its
-    parent's occurrences, times a confidence that rises with the matched tokens and the number of matches. Where the
-    noise of a sampled request is known, it is the probability given that noise.
+    parent's occurrences, times a confidence that rises with the matched tokens and the number of matches. If the noise
+    of a sampled request is known, it is the probability given that noise.
 
     A request's prompt and output are searched. With ``shares_texts``, so are the outputs of other requests with the
-    same ``cache_salt``, running ones too. That helps where requests repeat each other's outputs, as agents and
-    rollouts do. Times and acceptance then tell one request about outputs of others of its salt.
+    same ``cache_salt``, running ones included, for agents and rollouts that repeat each other's outputs. Times and
+    acceptance then leak information about these outputs to all requests with that salt.
     """
 
     def __init__(self, *, shares_texts: bool = False, max_texts: int = 1000, max_tokens: int = 1_000_000):
-        """Set the bounds of what is kept of other requests; a token takes about 400 bytes.
+        """Set the limits of shared outputs; a token takes about 400 bytes.
 
         Args:
             shares_texts: draft from other requests' outputs, too.
-            max_texts: outputs kept at most, those of running requests included; the oldest are dropped.
-            max_tokens: their tokens at most, all together.
+            max_texts: maximum number of shared outputs, those of running requests included; the oldest are evicted.
+            max_tokens: maximum number of tokens of all shared outputs together.
 
         Raises:
             MissingExtraError: arctic-inference is not installed.
@@ -164,7 +166,7 @@ class SuffixDrafter(Drafter):
             raise InvalidInputError(f"max_texts and max_tokens must be at least 1, got {max_texts} and {max_tokens}")
         _new_cache(0)  # raises at once if the package is missing
         self.shares_texts = shares_texts
-        self._own: WeakKeyDictionary[Request, _OwnText] = WeakKeyDictionary()
+        self._trees: WeakKeyDictionary[Request, _RequestTree] = WeakKeyDictionary()
         self._outputs: WeakKeyDictionary[Request, _Output] = WeakKeyDictionary()
         self._shared = _SharedOutputs(max_texts, max_tokens)
         self._keys = itertools.count()
@@ -172,28 +174,22 @@ class SuffixDrafter(Drafter):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in suffix trees: the texts of requests in progress, and shared outputs."""
+        """Number of tokens in all suffix trees."""
         with self._lock:
-            return sum(own.num_tokens for own in self._own.values()) + self._shared.num_tokens
-
-    @property
-    def num_texts(self) -> int:
-        """Shared outputs."""
-        with self._lock:
-            return len(self._shared)
+            return sum(tree.num_tokens for tree in self._trees.values()) + self._shared.num_tokens
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
-            found = [self._continuations(request, plan) for request in requests]
-        proposed = [_trees(request, plan, drafts) for request, drafts in zip(requests, found, strict=True)]
+            drafts = [self._continuations(request, plan) for request in requests]
+        proposed = [_trees(request, plan, per_tree) for request, per_tree in zip(requests, drafts, strict=True)]
         forests = [Forest.of(trees) for trees in zip(*proposed, strict=True)]
         conditionals = [Conditionals.of(forest).probs for forest in forests]
         return merge_forests(forests, conditionals, plan.depth * plan.width)
 
     def release(self, request: Request) -> None:
-        """Drop the text of a request, but keep its output among the shared ones, unless it failed."""
+        """Drop the suffix tree of a request; keep its shared output unless the request failed."""
         with self._lock:
-            if self._own.pop(request, None) is None or not self.shares_texts:
+            if self._trees.pop(request, None) is None or not self.shares_texts:
                 return
             self._append_output(request)
             if request.error is None:
@@ -201,30 +197,24 @@ class SuffixDrafter(Drafter):
             else:
                 self._shared.drop(self._outputs[request].key)
 
-    def clear(self) -> None:
-        """Drop all texts."""
-        with self._lock:
-            self._own.clear()
-            self._outputs.clear()
-            self._shared = _SharedOutputs(self._shared.max_texts, self._shared.max_tokens)
-
     def _continuations(self, request: Request, plan: Plan) -> list[SuffixDecodingDraft]:
+        """Return the continuations of a request's last tokens in its own tree and, if shared, in other outputs."""
         tokens = request.tokens
-        own = self._own.get(request)
-        if own is None or not own.is_prefix_of(tokens):  # new, seen again after release, or rolled back
-            own = self._own[request] = _OwnText.new()
+        tree = self._trees.get(request)
+        if tree is None or not tree.is_prefix_of(tokens):  # new, seen again after release, or rolled back
+            tree = self._trees[request] = _RequestTree.new()
             if request in self._outputs:
                 self._shared.drop(self._outputs.pop(request).key)
-        own.append(tokens[own.num_tokens :])
+        tree.append(tokens[tree.num_tokens :])
         context, max_nodes = tokens[-TREE_DEPTH:], plan.depth * plan.width
-        drafts = [_speculated(own.cache, TEXT, context, max_nodes)]
+        drafts = [_speculated(tree.cache, TEXT, context, max_nodes)]
         if self.shares_texts:
             self._append_output(request)
             drafts.append(self._shared.continuations(request.cache_salt, context, max_nodes))
         return drafts
 
     def _append_output(self, request: Request) -> None:
-        """Append the tokens that the shared output of a request lacks."""
+        """Append new tokens of a request to its shared output."""
         output = self._outputs.get(request) or _Output(next(self._keys))
         new = request.tokens[request.prompt_len + output.num_tokens :]
         self._outputs[request] = output
@@ -233,11 +223,11 @@ class SuffixDrafter(Drafter):
 
 
 def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) -> list[TokenTree]:
-    """Return the token trees of a request's drafts, no deeper than planned."""
+    """Return a request's drafts as token trees of the planned depth at most."""
     depths = [_depths(draft) for draft in drafts]
     levels: list[set[int]] = [set() for _ in range(min(plan.depth, max(map(max, depths))))]
-    for draft, own in zip(drafts, depths, strict=True):
-        for token, depth in zip(draft.token_ids, own[1:], strict=True):
+    for draft, token_depths in zip(drafts, depths, strict=True):
+        for token, depth in zip(draft.token_ids, token_depths[1:], strict=True):
             if depth <= plan.depth:
                 levels[depth - 1].add(token)
     noise, root = ForeseenNoise(request, levels), request.tokens[-1]
@@ -253,21 +243,36 @@ def _depths(draft: SuffixDecodingDraft) -> list[int]:
 
 
 def _converted(root: int, draft: SuffixDecodingDraft, depths: Sequence[int], noise: ForeseenNoise) -> TokenTree:
-    """Return the token tree of a draft, with probabilities that take the match's length into account.
+    """Return a draft as a token tree, with probabilities that rise with the match's length.
 
-    The draft's probability of a token is its share of its parent's occurrences. Where the text itself ends with the
-    match, that end counts as an occurrence without a continuation: n matches leave shares that sum to n / (n + 1).
+    The draft's probability of a token is its share of its parent's occurrences. The end of the request's tokens counts
+    as an occurrence without a continuation, so that the shares after n matches sum to n / (n + 1).
     """
     total = sum(prob for prob, parent in zip(draft.probs, draft.parents, strict=True) if parent < 0)
     num_matches = min(total / (1.0 - total), MAX_MATCHES) if total < 1.0 else MAX_MATCHES
     shares, path_probs = [total, *draft.probs], [1.0]
-    for place, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True), 1):
-        evidence = draft.match_len + num_matches + depths[place] - 2.0  # 1 match of 1 token, at depth 1: as 0.5
-        prob = min(shares[place] / shares[parent + 1], 1.0) * (1.0 - 1.0 / (1.0 + max(evidence, 0.0)))
-        path_probs.append(path_probs[parent + 1] * noise.given(prob, depths[place], token))
+    for node, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True), 1):
+        evidence = draft.match_len + num_matches + depths[node] - 2.0  # 1 match of 1 token, at depth 1: 0.5
+        prob = min(shares[node] / shares[parent + 1], 1.0) * (1.0 - 1.0 / (1.0 + max(evidence, 0.0)))
+        path_probs.append(path_probs[parent + 1] * noise.given(prob, depths[node], token))
     return TokenTree(
         np.array([root, *draft.token_ids]),
         np.array([-1, *(parent + 1 for parent in draft.parents)]),
         np.array(depths),
         np.array(path_probs),
     )
+
+
+class SuffixMethod(DraftMethod):
+    """Suffix trees of the request's tokens and, if that is allowed, of other requests' outputs."""
+
+    @property
+    def kind(self) -> str:
+        return "suffix trees"
+
+    def __init__(self, shares_texts: bool = False):
+        """Make the trees, which all engines share; see :class:`SuffixDrafter`."""
+        self._drafter = SuffixDrafter(shares_texts=shares_texts)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return self._drafter

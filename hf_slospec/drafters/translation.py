@@ -1,4 +1,4 @@
-"""Translation between the tokens of a target and those of a draft that has another tokenizer."""
+"""Translation of a target's tokens to those of a draft that has another tokenizer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from transformers import PreTrainedTokenizerBase
 from hf_slospec.drafters.level import Vocabulary
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.models.sequences.kept_texts import num_common
+from hf_slospec.models.sequences.kept_prefixes import num_common
 
-WINDOW = 10  # tokens before new ones that are split again, and as many more before these as context
-MAX_CUTS = 64  # cuts per text; the last ones are kept
-MIN_COMMON = 0.01  # share of the smaller vocabulary that the other one must have
-MAX_PIECE = 8  # bytes of a token that is looked up beside invalid UTF-8
+WINDOW = 10  # tokens before new ones that are tokenized again, and as many more before these as context
+MAX_CUTS = 64  # maximum number of cuts kept per request; the last ones
+MIN_COMMON = 0.01  # share of the smaller vocabulary that both must have
+MAX_PIECE = 8  # maximum bytes of a token that is looked up by its bytes, beside invalid UTF-8
 ROLES = ("bos_token_id", "eos_token_id")
-INVALID = re.compile(r"([\udc80-\udcff]+)")  # bytes that are no UTF-8, as the error handler below decodes them
+INVALID = re.compile(r"([\udc80-\udcff]+)")  # invalid UTF-8, as the error handler below decodes it
 KEEP_INVALID = "surrogateescape"
 
-Key = bytes | str  # what a token stands for: bytes of text, or the name of a special token
+Key = bytes | str  # a token's meaning: the bytes of its text, or the name of a special token
 
 
 def _bytes_by_char() -> dict[str, int]:
-    """Return the bytes that the characters of byte-level vocabularies stand for (GPT-2)."""
+    """Return the byte of each character of byte-level vocabularies (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    moved = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(moved)}
 
 
 BYTES_BY_CHAR = _bytes_by_char()
@@ -41,7 +41,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # byte tokens of sentencepiece vo
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
-    """Return the text of a token, in either way in which vocabularies write spaces and bytes."""
+    """Return the text of a token of a byte-level or sentencepiece vocabulary."""
     if is_byte_level:
         values = [BYTES_BY_CHAR.get(char) for char in token]
         return bytes(value for value in values if value is not None) if None not in values else token.encode()
@@ -51,7 +51,7 @@ def _bytes_of(token: str, is_byte_level: bool) -> bytes:
 
 
 class TokenTexts:
-    """Texts of the tokens of one tokenizer, and a copy of the tokenizer that splits text only."""
+    """Texts of one tokenizer's tokens, and tokenization without special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer, self._backend = tokenizer, self._copy_of_backend(tokenizer)
@@ -61,18 +61,18 @@ class TokenTexts:
         first = Counter(token[:1] for token in vocab)
         is_byte_level = first["Ġ"] > first["▁"]
         self.keys: dict[int, Key] = {}
-        ranks: dict[int, int] = {}  # where tokens share a text, tokenizers use the one of the highest rank
+        ranks: dict[int, int] = {}  # among tokens of equal text, tokenizers use that of the highest rank
         for token, number in vocab.items():
             if number in self.special:
                 self.keys[number] = token
             else:
                 self.keys[number] = token.encode() if number in added else _bytes_of(token, is_byte_level)
             ranks[number] = 2 if number in added else 0 if BYTE_TOKEN.fullmatch(token) else 1
-        self.ids = {self.keys[number]: number for number in sorted(self.keys, key=lambda own: (ranks[own], own))}
+        self.ids = {self.keys[number]: number for number in sorted(self.keys, key=lambda token: (ranks[token], token))}
 
     @staticmethod
     def _copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Any | None:
-        """Return a copy that no caller's padding or truncation changes; None for a tokenizer written in Python."""
+        """Return a copy without padding and truncation; None for a tokenizer written in Python."""
         if not tokenizer.is_fast:
             return None
         backend = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -83,10 +83,9 @@ class TokenTexts:
 
     @property
     def begins_with_bos(self) -> bool:
-        """Return whether the tokenizer begins every text with a token of its own."""
-        return self._tokenizer.bos_token_id is not None and self._tokenizer("")["input_ids"][:1] == [
-            self._tokenizer.bos_token_id
-        ]
+        """Return whether the tokenizer begins every text with bos."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and self._tokenizer("")["input_ids"][:1] == [bos]
 
     @property
     def adds_space(self) -> bool:
@@ -94,22 +93,22 @@ class TokenTexts:
         return self.text(self.split("x")[:1]).startswith(b" ")
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """Return what tokens stand for."""
+        """Return the text of tokens."""
         return b"".join(self.texts(tokens))
 
     def texts(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return what each token stands for; nothing for special and unknown ones."""
+        """Return the text of each token, empty for special and unknown ones."""
         keys = (self.keys.get(token, b"") for token in tokens)
         return [key if isinstance(key, bytes) else b"" for key in keys]
 
     def split(self, text: str) -> list[int]:
-        """Return the tokens of a text without special tokens, in which bytes that are no UTF-8 are escaped."""
+        """Return the tokens of a text, without special tokens; invalid UTF-8 in it is escaped."""
         tokens = list[int]()
         for part in filter(None, INVALID.split(text)):
-            own = [] if INVALID.match(part) else self._split_valid(part)
-            if INVALID.match(part) or (tokens and self.text(own) != part.encode()):  # a space was put before it
-                own = self._split_bytes(part.encode(errors=KEEP_INVALID))
-            tokens += own
+            new = [] if INVALID.match(part) else self._split_valid(part)
+            if INVALID.match(part) or (tokens and self.text(new) != part.encode()):  # the tokenizer added a space
+                new = self._split_bytes(part.encode(errors=KEEP_INVALID))
+            tokens += new
         return tokens
 
     def _split_valid(self, text: str) -> list[int]:
@@ -118,7 +117,7 @@ class TokenTexts:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _split_bytes(self, data: bytes) -> list[int]:
-        """Return the longest tokens for bytes, from the left; bytes without a token are left out."""
+        """Return the longest tokens of bytes, from the left; bytes without a token are skipped."""
         tokens = list[int]()
         while data:
             length = next((size for size in range(MAX_PIECE, 0, -1) if data[:size] in self.ids), 0)
@@ -129,25 +128,25 @@ class TokenTexts:
 
 
 class Cut(NamedTuple):
-    """A place where a token begins in a text and in its translation."""
+    """A point of a text where tokens of both vocabularies begin."""
 
-    target: int  # tokens before it, in the target's text
-    draft: int  # in the draft's
+    target: int  # number of the target's tokens before it
+    draft: int  # number of the draft's tokens before it
 
 
 class Stretch(NamedTuple):
     """Translation of some of a target's tokens."""
 
     tokens: list[int]  # the draft's
-    cuts: list[Cut]  # in ascending order; the first one is where the stretch begins
+    cuts: list[Cut]  # in ascending order; the first one is the begin of the stretch
 
 
 class TokenTranslation:
-    """Tokens that two vocabularies have in common, and the translation of texts from one to the other.
+    """Tokens that two vocabularies have in common, and the translation from one to the other.
 
-    Tokens are the same if they stand for the same bytes, however the vocabularies write spaces and bytes, or if they
-    are special tokens of one name; bos and eos may have other names. Drafts propose common tokens only: token-level
-    intersection (Timor et al., arXiv 2502.05202).
+    Tokens are common if they have the same bytes, however the vocabularies write spaces and bytes, or if they are
+    special tokens of the same name or role (bos, eos). Drafts propose common tokens only: token-level intersection
+    (Timor et al., arXiv 2502.05202).
     """
 
     def __init__(
@@ -160,20 +159,22 @@ class TokenTranslation:
         """Compare the vocabularies.
 
         Args:
-            target_vocab_size: tokens of the target model; the tokenizer may have more or fewer.
+            target_tokenizer: the target's.
+            draft_tokenizer: the draft's.
+            target_vocab_size: tokens of the target model; its tokenizer may have more or fewer.
             draft_vocab_size: tokens of the draft model.
 
         Raises:
-            IncompatibleDraftError: they have too few tokens in common.
+            IncompatibleDraftError: the vocabularies have too few tokens in common.
         """
         self.target, self.draft = TokenTexts(target_tokenizer), TokenTexts(draft_tokenizer)
         ids = {key: number for key, number in self.draft.ids.items() if number < draft_vocab_size and key}
-        # By the target's ids, several of which may stand for one text.
+        # Draft ids by the target's ids, several of which may have the same text.
         self._same = {number: ids[key] for number, key in self.target.keys.items() if key in ids}
         for role in ROLES:
-            own, others = getattr(target_tokenizer, role), getattr(draft_tokenizer, role)
-            if own is not None and others is not None and others < draft_vocab_size:
-                self._same.setdefault(own, others)
+            target_id, draft_id = getattr(target_tokenizer, role), getattr(draft_tokenizer, role)
+            if target_id is not None and draft_id is not None and draft_id < draft_vocab_size:
+                self._same.setdefault(target_id, draft_id)
         common = sorted(
             number
             for number in self._same
@@ -188,37 +189,38 @@ class TokenTranslation:
             )
         self.target_ids = torch.tensor(common)  # [num_common] int64, ascending
         self.draft_ids = torch.tensor([self._same[number] for number in common])  # [num_common] int64
-        self.draft_id_of = torch.zeros(target_vocab_size, dtype=torch.int64)  # [target_vocab], 0 where there is none
+        self.draft_id_of = torch.zeros(target_vocab_size, dtype=torch.int64)  # [target_vocab], 0 if not common
         self.draft_id_of[self.target_ids] = self.draft_ids
-        self._on = dict[torch.device, tuple[Vocabulary, torch.Tensor, torch.Tensor]]()
+        self._by_device = dict[torch.device, tuple[Vocabulary, torch.Tensor, torch.Tensor]]()
         self._with_role = {getattr(target_tokenizer, role) for role in (*ROLES, "pad_token_id")}
         self._special = {number: self._translated_special(number) for number in self.target.special}
         self._adds_space, bos = self.target.adds_space, draft_tokenizer.bos_token_id
         self._prefix = [bos] if self.draft.begins_with_bos else []
-        self.filler = int(self.draft_ids[0]) if bos is None else bos  # stands for a text without translation
+        self.filler = int(self.draft_ids[0]) if bos is None else bos  # the only token of an empty translation
 
     def to(self, device: torch.device) -> tuple[Vocabulary, torch.Tensor, torch.Tensor]:
-        """Return the tensors on a device, where they stay, as CUDA graphs read them.
+        """Return the tensors on a device; they keep their addresses, as CUDA graphs read them.
 
         Returns:
-            the target's ids of the common tokens, with the size of its vocabulary; the draft's ids of the same,
-            [num_common] int64; and the draft's id of each of the target's tokens, [target_vocab] int64.
+            The target's ids of common tokens, the draft's ids of them [num_common] int64, and the draft's id of each
+            token of the target [target_vocab] int64.
         """
-        if device not in self._on:
+        if device not in self._by_device:
             vocabulary = Vocabulary(self.target_ids.to(device), len(self.draft_id_of))
-            self._on[device] = vocabulary, self.draft_ids.to(device), self.draft_id_of.to(device)
-        return self._on[device]
+            self._by_device[device] = vocabulary, self.draft_ids.to(device), self.draft_id_of.to(device)
+        return self._by_device[device]
 
     def translate(self, tokens: Sequence[int], is_begin: bool = True) -> Stretch:
-        """Return the draft's tokens for a stretch of the target's text; ``is_begin``: the text begins with it."""
+        """Return the draft's tokens for some of the target's; ``is_begin``: the text begins with them."""
         parts = list(self._parts(tokens, is_begin))
         has_bos = bool(parts) and parts[0][1][:1] == self._prefix
         translated = [] if has_bos or not is_begin else list(self._prefix)
-        place, cuts = 0, [Cut(0, 0)]
-        for own, others in parts:
-            cuts += [Cut(place + cut.target, len(translated) + cut.draft) for cut in self._cuts(own, others)]
-            place += len(own)
-            translated += others
+        num_done, cuts = 0, [Cut(0, 0)]
+        for part, part_translated in parts:
+            part_cuts = self._cuts(part, part_translated)
+            cuts += [Cut(num_done + cut.target, len(translated) + cut.draft) for cut in part_cuts]
+            num_done += len(part)
+            translated += part_translated
         return Stretch(translated, cuts)
 
     def _parts(self, tokens: Sequence[int], is_begin: bool) -> Iterator[tuple[list[int], list[int]]]:
@@ -232,10 +234,10 @@ class TokenTranslation:
             is_begin = is_special
 
     def _translated_run(self, tokens: Sequence[int], is_begin: bool) -> list[int]:
-        """Return the translation of tokens that are not special; ``is_begin``: no text stands before them.
+        """Return the translation of tokens that are not special; ``is_begin``: the text begins with them.
 
-        If both tokenizers split the text alike, the draft gets the very tokens that the target has chosen. Otherwise
-        it gets the tokens that it would find in the text itself.
+        If both tokenizers split the text alike, the translation is token by token. Otherwise the draft's tokenizer
+        splits the text.
         """
         text = self.target.text(tokens).decode(errors=KEEP_INVALID)
         if is_begin and self._adds_space:
@@ -247,7 +249,7 @@ class TokenTranslation:
         return [token for token in same if token is not None] if is_alike else split
 
     def _translated_special(self, token: int) -> list[int]:
-        """Return the draft's tokens for a special token: its own one, or the token's name if it has no role."""
+        """Return the draft's tokens for a special token: the same one, or its name unless it has a role."""
         name = str(self.target.keys.get(token, ""))
         if token in self._same:
             return [self._same[token]]
@@ -256,26 +258,26 @@ class TokenTranslation:
         return [] if token in self._with_role else self.draft.split(name)
 
     def _cuts(self, tokens: Sequence[int], translated: Sequence[int]) -> list[Cut]:
-        """Return the places where tokens begin in both, between characters; the end is one of them.
+        """Return the points where tokens of both begin, between characters; the last one is the end.
 
-        The tokens are compared by the bytes that follow them, as far as these are the same: a tokenizer may begin its
-        text with a space, or write characters in another way.
+        Points are compared by the bytes after them, as far as these agree: a tokenizer may begin with a space, or
+        normalise characters.
         """
         texts = self.target.texts(tokens), self.draft.texts(translated)
-        own, others = (np.frombuffer(b"".join(text), dtype=np.uint8) for text in texts)  # [num_bytes] each
-        shorter = min(len(own), len(others))
-        differs = np.flatnonzero(own[len(own) - shorter :] != others[len(others) - shorter :])
+        target, draft = (np.frombuffer(b"".join(text), dtype=np.uint8) for text in texts)  # [num_bytes] each
+        shorter = min(len(target), len(draft))
+        differs = np.flatnonzero(target[len(target) - shorter :] != draft[len(draft) - shorter :])
         num_same = shorter if not len(differs) else shorter - 1 - int(differs[-1])
-        left, left_of_others = (np.cumsum([0, *map(len, text[::-1])])[::-1] for text in texts)  # bytes after each token
-        common, places, places_of_others = np.intersect1d(left, left_of_others, return_indices=True)
+        target_left, draft_left = (np.cumsum([0, *map(len, text[::-1])])[::-1] for text in texts)  # bytes left
+        common, *indices = np.intersect1d(target_left, draft_left, return_indices=True)
         is_cut = (common > 0) & (common <= num_same)
-        is_cut[is_cut] &= own[len(own) - common[is_cut]] & 0xC0 != 0x80  # not within a character
-        found = [Cut(*cut) for cut in zip(places[is_cut].tolist(), places_of_others[is_cut].tolist(), strict=True)]
-        return [*found[::-1], Cut(len(tokens), len(translated))]
+        is_cut[is_cut] &= target[len(target) - common[is_cut]] & 0xC0 != 0x80  # not within a character
+        cuts = [Cut(*pair) for pair in zip(*(index[is_cut].tolist() for index in indices), strict=True)]
+        return [*cuts[::-1], Cut(len(tokens), len(translated))]
 
 
-class DraftText:
-    """The text of a request in the tokens of its draft."""
+class DraftTokens:
+    """A request's tokens, translated for its draft."""
 
     def __init__(self, translation: TokenTranslation, request: Request):
         self._translation, self._request = translation, request
@@ -284,10 +286,10 @@ class DraftText:
 
     @property
     def num_left(self) -> int:
-        """Tokens that the request may still emit; in the draft's tokens they may be more or fewer."""
+        """Number of tokens that the request may still emit; translated, they may be more or fewer."""
         return self._request.num_left
 
-    prompt_len = num_padding = 0  # stock decoding has no such text
+    prompt_len = num_padding = 0  # they matter for the target only
 
     @property
     def cache_salt(self) -> str:
@@ -300,10 +302,10 @@ class DraftText:
         return self._request.error
 
     def update(self) -> int:
-        """Take in tokens that were committed since the last call; return how many leading tokens are the same still.
+        """Translate tokens that were committed since the last call; return how many leading tokens are unchanged.
 
-        The last tokens are split again together with the new ones, behind some context, as tokenizers split the begin
-        of a text in another way than its middle.
+        The last tokens are tokenized again with the new ones and with context before them, as tokenizers split the
+        begin of a text differently.
         """
         committed = self._request.tokens
         if self._num_seen == len(committed):
@@ -312,7 +314,7 @@ class DraftText:
         context = self._last_cut(kept.target - WINDOW)
         stretch = self._translation.translate(committed[context.target :], not context.target)
         after = next((cut.draft for cut in stretch.cuts if context.target + cut.target == kept.target), None)
-        if after is None:  # what follows has changed the tokens around the cut
+        if after is None:  # the new tokens have changed those around the cut
             kept = context = Cut(0, 0)
             stretch, after = self._translation.translate(committed), 0
         old, new = self.tokens[kept.draft :], stretch.tokens[after:]
@@ -324,5 +326,5 @@ class DraftText:
         return kept.draft + num_common(old, new)
 
     def _last_cut(self, num_tokens: int) -> Cut:
-        """Return the last cut that no more of the target's tokens stand before; the begin if none is kept."""
+        """Return the last cut behind at most ``num_tokens`` of the target's tokens; the begin if none is kept."""
         return next((cut for cut in reversed(self._cuts) if cut.target <= num_tokens), Cut(0, 0))

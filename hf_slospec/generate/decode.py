@@ -11,25 +11,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
-from hf_slospec.drafters.methods import LookupMethod, assistant_method
-from hf_slospec.drafters.prompt_lookup import MAX_NGRAM
+from hf_slospec.drafters.load_drafter import Drafting, assistant_method, drafting_method
+from hf_slospec.drafters.prompt_lookup import MAX_NGRAM, LookupMethod
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.generate.load_drafter import Drafting, drafting_method
 from hf_slospec.generate.prepare import Call, prepare, stock_generate, without_drafts
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import MEASURE_S, Speculator
 from hf_slospec.generate.stock_loop import batch_level_names, run_stock_loop
 from hf_slospec.generate.validation import (
-    check_causal_lm,
     check_config,
     check_flag,
     check_make_policy,
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.inspection.loaded import check_causal_lm
 from hf_slospec.models.linear.packed_layers import restore_weights
 
 

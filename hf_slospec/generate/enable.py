@@ -15,12 +15,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.drafters.load_drafter import Drafting
 from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder
-from hf_slospec.generate.load_drafter import Drafting
 from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.generate.validation import check_causal_lm, check_flag, configured
+from hf_slospec.generate.validation import check_flag, configured
+from hf_slospec.models.inspection.loaded import check_causal_lm
 from hf_slospec.models.linear.packed_layers import restore_weights
 
 

@@ -27,6 +27,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.generate.rows import Rows
 from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.inspection.loaded import check_tokenizer
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed.model import PackedModel
 
@@ -47,33 +48,6 @@ CACHE_LAYERS = (DynamicLayer, StaticLayer, DummyLayer, LinearAttentionLayer)
 UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or stand for another decoding loop
 
 
-def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
-    """Return the model, or the model inside a PEFT model.
-
-    Raises:
-        InvalidTypeError: it is no loaded transformers causal LM.
-        UnsupportedModelError: its adapter cannot be speculated.
-    """
-    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
-            raise UnsupportedModelError(
-                f"{name} has a PEFT adapter that puts virtual tokens before the prompt, which cannot be "
-                "speculated; use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
-            )
-        model = model.get_base_model()
-    if hasattr(model, "_orig_mod"):
-        raise InvalidTypeError(
-            f"{name} is a compiled model, whose layers cannot use tree attention; pass the model as it was before "
-            "torch.compile"
-        )
-    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
-        raise InvalidTypeError(
-            f"{name} must be a loaded transformers model with a language-modelling head, such as "
-            f"AutoModelForCausalLM.from_pretrained(...) returns; got {type(model).__name__}"
-        )
-    return model
-
-
 def check_make_policy(make_policy: Any) -> Any:
     """Return the argument, or raise InvalidTypeError unless it is callable or None."""
     if make_policy is not None and not callable(make_policy):
@@ -82,21 +56,6 @@ def check_make_policy(make_policy: Any) -> Any:
             f"{type(make_policy).__name__}"
         )
     return make_policy
-
-
-def check_tokenizer(tokenizer: Any, name: str = "tokenizer") -> None:
-    """Raise InvalidTypeError unless the argument is None, or can be called and decodes."""
-    if tokenizer is not None and not (callable(tokenizer) and callable(getattr(tokenizer, "decode", None))):
-        raise InvalidTypeError(
-            f"{name} must be a loaded tokenizer, such as AutoTokenizer.from_pretrained(...) returns; got "
-            f"{type(tokenizer).__name__}"
-        )
-
-
-def check_one_way(assistant_model: Any, drafter: Any) -> None:
-    """Raise InvalidInputError if there are a drafter and an assistant model."""
-    if assistant_model is not None and drafter is not None:
-        raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
 
 
 def check_config(config: Any) -> SLOSpecConfig:

@@ -1,4 +1,4 @@
-"""A model that was checked for packed forwards, with the lock of its users and what its forwards cost."""
+"""A model that passed the trial of packed forwards, with its lock and the cost of its forwards."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from hf_slospec.models.packed.trial import check_by_trial, counts_padding
 
 
 class CheckedModel:
-    """A model that passed the trial, checked again when it was moved or cast.
+    """A model that passed the trial of packed forwards, which is repeated after the model was moved or cast.
 
-    Threads that run it as a target take turns by ``lock``, which is held while K/V caches of the target and of its
-    drafts are used.
+    Engines hold the target's ``lock`` while they use the K/V caches of the target and of its drafts.
     """
 
     def __init__(self, model: Any, config: SLOSpecConfig, measure_s: float, target: Ranks | None = None):
-        """Check the model; ``measure_s`` bounds the seconds of measuring where no profile is kept.
+        """Check the model.
 
-        ``target``: the ranks of the target that it drafts for; None: it is a target.
+        Args:
+            model: a causal LM or a drafting head.
+            config: the settings.
+            measure_s: maximum seconds of measuring, if no profile is saved.
+            target: ranks of the target, if the model is a draft; None: it is a target.
 
         Raises:
-            UnsupportedModelError: it cannot verify a token tree.
+            UnsupportedModelError: the model cannot verify a token tree.
             IncompatibleDraftError: it is split over other processes than the target.
         """
         check_embeds_tokens(model)
@@ -49,13 +52,13 @@ class CheckedModel:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Device, dtype, and the forward in place of the class's own; they may not change while requests run."""
+        """Device, dtype and replaced forward of the model; they may not change while requests run."""
         model = self.model
         return input_device(model), model.get_input_embeddings().weight.dtype, vars(model).get("forward")
 
     @property
     def packed(self) -> PackedModel:
-        """The model's packed forwards, for where and in which dtype it is now."""
+        """The packed forwards for the model's present device and dtype."""
         hooks = sum(len(changing_hooks(module)) for module in self.model.modules())
         placement = *self.place, hooks, autocast_dtype(input_device(self.model).type)
         with self._renewing:
@@ -63,19 +66,13 @@ class CheckedModel:
                 if input_device(self.model).type == "cpu":
                     warn_if_oversubscribed()
                     log_idle_gpu()
-                if self._placement is not None:  # it may have been split since, by FSDP
+                if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
                 config = self.config
-                packed = PackedModel(
-                    self.model,
-                    config.attention,
-                    config.prepack,
-                    config.cuda_graphs,
-                    config.fused_layers,
-                    ranks=self.ranks,
-                )
+                options = config.attention, config.prepack, config.cuda_graphs, config.fused_layers
+                packed = PackedModel(self.model, *options, ranks=self.ranks)
                 check_by_trial(packed)
-                if self._placement is not None:  # engines go on with the one before, and must notice changes as well
+                if self._placement is not None:  # engines that still use the old one must notice changes, too
                     packed.fingerprint = self._packed.fingerprint
                 self._packed, self._placement, self._cost = packed, placement, None
             return self._packed
@@ -87,11 +84,11 @@ class CheckedModel:
 
     @property
     def cost(self) -> ForwardCost:
-        """Seconds of its forwards: from a kept profile of this machine, otherwise measured now."""
+        """Cost of the forwards: from a saved profile of this machine, or else measured now."""
         packed = self.packed
         with self.lock, self._renewing:
             if self._cost is None:
-                self._cost = self.ranks.first(load_profile(packed))  # the others may find none yet
+                self._cost = self.ranks.first(load_profile(packed))  # other ranks may not find the file yet
             if self._cost is None:
                 with evaluating(self.model):
                     self._cost = measure(packed, self.measure_s).fit()
@@ -99,7 +96,7 @@ class CheckedModel:
             return self._cost
 
     def replace_cost(self, old: ForwardCost, new: ForwardCost) -> None:
-        """Use what steps measured in place of a profile that turned out wrong; the next process measures again."""
+        """Replace a profile that turned out wrong by what steps measured; the next process measures again."""
         with self._renewing:
             if self._cost is old:  # otherwise the model was moved or measured since
                 self._cost = new

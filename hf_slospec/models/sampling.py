@@ -1,4 +1,4 @@
-"""Choice of tokens exactly as in transformers' ``generate``, one node at a time and with rows in any order."""
+"""Choice of tokens exactly as in transformers' ``generate``, for tree nodes and with rows in any order."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from hf_slospec.models.noise import GeneratorNoise
 
 # input_ids [1, length] int64 (None if it is never read), scores [num_nodes, vocab] f32 -> scores, same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
-# Choices on the device, [num_choices] int64, and the function that makes choosers of them once the host has read them.
+# Choices on the device, [num_choices] int64, and a function that returns choosers when the host has read the choices.
 PendingChoices = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
 NO_CHOICES = torch.empty(0, dtype=torch.int64)
 
-MAX_BATCHED_LOGITS = 2**20  # logits per step; beyond it, a CPU processes only nodes that are reached, one at a time
+MAX_BATCHED_LOGITS = 2**20  # logits per step; if there are more, a CPU processes only the nodes that are reached
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities of a committed token and of the most probable ones at its place, before any processor."""
+    """Log probabilities of a committed token and of the most probable ones at its position, before any processor."""
 
     logprob: float
     top: list[tuple[int, float]]  # token and log probability, best first
 
     @classmethod
     def of(cls, logprobs: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
-        """Return those of a token; ``logprobs`` [vocab] are of all tokens."""
+        """Return the record of a token; ``logprobs`` [vocab] are those of all tokens."""
         top = logprobs.topk(min(num_top, len(logprobs)))
         return cls(float(logprobs[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
 
 
 class Record:
-    """Logits, processed scores and log probabilities of every committed token, as far as they are asked for."""
+    """Logits, processed scores and log probabilities of committed tokens, if they are requested."""
 
     def __init__(self, num_rows: int, config: Any):
         is_dict = config.return_dict_in_generate
-        # [vocab] each, by row and position
+        # By row and position, [vocab] each.
         self._logits = _new_rows(num_rows, is_dict and config.output_logits)
         self._scores = _new_rows(num_rows, is_dict and config.output_scores)
-        self.num_top: int | None = None  # log probabilities to record at each place, besides the token's; None: none
+        self.num_top: int | None = None  # most probable tokens to record per position; None: no log probabilities
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_rows)]
 
     @property
@@ -64,19 +64,19 @@ class Record:
             self.logprobs[row].append(TokenLogprobs.of(logits.log_softmax(-1), token, self.num_top))
 
     def unshared(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits for processors, which may write into them: a copy if log probabilities of them are recorded."""
+        """Return logits that processors may write into: a copy if log probabilities are recorded."""
         return logits if self.num_top is None else logits.clone()
 
     def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:
-        """Return a row's scores so far as stopping criteria get them: one [1, vocab] tensor per position."""
+        """Return a row's scores so far for stopping criteria: one [1, vocab] tensor per position."""
         return None if self._scores is None else tuple(scores[None] for scores in self._scores[row])
 
     def logits(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
-        """Return logits as ``generate`` does: one [batch, vocab] tensor per position; None if not asked for."""
+        """Return logits as ``generate`` does: one [batch, vocab] tensor per position; None if not recorded."""
         return _by_position(self._logits, num_positions)
 
     def scores(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
-        """Return processed scores, in the form of ``logits``."""
+        """Return processed scores, as :meth:`logits` does."""
         return _by_position(self._scores, num_positions)
 
 
@@ -91,7 +91,7 @@ def _by_position(rows: list[list[torch.Tensor]] | None, num_positions: int) -> t
 
 
 class StockSampler:
-    """Sampler of one call's rows: greedy or sampling, after the call's logits processors, as in ``generate``."""
+    """Greedy or sampling choice for one call's rows, after the call's logits processors, as in ``generate``."""
 
     def __init__(
         self,
@@ -105,13 +105,16 @@ class StockSampler:
         seed: int | None = None,
         sharing: int = 1,
     ):
-        """Set up the sampler; ``requests``, ``processors`` and ``prompts`` have one entry per row of the batch.
+        """Take the call's options; ``requests``, ``processors`` and ``prompts`` have one entry per row of the batch.
 
         Args:
+            do_sample: sample; otherwise greedy.
             prompts: token ids as processors get them, left padding included.
+            device: device of scores and noise.
             ignore_sequence: all rows have the same processors, and none of these reads ``input_ids``.
-            seed: noise is that after ``torch.manual_seed(seed)``; None: that of the global generator.
-            sharing: samplers that share the memory for noise.
+            record: takes the logits and scores of committed tokens.
+            seed: the noise is that after ``torch.manual_seed(seed)``; None: that of the global generator.
+            sharing: number of samplers that share the memory for noise.
         """
         self.processors, self.do_sample, self.prompts, self.device = processors, do_sample, prompts, device
         self.ignore_sequence, self.record, self.seed = ignore_sequence, record, seed
@@ -120,7 +123,7 @@ class StockSampler:
         self._noise: GeneratorNoise | None = None
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
-        if not requests:  # all of them are in prefill
+        if not requests:  # all running requests are in prefill
             return _nothing_pending([])
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
@@ -134,24 +137,24 @@ class StockSampler:
     def _choose_together(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree], num_nodes: list[int]
     ) -> PendingChoices:
-        """Choose for all nodes at once, as a choice depends on nothing of the path to its node but the position."""
+        """Choose for all nodes at once, as a choice depends on its node's logits and position only."""
         raw = logits.to(device=self.device, dtype=torch.float32)
         scores = processed(self.processors[0], None, self.record.unshared(raw))
         if self.do_sample:
-            places = [
+            positions_and_rows = [
                 (request.num_emitted + int(depth), self._row[request])
                 for request, tree in zip(requests, trees, strict=True)
                 for depth in tree.depths
             ]
-            choices = self._drawn(scores, places)
+            choices = self._drawn(scores, positions_and_rows)
         else:
             choices = scores.argmax(-1)
 
         def choosers(read: list[int]) -> list[Chooser]:
-            own = _split(read, num_nodes)
-            if not self.record.is_wanted:  # every look at a node would be work for the device
-                return [functools.partial(_choice, choices) for choices in own]
-            parts = zip(requests, own, raw.split(num_nodes), scores.split(num_nodes), strict=True)
+            per_request_choices = _split(read, num_nodes)
+            if not self.record.is_wanted:
+                return [functools.partial(_choice, choices) for choices in per_request_choices]
+            parts = zip(requests, per_request_choices, raw.split(num_nodes), scores.split(num_nodes), strict=True)
             return [functools.partial(self._recorded_choice, *part) for part in parts]
 
         return choices, choosers
@@ -187,34 +190,35 @@ class StockSampler:
         """
         raw = logits[None].to(device=self.device, dtype=torch.float32)
         processors = self.processors[self._row[request]]
-        text = self.text(request, tokens) if processors else None
-        return raw[0], processed(processors, text, self.record.unshared(raw))[0]
+        input_ids = self.input_ids(request, tokens) if processors else None
+        return raw[0], processed(processors, input_ids, self.record.unshared(raw))[0]
 
-    def text(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
-        """Return a request's tokens as processors get them, left padding included.  -> [1, length] int64"""
-        text = [*self.prompts[self._row[request]], *tokens[request.prompt_len :]]
-        ids: torch.Tensor = to_device(torch.tensor([text]), self.device)
-        return ids
+    def input_ids(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
+        """Return a request's ``input_ids`` for processors, left padding included.  -> [1, length] int64"""
+        token_ids = [*self.prompts[self._row[request]], *tokens[request.prompt_len :]]
+        input_ids: torch.Tensor = to_device(torch.tensor([token_ids]), self.device)
+        return input_ids
 
     def noise_after(self, requests: Sequence[Request], depth: int) -> torch.Tensor:
-        """Return the noise that will choose tokens after nodes at this depth, a copy.  -> [num_requests, vocab] f32
+        """Return a copy of the noise that will choose tokens after nodes at this depth.  -> [num_requests, vocab] f32
 
-        The requests must have a token already, as the first choice tells the size of the vocabulary.
+        The requests must have emitted a token, as the first choice tells the size of the vocabulary.
         """
         assert self._noise is not None, "the noise of a request is known from its first token on"
-        places = [(request.num_emitted + depth, self._row[request]) for request in requests]
-        return self._noise.rows(places, is_drawn=False)
+        wanted = [(request.num_emitted + depth, self._row[request]) for request in requests]
+        return self._noise.rows(wanted, is_drawn=False)
 
-    def _drawn(self, scores: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def _drawn(self, scores: torch.Tensor, positions_and_rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return the tokens that ``multinomial`` draws from scores; -1 where it would raise.  -> [num_drawn] int64
 
         Args:
             scores: [num_drawn, vocab].
-            places: position and row of each.
+            positions_and_rows: of each token, see :meth:`GeneratorNoise.rows`.
         """
         probs = scores.softmax(-1)
         self._noise = self._noise or GeneratorNoise(len(self.prompts), probs, self.seed, self.sharing)
-        return torch.where(torch.isfinite(probs).all(-1), (probs / self._noise.rows(places)).argmax(-1), -1)
+        tokens = (probs / self._noise.rows(positions_and_rows)).argmax(-1)
+        return torch.where(torch.isfinite(probs).all(-1), tokens, -1)
 
     def end(self, num_positions: int) -> None:
         """Leave the global generator as ``generate`` does after ``num_positions`` tokens per row."""
@@ -223,11 +227,11 @@ class StockSampler:
 
 
 class GreedySampler:
-    """Sampler of the most probable token, without processors."""
+    """Choice of the most probable token, without processors."""
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
         num_nodes = [tree.num_nodes for tree in trees]
-        return logits.argmax(-1), lambda choices: [own.__getitem__ for own in _split(choices, num_nodes)]
+        return logits.argmax(-1), lambda choices: [tokens.__getitem__ for tokens in _split(choices, num_nodes)]
 
 
 GREEDY = GreedySampler()
@@ -236,48 +240,48 @@ GREEDY = GreedySampler()
 class RequestSamplers:
     """Samplers of requests of different calls; requests without one are greedy.
 
-    An error in one sampler is raised by the choosers of its own requests only.
+    An error in one sampler is raised by the choosers of its requests only.
     """
 
     def __init__(self) -> None:
-        self._of: dict[Request, StockSampler] = {}
+        self._samplers: dict[Request, StockSampler] = {}
 
     def add(self, request: Request, sampler: StockSampler) -> None:
-        """Choose the tokens of a request by its own sampler."""
-        self._of[request] = sampler
+        """Choose the tokens of a request by this sampler."""
+        self._samplers[request] = sampler
 
     def remove(self, request: Request) -> None:
         """Drop the sampler of a request, if it has one."""
-        self._of.pop(request, None)
+        self._samplers.pop(request, None)
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
         groups: dict[StockSampler | GreedySampler, list[int]] = {}
-        for place, request in enumerate(requests):
-            groups.setdefault(self._of.get(request, GREEDY), []).append(place)
+        for index, request in enumerate(requests):
+            groups.setdefault(self._samplers.get(request, GREEDY), []).append(index)
         by_request = logits.split([tree.num_nodes for tree in trees])
         pending: list[PendingChoices] = []
-        for sampler, places in groups.items():
-            own = logits if len(places) == len(requests) else torch.cat([by_request[place] for place in places])
+        for sampler, group in groups.items():
+            group_logits = logits if len(group) == len(requests) else torch.cat([by_request[i] for i in group])
             try:
-                pending.append(sampler.choose([requests[p] for p in places], own, [trees[p] for p in places]))
-            except BaseException as error:  # any class: the call's processors raised it
+                pending.append(sampler.choose([requests[i] for i in group], group_logits, [trees[i] for i in group]))
+            except BaseException as error:  # the call's processors may raise any class
                 if is_out_of_memory(error):
                     raise
-                pending.append(_nothing_pending([functools.partial(_raise, error)] * len(places)))
+                pending.append(_nothing_pending([functools.partial(_raise, error)] * len(group)))
 
         def choosers(read: list[int]) -> list[Chooser]:
-            chooser_at: dict[int, Chooser] = {}
+            by_index: dict[int, Chooser] = {}
             parts = _split(read, [len(choices) for choices, _ in pending])
-            for places, part, (_, make) in zip(groups.values(), parts, pending, strict=True):
-                chooser_at.update(zip(places, make(part), strict=True))
-            return [chooser_at[place] for place in range(len(requests))]
+            for group, part, (_, make) in zip(groups.values(), parts, pending, strict=True):
+                by_index.update(zip(group, make(part), strict=True))
+            return [by_index[index] for index in range(len(requests))]
 
         all_choices = [choices.to(logits.device) for choices, _ in pending if len(choices)]
         return torch.cat(all_choices) if all_choices else NO_CHOICES, choosers
 
 
 def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:
-    """Return pending choices of choosers that need nothing from the device."""
+    """Return pending choices for choosers that need nothing from the device."""
     return NO_CHOICES, lambda _: choosers
 
 
@@ -294,17 +298,17 @@ def processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, r
     """Return raw scores after all processors.  -> [num_nodes, vocab] f32
 
     Raises:
-        InvalidInputError: a processor returns something else than scores.
+        InvalidInputError: a processor returns no scores, or scores of another shape.
     """
-    scores = raw  # not a copy: if a processor writes into it, the logits that generate returns change too
+    scores = raw  # not a copy: if a processor writes into it, the logits that generate returns change, as in stock
     for processor in processors:
         scores = processor(input_ids, scores)
         # Fewer columns are fine, as in stock generate: the tokens behind them cannot be chosen.
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != len(raw):
-            found = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            shape = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
             name = type(processor).__name__
             raise InvalidInputError(
-                f"logits_processor {name} must return scores of shape {list(raw.shape)}, got {found}"
+                f"logits_processor {name} must return scores of shape {list(raw.shape)}, got {shape}"
             )
     return scores
 
@@ -314,7 +318,7 @@ def _choice(choices: list[int], node: int) -> int:
 
 
 def _checked(token: int) -> int:
-    """Return the token of a node that was reached; only nodes that are not may lack a valid distribution."""
+    """Return the token of a node that was reached, or raise if its distribution was invalid."""
     if token < 0:
         raise RuntimeError("probabilities for sampling contain inf or nan; check the model's logits and processors")
     return token

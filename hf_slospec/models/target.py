@@ -23,9 +23,8 @@ from hf_slospec.models.sampling import PendingChoices
 from hf_slospec.models.sequences.prefix_reuse import MIN_SHARED
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
-# Times the trial's tolerance: one token of a mixture of experts may be routed elsewhere, where the trial takes medians.
+# Times the trial's tolerance: the trial takes medians, and here one rerouted expert may change the logits.
 WHOLE_TOLERANCE = 4.0
-
 
 Rows = npt.NDArray[np.int64]  # [num_rows] of a packed batch
 NO_ROWS: Rows = np.empty(0, np.int64)
@@ -42,7 +41,7 @@ class Sampler(Protocol):
 
 
 class _Committed(NamedTuple):
-    """Verified tokens of a request that are kept."""
+    """Verified tokens of a request that are committed."""
 
     request: Request
     begin: int  # index of the first one in the request's tokens
@@ -50,7 +49,7 @@ class _Committed(NamedTuple):
 
 
 class PackedTarget(Target):
-    """Verifier of many requests' draft trees in one packed forward, of which only accepted nodes are committed."""
+    """Target that verifies many requests' draft trees in one packed forward, and commits accepted nodes only."""
 
     def __init__(
         self,
@@ -61,15 +60,19 @@ class PackedTarget(Target):
         max_kept: float = 0,
         holds_finished: bool = False,
     ):
-        """``max_nodes`` bounds the nodes of one request's draft tree, its root not counted.
+        """Begin without requests.
 
-        ``max_slots`` and ``max_kept`` are those of :class:`RequestSequences`. With ``holds_finished``, K/V of finished
-        requests stays readable in ``sequences`` until ``close``.
+        Args:
+            packed: the model.
+            max_nodes: maximum number of nodes of one request's draft tree, its root not counted.
+            sampler: chooses tokens.
+            max_slots: see :class:`RequestSequences`, as for ``max_kept``.
+            holds_finished: K/V of finished requests stays readable in ``sequences`` until ``close``.
         """
         self.sampler, self.holds_finished, self._own_slots = sampler, holds_finished, max_slots
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self._reader: Drafter | None = None
-        self._features: torch.Tensor | None = None  # [num_tokens, num_features], verified tokens
+        self._features: torch.Tensor | None = None  # [num_tokens, num_features], of the verified packed batch
         self._begins: dict[Request, int] = {}  # index of a request's first token in the verified packed batch
 
     @property
@@ -77,7 +80,7 @@ class PackedTarget(Target):
         return self.sequences.packed.num_one_off_forwards
 
     def give_features(self, reader: Drafter) -> None:
-        """Give a drafter the hidden states that it names, of every token that is committed from now on."""
+        """Give a drafter its ``feature_layers``' hidden states of every token that is committed from now on."""
         self._reader = reader
 
     def lend(self, num_slots: int) -> None:
@@ -97,7 +100,7 @@ class PackedTarget(Target):
             self._check_ranks(requests, trees, chunks)
         num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
         self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
-        expected = {request: logits for request in requests if (logits := self._prefill_whole(request)) is not None}
+        whole = {request: logits for request in requests if (logits := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
         parts, logit_rows, read_rows, begin = [], list[Rows](), dict[Request, Rows](), 0
         for request, tree in zip(requests, trees, strict=True):
@@ -109,36 +112,35 @@ class PackedTarget(Target):
         for chunk in chunks:
             tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
             parts.append(self.sequences.chain(chunk.request, tokens))
-            self._begins[chunk.request], read_rows[chunk.request] = (
-                begin,
-                self._rows_to_read(chunk.request, begin, len(tokens)),
-            )
+            self._begins[chunk.request] = begin
+            read_rows[chunk.request] = self._rows_to_read(chunk.request, begin, len(tokens))
             begin += len(tokens)
-        num_chosen = sum(map(len, logit_rows))  # rows that tokens are chosen from; those that are only read follow
+        num_chosen = sum(map(len, logit_rows))  # the rows that tokens are chosen from; those for prompt readers follow
         wanted = np.concatenate([NO_ROWS, *logit_rows, *read_rows.values()])
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
             logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
         except BaseException:  # nothing has changed, as the engine expects
-            for request in expected:
+            for request in whole:
                 self.sequences.of(request).truncate(0)
             raise
-        logits, unread = logits[:num_chosen], logits[num_chosen:]
-        for request, own in zip(read_rows, unread.split([len(rows) for rows in read_rows.values()]), strict=True):
-            if request.prompt_reader is not None and len(own):
-                request.prompt_reader.take(own)
-        choices, choosers = self.sampler.choose(requests, logits, trees)
-        found = choosers(choices.tolist())  # the host waits for the device here, and where processors read the text
-        if not expected:
-            return found
+        logits, prompt_logits = logits[:num_chosen], logits[num_chosen:]
+        per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
+        for request, read in zip(read_rows, per_request_logits, strict=True):
+            if request.prompt_reader is not None and len(read):
+                request.prompt_reader.take(read)
+        choices, make_choosers = self.sampler.choose(requests, logits, trees)
+        choosers = make_choosers(choices.tolist())  # the host waits for the device
+        if not whole:
+            return choosers
         roots = np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist()
         return [
-            chooser if (its := expected.get(request)) is None else self._checked(chooser, logits[root], its)
-            for request, chooser, root in zip(requests, found, roots, strict=True)
+            chooser if (expected := whole.get(request)) is None else self._checked(chooser, logits[root], expected)
+            for request, chooser, root in zip(requests, choosers, roots, strict=True)
         ]
 
     def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
-        """Return the rows of the packed batch whose logits a prompt's reader takes, of tokens from ``begin`` on."""
+        """Return the rows whose logits the prompt reader takes; the request's rows begin at ``begin``."""
         if not request.num_unread or request.prompt_reader is None:
             return NO_ROWS
         length, num_read = self.sequences.num_cached(request), request.prompt_reader.num_read
@@ -148,28 +150,24 @@ class PackedTarget(Target):
         """Raise InvalidInputError unless all processes of the model verify the same."""
         work = [[len(requests), len(chunks)]]
         for request, tree in zip(requests, trees, strict=True):
-            work += [
-                [request.max_new_tokens],
-                self.sequences.uncached(request),
-                tree.tokens.tolist(),
-                tree.parents.tolist(),
-            ]
+            work += [[request.max_new_tokens], self.sequences.uncached(request)]
+            work += [tree.tokens.tolist(), tree.parents.tolist()]
         work += [self.sequences.uncached(chunk.request)[: chunk.num_tokens] for chunk in chunks]
         self.sequences.packed.ranks.check_equal(work)
 
     def _prefill_whole(self, request: Request) -> torch.Tensor | None:
-        """Let the model's own forward process a prompt that it must, if it has not yet; return its logits [vocab]."""
+        """Prefill a prompt that needs the model's own forward; return the logits [vocab] after it, if known."""
         if request.prefill is None or self.sequences.num_cached(request):
             return None
-        found: Prefilled = request.prefill()
-        self.sequences.load(request, found.layers, found.length, found.position_offset, found.states)
+        done: Prefilled = request.prefill()
+        self.sequences.load(request, done.layers, done.length, done.position_offset, done.states)
         self.sequences.withhold(request)  # equal tokens may stand for other images
-        return found.logits if len(self.sequences.uncached(request)) == 1 else None
+        return done.logits if len(self.sequences.uncached(request)) == 1 else None
 
     def _checked(self, chooser: Chooser, logits: torch.Tensor, expected: torch.Tensor) -> Chooser:
-        """Return a request's chooser, or one that raises if its logits are not those of the model's own forward.
+        """Return the chooser, or one that raises if ``logits`` are not those of the model's own forward.
 
-        Either is of the prompt's last token, [vocab].
+        ``logits`` and ``expected``: [vocab], after the prompt's last token.
         """
         packed = self.sequences.packed
         error = float(relative_error(logits[None].cpu(), expected[None].cpu()))
@@ -193,10 +191,10 @@ class PackedTarget(Target):
             sequence = self.sequences.of(request)
             chain_len = len(request.tokens) - len(nodes) - 1 - sequence.length
             first_node = sequence.start + sequence.length + chain_len
-            for place, node in enumerate(nodes):
-                if first_node + node - 1 != first_node + place:
+            for index, node in enumerate(nodes):
+                if node - 1 != index:
                     source.append(first_node + node - 1)
-                    destination.append(first_node + place)
+                    destination.append(first_node + index)
             indices = [*range(chain_len), *(chain_len - 1 + node for node in nodes)]
             committed.append(_Committed(request, sequence.length, indices))
         for chunk in chunks:
@@ -204,9 +202,9 @@ class PackedTarget(Target):
             committed.append(_Committed(chunk.request, begin, range(chunk.num_tokens)))
         with as_memory_error():
             self.sequences.cache.pool.move(source, destination)  # nothing is committed before it succeeds
-        for own in committed:
-            self.sequences.of(own.request).commit(own.indices)
-        with contextlib.suppress(MemoryError), as_memory_error():  # the drafter then does not see these tokens
+        for request, _, rows in committed:
+            self.sequences.of(request).commit(rows)
+        with contextlib.suppress(MemoryError), as_memory_error():  # the drafter then lacks features of these tokens
             self._hand_over(committed)
         self._features = None
 
@@ -214,27 +212,28 @@ class PackedTarget(Target):
         """Give the drafter the features of committed tokens."""
         if self._reader is None or self._features is None:
             return
-        rows = [self._begins[own.request] + index for own in committed for index in own.indices]
+        rows = [self._begins[request] + index for request, _, indices in committed for index in indices]
         features = self._features.index_select(0, to_device(torch.tensor(rows), self._features.device))
-        for own, its in zip(committed, features.split([len(own.indices) for own in committed]), strict=True):
-            self._reader.take_features(own.request, own.begin, its)
+        per_request_features = features.split([len(part.indices) for part in committed])
+        for (request, begin, _), part in zip(committed, per_request_features, strict=True):
+            self._reader.take_features(request, begin, part)
 
     def reuse(self, request: Request) -> int:
         if not self._may_reuse(request):
             return self.sequences.num_cached(request)
-        before, found = self.sequences.num_cached(request), self.sequences.reuse(request)
-        if found > before and self._reader is not None:
-            known = self._reader.reuse(request)
-            if 0 < found - known < MIN_SHARED:  # so that the drafter gets the features of the few tokens that it lacks
-                self.sequences.of(request).truncate(known)
-                found = self.sequences.num_cached(request)
-        return found
+        before, num_reused = self.sequences.num_cached(request), self.sequences.reuse(request)
+        if num_reused > before and self._reader is not None:
+            num_known = self._reader.reuse(request)
+            if 0 < num_reused - num_known < MIN_SHARED:  # process these few again, for the drafter's features
+                self.sequences.of(request).truncate(num_known)
+                return self.sequences.num_cached(request)
+        return num_reused
 
     def num_reusable(self, request: Request) -> int:
         return self.sequences.num_reusable(request) if self._may_reuse(request) else 0
 
     def _may_reuse(self, request: Request) -> bool:
-        """Return False where equal tokens may stand for other images, and where the logits of all places are wanted."""
+        """Return False if equal tokens may stand for other images, or logits of the whole prompt are wanted."""
         return request.prefill is None and not request.num_unread
 
     @property

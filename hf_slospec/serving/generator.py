@@ -22,14 +22,14 @@ from transformers import (
 
 from hf_slospec.algo.routing import ReplicaLoad
 from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.drafters.load_drafter import Drafting, check_drafting, load_drafter
 from hf_slospec.engine.request import Progress
 from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.decode import Decoder
-from hf_slospec.generate.load_drafter import Drafting, check_drafting, load_drafter
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.generate.validation import check_tokenizer
 from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.models.inspection.hub import hub_options
+from hf_slospec.models.inspection.loaded import check_tokenizer
 from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle

@@ -12,9 +12,9 @@ import jinja2
 from transformers import AutoProcessor, LlamaForCausalLM, PreTrainedModel
 
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.drafters.load_drafter import check_source, load_drafter, parts_of
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError
-from hf_slospec.generate.load_drafter import check_source, load_drafter, parts_of
 from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.serving.devices import AUTO, chosen_device, device_name
 from hf_slospec.serving.generator import SLOSpecGenerator

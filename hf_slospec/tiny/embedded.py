@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.loading import load_head
-from hf_slospec.drafters.methods import DraftMethod, HeadMethod
+from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.tiny.inflate import inflate_head
 

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from hf_slospec import Plan, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters import features as features_module
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.dflash import DFlashHead
-from hf_slospec.drafters.methods import HeadMethod
 from hf_slospec.models.target import PackedTarget
 from tests.drafters.heads.checkpoints import target_of
 from tests.drafters.test_features import texts_of

@@ -15,14 +15,11 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 from hf_slospec import IncompatibleDraftError, InvalidInputError, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.drafters.methods import (
-    AssistantMethod,
-    Gemma4Method,
-    HybridMethod,
-    LookupMethod,
-    assistant_method,
-)
-from hf_slospec.drafters.shared_kv import SharedKVDrafter, cached_layers
+from hf_slospec.drafters.assistant import AssistantMethod
+from hf_slospec.drafters.hybrid import HybridMethod
+from hf_slospec.drafters.load_drafter import assistant_method
+from hf_slospec.drafters.prompt_lookup import LookupMethod
+from hf_slospec.drafters.shared_kv import Gemma4Method, SharedKVDrafter, cached_layers
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice

@@ -85,7 +85,7 @@ def test_other_texts_are_not_seen_unless_shared() -> None:
         drafter = SuffixDrafter(shares_texts=shares_texts)
         draft(drafter, extended(Request(0, [1], 100), [5, 6, 7, 8]))
         assert (draft(drafter, Request(1, [9, 5, 6], 100)).num_nodes > 1) is shares_texts
-        assert drafter.num_texts == (1 if shares_texts else 0)
+        assert len(drafter._shared) == (1 if shares_texts else 0)
 
 
 def test_prompts_are_never_shared() -> None:
@@ -109,7 +109,7 @@ def test_salts_separate_texts() -> None:
             low = int(each.cache_salt[-1]) * 10 + 10
             tree = draft(drafter, extended(each, [rng.randrange(low, low + 4) for _ in range(2)]))
             assert all(low <= token < low + 4 for token in tree.tokens)
-        assert drafter.num_texts <= 6
+        assert len(drafter._shared) <= 6
         assert drafter.num_tokens <= 200 + sum(len(each.tokens) for each in requests)
 
 
@@ -119,7 +119,7 @@ def test_shared_outputs_stay_after_release_and_the_oldest_are_dropped() -> None:
         request = Request(index, [1], 100)
         draft(drafter, request)
         drafter.release(extended(request, range(10 * index + 10, 10 * index + 15)))
-    assert drafter.num_texts == 2 and drafter.num_tokens == 10
+    assert len(drafter._shared) == 2 and drafter.num_tokens == 10
     found = [draft(drafter, Request(9, [2, first, first + 1], 100)).num_nodes > 1 for first in (10, 20, 30)]
     assert found == [False, True, True]
 
@@ -129,7 +129,7 @@ def test_outputs_of_failed_requests_are_dropped() -> None:
     draft(drafter, extended(request, [5, 6, 7]))
     request.end(ValueError())
     drafter.release(request)
-    assert drafter.num_texts == drafter.num_tokens == 0
+    assert len(drafter._shared) == drafter.num_tokens == 0
 
 
 @pytest.mark.parametrize("shares_texts", [False, True])
@@ -142,7 +142,7 @@ def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
     drafter.release(request)  # preempted
     drafter.release(request)
     assert paths_of(draft(drafter, request)) == paths_of(expected[2])
-    assert drafter.num_texts == shares_texts and drafter.num_tokens == 7 + 2 * shares_texts
+    assert len(drafter._shared) == shares_texts and drafter.num_tokens == 7 + 2 * shares_texts
     del request.tokens[-1:]
     assert paths_of(draft(drafter, request)) == paths_of(expected[1])
     extended(request, [4])
@@ -157,14 +157,6 @@ def test_requests_are_not_kept_alive() -> None:
     del request
     gc.collect()
     assert drafter.num_tokens == 0
-
-
-def test_close_drops_all_texts() -> None:
-    drafter, request = SuffixDrafter(shares_texts=True), Request(0, [1, 2, 1], 100)
-    draft(drafter, extended(request, [2]))
-    drafter.clear()
-    assert drafter.num_tokens == drafter.num_texts == 0
-    assert draft(drafter, request).num_nodes > 1
 
 
 def test_threads() -> None:
@@ -187,7 +179,7 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert drafter.num_texts <= 3 and drafter.num_tokens <= 60
+    assert len(drafter._shared) <= 3 and drafter.num_tokens <= 60
 
 
 class KnownNoise:
@@ -223,7 +215,7 @@ def test_same_tokens_as_stock_and_speculates(shares_texts: bool) -> None:
     for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
         out = assert_same_as_stock(model, generator.generate, inputs, **options, max_new_tokens=40)
         assert sum(metrics.drafted for metrics in out.slo) > 0
-    assert drafter.num_texts == 6 * shares_texts
+    assert len(drafter._shared) == 6 * shares_texts
 
 
 def test_same_tokens_as_stock_in_the_batcher() -> None:

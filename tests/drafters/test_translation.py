@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_slospec import IncompatibleDraftError, tiny_prompts
-from hf_slospec.drafters.translation import DraftText, TokenTranslation
+from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
 from hf_slospec.engine.request import Request
-from hf_slospec.models.sequences.kept_texts import num_common
+from hf_slospec.models.sequences.kept_prefixes import num_common
 from tests.support.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like, with_other_ids
 from tests.support.toys import SEEDS
 
@@ -80,7 +80,7 @@ def test_texts_stay_the_same_and_keep_their_common_prefix(
     left = committed(TOKENIZERS[pair[0]], text, seed, is_random) or [5]
     request = Request(0, left[:1], 1000)
     del left[:1]
-    draft = DraftText(own, request)
+    draft = DraftTokens(own, request)
     while True:
         before = list(draft.tokens)
         assert draft.update() == num_common(before, draft.tokens)
@@ -106,7 +106,7 @@ def test_text_that_grows_is_split_as_the_whole_text_is(pair: tuple[str, str]) ->
     own, text = TRANSLATIONS[pair], "#" + "".join(tiny_prompts()[10:14]) + FOREIGN.replace("▁", "")
     tokens = TOKENIZERS[pair[0]](text, add_special_tokens=False)["input_ids"]
     request = Request(0, tokens[:20], 10**6)
-    draft, changed = DraftText(own, request), 0
+    draft, changed = DraftTokens(own, request), 0
     for place in range(20, len(tokens), 3):
         before = len(draft.tokens)
         changed = max(changed, before - draft.update())
@@ -153,7 +153,7 @@ def test_special_tokens_by_name_and_by_role() -> None:
     assert back.translate([SPACED.bos_token_id, SPACED.eos_token_id]).tokens == [LARGE.eos_token_id]
     same = translation(LARGE, PERMUTED)
     assert same.translate([user, end]).tokens == [same._same[user], same._same[end]]
-    empty = DraftText(back, Request(0, [SPACED.bos_token_id], 9))
+    empty = DraftTokens(back, Request(0, [SPACED.bos_token_id], 9))
     empty.update()
     assert empty.tokens == [back.filler]
     beginning = SPACED("Hello")["input_ids"]

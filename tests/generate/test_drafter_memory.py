@@ -11,7 +11,7 @@ import torch
 
 from hf_slospec import Plan, Request, SLOSpecGenerator
 from hf_slospec.drafters.features import FeatureDrafter, FeatureQueue
-from hf_slospec.drafters.methods import HeadMethod
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.checkpoints import target_of

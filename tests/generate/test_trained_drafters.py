@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, disable, enable, load_drafter, load_tiny_drafter, load_tiny_pair
-from hf_slospec.drafters.methods import HeadMethod
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.models.linear.packed_layers import Released
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.checkpoints import target_of

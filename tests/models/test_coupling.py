@@ -28,7 +28,7 @@ class KnownNoise:
     def at(self, position: int, row: int) -> torch.Tensor:
         return self.noise.rows([(position, row)])[0]
 
-    def text(self, request: Request, tokens: list[int]) -> torch.Tensor:
+    def input_ids(self, request: Request, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens])
 
 

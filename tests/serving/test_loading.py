@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.drafters.methods import AssistantMethod, HybridMethod, SuffixMethod
+from hf_slospec.drafters.assistant import AssistantMethod
+from hf_slospec.drafters.hybrid import HybridMethod
+from hf_slospec.drafters.suffix import SuffixMethod
 from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.tiny.embedded import FOLDER
 from tests.support.tiny_models import tiny_model

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, load_tiny_drafter, load_tiny_pair
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.loading import load_head
-from hf_slospec.drafters.methods import HeadMethod
 from hf_slospec.tiny.inflate import inflate, inflate_head
 from hf_slospec.tiny.shapes import Shape
 from tests.drafters.heads.checkpoints import (

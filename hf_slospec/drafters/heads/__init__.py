@@ -1,1 +1,1 @@
-"""Networks of trained drafters, which read hidden states of the target."""
+"""Networks of trained drafting heads, which read hidden states of the target, and their loading."""

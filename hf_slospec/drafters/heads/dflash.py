@@ -1,4 +1,4 @@
-"""DFlash, a drafter that predicts all tokens of a block in one forward."""
+"""DFlash heads, which predict all tokens of a block in one forward."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_slospec.errors import UnsupportedModelError
 
-# Entries of a config's dflash_config that are read here, or that say nothing about the forward.
+# Entries of dflash_config that are read here, or that do not change the forward.
 KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal"}
 KNOWN |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
 
 
 class DFlashHead(PreTrainedModel):
-    """Network that predicts the tokens after a text from hidden states of the target (features), a block at a time.
+    """Network that predicts blocks of tokens from hidden states of the target (features).
 
-    The text is its context: every layer has K and V of each token before the last one, computed from the token's
-    combined features alone. A block is the last token, whose features are not known yet, followed by mask tokens. Its
-    tokens attend to the context and to each other, and each mask token predicts the token at its own position.
+    All tokens but the last are the context: every layer caches their K and V, computed from their combined features
+    alone. A block is the last token, whose features are not known yet, then mask tokens. Block tokens attend to the
+    context and to each other, and each mask token predicts the token at its position.
 
-    A forward of ``inputs_embeds`` caches the K and V of context tokens and computes nothing else, so that context costs
-    neither queries nor MLPs. A forward of ``input_ids`` computes logits of block tokens. Both run through the packed
-    runner: context tokens as a prompt in embeddings, a block like a draft tree, staged and never committed.
+    A forward of ``inputs_embeds`` only caches the K and V of context tokens, without queries and MLPs. A forward of
+    ``input_ids`` computes logits of block tokens. Both are packed forwards: context tokens are a prompt of embeddings,
+    and a block is staged like a draft tree and never committed.
     """
 
     config_class = Qwen3Config
     _supports_sdpa = True
     _supports_attention_backend = True
-    kind: ClassVar[str] = "DFlash"  # as errors and descriptions name it
+    kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
 
     def __init__(self, config: Qwen3Config, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
-        """Make a head with random weights of its own.
+        """Make a head with random weights.
 
         Args:
             config: a Qwen3 config with ``block_size``, ``mask_token_id`` and ``target_layer_ids``, at its top level or
                 in ``dflash_config``.
             embed_tokens: the target's embeddings; None: the head has its own.
-            lm_head: the target's, [hidden] -> [vocab]; None: the head has its own.
+            lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
 
         Raises:
-            UnsupportedModelError: the config asks for something that this class does not compute.
+            UnsupportedModelError: the config has settings that are not supported.
         """
         super().__init__(config)
         self.block_size = int(self._setting("block_size", 16))
         self.mask_token_id = self._setting("mask_token_id")
         layer_ids = self._setting("target_layer_ids")
         self._refuse_unsupported(layer_ids)
-        # Hidden states of the target, numbered as in its output_hidden_states; the config numbers layers.
+        # Numbered as in the target's output_hidden_states; the config numbers layers.
         self.feature_layers = tuple(layer + 1 for layer in layer_ids)
-        # Whether a block's tokens attend to later ones, in layers with and without a sliding window.
+        # sees_later: a block's tokens attend to later ones, in layers without and with a sliding window.
         self.is_windowed = "sliding_attention" in (config.layer_types or ())
         is_causal = self._setting("causal", self._setting("is_causal"))
         self.sees_later = not is_causal
@@ -77,15 +77,15 @@ class DFlashHead(PreTrainedModel):
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, hidden) if embed_tokens is None else None
         self.lm_head: Any = nn.Linear(hidden, config.vocab_size, bias=False) if lm_head is None else None
         self.post_init()  # type: ignore[no-untyped-call]
-        # After the initialisation, which would otherwise draw the target's weights anew.
+        # Set after the initialisation, which would overwrite the target's weights.
         self.embed_tokens = self.embed_tokens if embed_tokens is None else embed_tokens
         self.lm_head = self.lm_head if lm_head is None else lm_head
 
     def _setting(self, name: str, default: Any = None) -> Any:
-        """Return an entry of ``dflash_config``, or of the config itself; ``default`` where it is missing or None."""
-        own = (getattr(self.config, "dflash_config", None) or {}).get(name)
-        own = getattr(self.config, name, None) if own is None else own
-        return default if own is None else own
+        """Return an entry of ``dflash_config``, or else of the config; ``default`` if it is missing or None."""
+        value = (getattr(self.config, "dflash_config", None) or {}).get(name)
+        value = getattr(self.config, name, None) if value is None else value
+        return default if value is None else value
 
     def _refuse_unsupported(self, layer_ids: Any) -> None:
         unknown = {name for name, value in (getattr(self.config, "dflash_config", None) or {}).items() if value} - KNOWN
@@ -100,9 +100,9 @@ class DFlashHead(PreTrainedModel):
             )
         window = self.config.sliding_window
         if window is not None and window < self.block_size:
-            blocks = f"its blocks of {self.block_size}"
             raise UnsupportedModelError(
-                f"the {self.kind} head has a sliding window of {window} tokens, fewer than {blocks}"
+                f"the {self.kind} head has a sliding window of {window} tokens, fewer than its blocks of "
+                f"{self.block_size}"
             )
 
     @property
@@ -115,7 +115,7 @@ class DFlashHead(PreTrainedModel):
         return embeddings
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return what K and V of context tokens are computed from.
+        """Return the inputs of context tokens' K and V.
 
         Args:
             features: [num_tokens, len(feature_layers) * target_hidden], the layers' states side by side.
@@ -130,7 +130,7 @@ class DFlashHead(PreTrainedModel):
         """Cache every layer's K and V of context tokens.
 
         Args:
-            combined: [1, num_tokens, hidden], what :meth:`combine` returned.
+            combined: [1, num_tokens, hidden], from :meth:`combine`.
             position_ids: [1, num_tokens] int64.
             past_key_values: cache to update.
         """
@@ -143,13 +143,13 @@ class DFlashHead(PreTrainedModel):
             past_key_values.update(keys * cos + rotate_half(keys) * sin, values, index)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of block tokens, scaled by the head's factor alone.
+        """Return the embeddings of block tokens, scaled by the head's factor.
 
         [1, num_tokens] int64 -> [1, num_tokens, hidden]
         """
         module = self.get_input_embeddings()
         embeds: torch.Tensor = module(input_ids)
-        scale = self.embedding_scale / getattr(module, "embed_scale", 1.0)  # some targets' embeddings have a factor
+        scale = self.embedding_scale / getattr(module, "embed_scale", 1.0)  # some targets' embeddings apply a factor
         return embeds if isinstance(scale, float) and scale == 1.0 else embeds * scale
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -171,20 +171,19 @@ class DFlashHead(PreTrainedModel):
     ) -> CausalLMOutput:
         """Forward block tokens, or cache context tokens.
 
-        Without a mask, tokens attend to themselves and those before them, as trials of the packed runner expect of a
-        plain forward.
+        Without a mask, attention is causal, as the trial of packed forwards expects of a plain forward.
 
         Args:
             input_ids: [batch, num_tokens] int64, block tokens.
-            attention_mask: additive or boolean mask that all layers are given; packed attention does not read it.
+            attention_mask: additive or boolean mask for all layers; packed attention does not read it.
             position_ids: [1, num_tokens] int64; None: counted from 0.
             past_key_values: cache that the layers update.
-            inputs_embeds: [1, num_tokens, hidden], combined features of context tokens. They have no logits.
-            logits_to_keep: [num_rows] int64, the block tokens whose logits are wanted; 0: all. Of context tokens, rows
-                that a captured forward was padded with.
+            inputs_embeds: [1, num_tokens, hidden], combined features of context tokens, which have no logits.
+            logits_to_keep: [num_rows] int64, the block tokens whose logits to return; 0: all. For context tokens, its
+                length is the number of rows of zeros to return.
 
         Returns:
-            ``logits`` [batch, num_rows, vocab]; of context tokens zeros.
+            ``logits`` [batch, num_rows, vocab]; zeros for context tokens.
         """
         if inputs_embeds is not None:
             assert isinstance(logits_to_keep, torch.Tensor) and position_ids is not None
@@ -209,12 +208,12 @@ class DFlashHead(PreTrainedModel):
 
 
 def _causal_mask(states: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return the additive mask among tokens that follow each other.
+    """Return the additive causal mask of consecutive tokens, with a sliding window if there is one.
 
     [batch, num_tokens, hidden] -> [1, 1, num_tokens, num_tokens]
     """
-    places = torch.arange(states.shape[1], device=states.device)
-    distances = places[:, None] - places  # query position minus key position
+    positions = torch.arange(states.shape[1], device=states.device)
+    distances = positions[:, None] - positions  # query position minus key position
     is_seen = distances >= 0
     if window is not None:
         is_seen &= distances < window

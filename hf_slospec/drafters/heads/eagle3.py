@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: one Llama layer over the embeddings of tokens and combined hidden states of three target layers."""
+"""EAGLE-3 heads: one Llama layer over token embeddings and combined hidden states of three target layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_slospec.drafters.heads.head import DraftHead
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """Settings of an EAGLE-3 head, apart from the shape of its layer."""
+    """Settings of an EAGLE-3 head, besides the config of its layer."""
 
     feature_layers: tuple[int, ...]  # hidden states of the target, numbered as in its output_hidden_states
     target_hidden_size: int
@@ -70,9 +70,9 @@ class Eagle3Head(DraftHead):
         """Make a network with random weights.
 
         Args:
-            config: of the layer; its ``vocab_size`` is the target's.
-            settings: of the network.
-            embed_tokens: the target's embeddings, or the head's own, of the layer's hidden size.
+            config: config of the layer; its ``vocab_size`` is the target's.
+            settings: the other settings.
+            embed_tokens: embeddings of the layer's hidden size, the target's or the head's own.
         """
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -130,5 +130,5 @@ class Eagle3Head(DraftHead):
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers that heads take features from if their config names none: an early, a middle and a late one."""
+    """Return the default layers of features, for configs that name none: an early, a middle and a late one."""
     return 2, num_layers // 2, num_layers - 3

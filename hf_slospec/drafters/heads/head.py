@@ -1,4 +1,4 @@
-"""Base of the networks that draft one token after another from hidden states of the target."""
+"""Base of heads that draft one token after another from hidden states of the target."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from transformers.modeling_outputs import CausalLMOutput
 class DraftHead(PreTrainedModel):
     """Network that drafts from hidden states of the target (features), one token after another.
 
-    Entry i of a text takes the feature of token i and the embedding of token i + 1, and predicts token i + 2. Below
-    the text, the hidden state that an entry returns takes the place of the feature. Entries attend to each other
-    through transformers' attention interface, so that the packed runner can forward many texts and trees at a time.
+    Entry i takes the feature of token i and the embedding of token i + 1, and predicts token i + 2. For draft nodes,
+    whose features are not known, the hidden state that the parent's entry returns replaces the feature. Entries attend
+    to each other through transformers' attention interface, so that forwards can be packed.
     """
 
     _supports_sdpa = True
     _supports_attention_backend = True
-    kind: ClassVar[str]  # as errors and descriptions name it
+    kind: ClassVar[str]  # name in errors and descriptions
 
     feature_layers: tuple[int, ...]  # hidden states of the target, numbered as in its output_hidden_states
-    embed_tokens: nn.Module  # the target's, or the head's own
+    embed_tokens: nn.Module  # the target's or the head's own
     target_ids: torch.Tensor | None  # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
 
     def get_input_embeddings(self) -> nn.Module:
@@ -42,7 +42,7 @@ class DraftHead(PreTrainedModel):
         return self.hidden_size
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that stand for features of the target.
+        """Return the hidden states that entries take, computed from features of the target.
 
         Args:
             features: [num_tokens, len(feature_layers) * target_hidden], the layers' states side by side.
@@ -60,14 +60,14 @@ class DraftHead(PreTrainedModel):
         past_key_values: Any,
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what logits are computed from and the next hidden states, both [1, num_tokens, hidden].
+        """Return the states of the logits and the children's hidden states, [1, num_tokens, hidden] each.
 
         Args:
             embeds: [1, num_tokens, embedding].
-            hidden: [1, num_tokens, hidden], combined features or hidden states that were returned before.
+            hidden: [1, num_tokens, hidden], combined features, or hidden states that the parents' entries returned.
             position_ids: [1, num_tokens] int64.
             past_key_values: cache that the layers update; None: entries attend to each other only.
-            attention_mask: as the attention implementation takes it; None: causal, where the implementation knows that.
+            attention_mask: in the form of the attention implementation; None: causal, if that is its default.
         """
         raise NotImplementedError
 
@@ -89,14 +89,13 @@ class DraftHead(PreTrainedModel):
         """Forward entries.
 
         Args:
-            input_ids: [1, num_tokens]; their embeddings then stand in for hidden states, for trials and measurements.
-            attention_mask: of padding, or the whole mask [1, 1, num_tokens, num_keys]; None: causal.
-            inputs_embeds: [1, num_tokens, embedding + hidden], the embeddings and hidden states side by side.
-            logits_to_keep: [num_rows] int64, the entries whose output is wanted; 0: all.
+            input_ids: [1, num_tokens] int64, for trials and measurements: their embeddings replace hidden states.
+            attention_mask: padding mask, or a whole mask [1, 1, num_tokens, num_keys]; None: causal.
+            inputs_embeds: [1, num_tokens, embedding + hidden], embeddings and hidden states side by side.
+            logits_to_keep: [num_rows] int64, the entries whose outputs to return; 0: all.
 
         Returns:
-            ``logits`` [1, num_rows, draft_vocab + hidden]: the logits, and behind them the hidden state that an entry
-            below takes.
+            ``logits`` [1, num_rows, draft_vocab + hidden]: logits and the children's hidden states side by side.
         """
         if inputs_embeds is None:
             assert input_ids is not None
@@ -112,12 +111,12 @@ class DraftHead(PreTrainedModel):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        states, following = self.run(embeds, hidden, position_ids, past_key_values, mask)
+        states, next_hidden = self.run(embeds, hidden, position_ids, past_key_values, mask)
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutput(logits=torch.cat((self.logits(states[:, rows]), following[:, rows]), dim=-1))
+        return CausalLMOutput(logits=torch.cat((self.logits(states[:, rows]), next_hidden[:, rows]), dim=-1))
 
 
 def own_modules(head: nn.Module, target: PreTrainedModel) -> nn.ModuleDict:
-    """Return the direct submodules of a head that are not the target's, by name."""
+    """Return a head's direct submodules by name, without those of the target."""
     shared = {id(module) for module in target.modules()}
     return nn.ModuleDict({name: module for name, module in head.named_children() if id(module) not in shared})

@@ -1,4 +1,4 @@
-"""Loading of published drafting heads: recognised by config and tensor names, checked against the target, read."""
+"""Loading of published drafting heads, recognised by config and tensor names and checked against the target."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hf_slospec.models.inspection.checkpoints import listed, not_finite
 from hf_slospec.models.inspection.hub import hub_options
 from hf_slospec.models.inspection.properties import input_device, vocab_size
 
-# There is no such model, the Hub cannot be reached, the class is not known, or files have invalid content.
+# Raised for missing models, an unreachable Hub, unknown classes and files with invalid content.
 LOADING_ERRORS = (
     OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MTP_PREFIX = "mtp."
-# Copies of the target's modules, and buffers that are computed.
+# Tensors that are not read: copies of the target's modules, and computed buffers.
 IGNORED = (
     "verifier_norm.weight",
     "verifier_lm_head.weight",
@@ -50,22 +50,22 @@ Head = TypeVar("Head", bound=DraftHead | DFlashHead)
 class Checkpoint:
     """A folder with config.json and safetensors files."""
 
-    source: str  # as errors name it
+    source: str  # name in errors
     config: dict[str, Any]
-    files: dict[str, Path]  # file of each tensor, by the tensor's name
+    files: dict[str, Path]  # by the name of the tensor that they hold
 
     def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with ``prefix``, by the rest of their names."""
+        """Return the tensors whose names begin with ``prefix``, by the rest of the name."""
         tensors: dict[str, torch.Tensor] = {}
         for path in dict.fromkeys(self.files.values()):
             with safe_open(path, framework="pt") as file:
-                names = [name for name, own in self.files.items() if own == path and name.startswith(prefix)]
+                names = [name for name, file_of in self.files.items() if file_of == path and name.startswith(prefix)]
                 tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
         return tensors
 
 
 class Layout(NamedTuple):
-    """A published layout of heads."""
+    """A published layout of drafting heads that can be loaded."""
 
     name: str
     recognises: Callable[[Checkpoint], bool]
@@ -90,10 +90,10 @@ def load_head(path: str, target: PreTrainedModel) -> DraftHead | DFlashHead:
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout | None:
-    """Return the layout of a head's checkpoint; None if it is not one of a known head.
+    """Return the layout of a head's checkpoint; None if it has none of ``LAYOUTS``.
 
     Raises:
-        UnsupportedModelError: it is a head of a known format that is not loaded.
+        UnsupportedModelError: it has a known layout that cannot be loaded.
     """
     refuse_unsupported_head(checkpoint)
     return next((layout for layout in LAYOUTS if layout.recognises(checkpoint)), None)
@@ -104,8 +104,8 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
 
     Raises:
         InvalidInputError: the target's own checkpoint is not found.
-        UnsupportedModelError: the checkpoint has no MTP layer, or not one that can be loaded.
-        IncompatibleDraftError: the MTP layer is not of the target's shape.
+        UnsupportedModelError: the checkpoint has no MTP layer, or one that cannot be loaded.
+        IncompatibleDraftError: the MTP layer does not have the target's shape.
     """
     source = str(target.config.name_or_path)
     if getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
@@ -117,7 +117,9 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
         shipped.train(False)
         return shipped
     if not source:
-        raise InvalidInputError("the target was not loaded from a folder or repository, which would have an MTP layer")
+        raise InvalidInputError(
+            "the target was not loaded from a folder or repository, where its MTP layer would be; load it from one"
+        )
     checkpoint = open_checkpoint(source)
     if not _is_mtp(checkpoint):
         raise UnsupportedModelError(f"{source} has no MTP layer: there is no tensor named {MTP_PREFIX}fc.weight")
@@ -143,7 +145,7 @@ def open_checkpoint(source: str) -> Checkpoint:
             f"{source} must hold safetensors files: {why}; save its tensors as model.safetensors"
         )
     if not (folder / "config.json").exists():
-        raise UnsupportedModelError(f"{source} has no config.json")
+        raise UnsupportedModelError(f"{source} has no config.json; give the folder in which the whole model was saved")
     files: dict[str, Path] = {}
     try:
         for path in paths:
@@ -181,7 +183,8 @@ def _load_published_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) -> D
         raise UnsupportedModelError(
             f"{checkpoint.source} reads one hidden state, as EAGLE-2 does; EAGLE-3 reads several"
         )
-    outputs_of = options.get("eagle_aux_hidden_state_layer_ids") or options.get("target_layer_ids")  # not inputs
+    # Layers whose outputs are read; output_hidden_states begins with the embeddings.
+    outputs_of = options.get("eagle_aux_hidden_state_layer_ids") or options.get("target_layer_ids")
     return _load_eagle3(checkpoint, target, config, options, outputs_of and [layer + 1 for layer in outputs_of])
 
 
@@ -190,9 +193,9 @@ def _is_mtp(checkpoint: Checkpoint) -> bool:
 
 
 def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
-    own, theirs = _hidden_size(target), checkpoint.config.get("hidden_size")
-    if theirs not in (None, own):
-        raise IncompatibleDraftError(f"{checkpoint.source} is for a hidden size of {theirs}; the target's is {own}")
+    size, expected = checkpoint.config.get("hidden_size"), _hidden_size(target)
+    if size not in (None, expected):
+        raise IncompatibleDraftError(f"{checkpoint.source} is for a hidden size of {size}; the target's is {expected}")
     tensors = _with_joined_experts(checkpoint.read(MTP_PREFIX))
     return _filled(checkpoint, target, lambda: MtpHead(target), tensors, IncompatibleDraftError)
 
@@ -208,13 +211,13 @@ def _load_dflash(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     config = _read_config(source, Qwen3Config, unread | {"target_hidden_size": _hidden_size(target)})
     tensors = {name: tensor for name, tensor in checkpoint.read().items() if name not in IGNORED}
-    own_embeddings, own_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
-    if not own_embeddings:
+    has_embeddings, has_lm_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    if not has_embeddings:
         _check_embeddings(source, config.hidden_size, target)
 
     def build() -> DFlashHead:
-        embeddings = None if own_embeddings else target.get_input_embeddings()
-        return DFlashHead(config, embeddings, None if own_head else target.get_output_embeddings())
+        embeddings = None if has_embeddings else target.get_input_embeddings()
+        return DFlashHead(config, embeddings, None if has_lm_head else target.get_output_embeddings())
 
     head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
     _check_layers(source, head.feature_layers, _num_layers(target))
@@ -239,11 +242,11 @@ def _load_eagle3(
     """Return an EAGLE-3 head.
 
     Args:
-        checkpoint: of the head.
-        target: the model it drafts for.
+        checkpoint: the head's.
+        target: the model that it drafts for.
         layer: fields of the layer's config.
         options: fields of the head's config.
-        feature_layers: numbered as in output_hidden_states; None: those of a config that names none.
+        feature_layers: numbered as in output_hidden_states; None: the default ones.
     """
     source, num_layers = checkpoint.source, _num_layers(target)
     config = _config_of_layer(source, layer)
@@ -344,7 +347,7 @@ def _check_features(source: str, settings: Eagle3Settings, tensors: Mapping[str,
 def _target_ids(
     source: str, d2t: torch.Tensor | None, t2d: torch.Tensor | None, draft_vocab: int, vocab: int
 ) -> torch.Tensor | None:
-    """Return the checked target ids of a draft vocabulary, [draft_vocab] int64; None if they are the same ids."""
+    """Return the target ids of a draft vocabulary, [draft_vocab] int64; None if the ids are the same."""
     if d2t is None:
         if draft_vocab != vocab:
             raise UnsupportedModelError(f"{source} drafts {draft_vocab} of {vocab} tokens, and has no tensor d2t")
@@ -366,7 +369,7 @@ def _filled(
     tensors: Mapping[str, torch.Tensor],
     error: type[SLOSpecError],
 ) -> Head:
-    """Return a head with these tensors; raise ``error`` if they are not those that it needs, before it is built."""
+    """Return a head with these tensors; raise ``error`` before it is built if their names or shapes do not fit."""
     with torch.device("meta"):
         expected = own_modules(build(), target).state_dict()
     faults = [
@@ -389,14 +392,14 @@ def _filled(
     device = input_device(target)
     with torch.device(device):
         head = build()
-    own = {name: tensor.to(device, target.dtype) for name, tensor in tensors.items()}
-    own_modules(head, target).load_state_dict(own, assign=True)
+    state = {name: tensor.to(device, target.dtype) for name, tensor in tensors.items()}
+    own_modules(head, target).load_state_dict(state, assign=True)
     head.train(False)
     return head
 
 
 def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with the weights of single experts joined, as transformers' modules have them."""
+    """Return the tensors with the weights of all experts stacked, as in transformers' modules."""
     joined: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -404,8 +407,8 @@ def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
             experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
         else:
             joined[name] = tensor
-    for name, own in experts.items():
-        gate, up, down = ([own[part][index] for index in sorted(own[part])] for part in ("gate", "up", "down"))
+    for name, parts in experts.items():
+        gate, up, down = ([parts[part][index] for index in sorted(parts[part])] for part in ("gate", "up", "down"))
         pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
         joined[f"{name}.gate_up_proj"], joined[f"{name}.down_proj"] = torch.stack(pairs), torch.stack(down)
     return joined

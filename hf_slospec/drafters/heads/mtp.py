@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) layers: decoder layers trained with the target, applied one level after another."""
+"""Multi-token prediction (MTP) layers: decoder layers that were trained with the target, applied level by level."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_slospec.drafters.heads.head import DraftHead
 
 
 class _TargetLayerHead(DraftHead):
-    """Head whose layer is of the target's class and reads the target's last hidden state, after the final norm."""
+    """Head with a layer of the target's class, which reads the target's last hidden state, after the final norm."""
 
     kind = "MTP layer"
-    # The implementations of attention and experts are those that the target was loaded with.
+    # The head gets the implementations of attention and experts that the target was loaded with.
     _supports_flash_attn = True
     _supports_flex_attn = True
 
@@ -41,7 +41,7 @@ class _TargetLayerHead(DraftHead):
 
 
 class MtpHead(_TargetLayerHead):
-    """MTP layer with the parameter names of Qwen3-Next and Qwen3.5, less their prefix ``mtp.``.
+    """MTP layer with the parameter names of Qwen3-Next and Qwen3.5, without their prefix ``mtp.``.
 
     Embeddings, rotary embedding and output head are the target's.
     """
@@ -81,10 +81,10 @@ class MtpHead(_TargetLayerHead):
 
 
 class ShippedMtpHead(_TargetLayerHead):
-    """First MTP layer of those that transformers loads with the target, applied at every level."""
+    """The first MTP layer of those that transformers loads with the target, applied at every level."""
 
     def __init__(self, target: PreTrainedModel, mtp: MtpModel):
-        """Use the MTP layers ``mtp`` of a target."""
+        """Take the MTP layers of a target."""
         super().__init__(target, mtp.config)
         self.mtp = mtp
 

@@ -1,4 +1,4 @@
-"""Published drafting heads that cannot be loaded: known by config and tensor names, and refused by name."""
+"""Published drafting heads that cannot be loaded, which are recognised so that the error can name them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOADED = "EAGLE-3 with one Llama layer, DFlash of z-lab and SpecForge, and MTP l
 
 
 class Format(NamedTuple):
-    """A published format of heads that is not loaded."""
+    """A published format of heads that cannot be loaded."""
 
     name: str
     recognises: Callable[[Checkpoint], bool]
@@ -34,7 +34,7 @@ def architectures(checkpoint: Checkpoint) -> list[str]:
 
 
 def refuse_unsupported_head(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError for a head of a known format that is not loaded, before it is taken for another."""
+    """Raise UnsupportedModelError for a head of a known format that cannot be loaded."""
     for kind in FORMATS:
         if kind.recognises(checkpoint):
             raise UnsupportedModelError(
@@ -43,7 +43,7 @@ def refuse_unsupported_head(checkpoint: Checkpoint) -> None:
 
 
 def check_is_causal_lm(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError unless the files are those of a causal LM, as far as names tell."""
+    """Raise UnsupportedModelError unless class and tensor names can be those of a causal LM."""
     source, names = checkpoint.source, architectures(checkpoint)
     if (kind := checkpoint.config.get("speculators_model_type")) is not None:
         raise UnsupportedModelError(f"{source} is a head of type {kind!r} of speculators, which cannot be loaded")
@@ -64,8 +64,8 @@ def _named(*parts: str) -> Callable[[Checkpoint], bool]:
 
 
 def _section(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
-    found = checkpoint.config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = checkpoint.config.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _projects_as(kind: str) -> Callable[[Checkpoint], bool]:

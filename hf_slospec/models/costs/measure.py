@@ -1,4 +1,4 @@
-"""Measured costs of a model's packed forwards."""
+"""Measurement of the seconds of packed forwards, by size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain
 from hf_slospec.models.recurrent.states import RecurrentStates
 
-KEYS = 128  # cached tokens that each measured sequence attends to by default
+KEYS = 128  # cached tokens per measured sequence, by default
 
 
 @dataclass(frozen=True, order=True)
@@ -30,27 +30,27 @@ class Size:
 
     @property
     def num_keys(self) -> int:
-        """Cached tokens of all requests together."""
+        """Number of cached tokens of all requests together."""
         return self.num_requests * self.keys_each
 
 
-# Measured sizes, most needed first; the first two are always measured, as a curve needs a slope. Large ones are left
-# out where half as many tokens cost WORTHWHILE times one. They are of several requests, as in steps: longer chains of
-# one request, which are parts of prompts, are not captured in CUDA graphs. Kernels work by blocks of rows, so that the
-# next sizes after 16 and 32 can cost much more than a line to the next power of two says (a quarter more, on a CPU).
+# Measured sizes, most important first; the first two are always measured, as a curve needs a slope. Large ones are
+# skipped if half as many tokens cost WORTHWHILE times one token. Large sizes have several requests, as steps do: long
+# chains of one request, which are chunks of prompts, are not captured in CUDA graphs. Kernels work on blocks of rows,
+# so the sizes after 16 and 32 can cost much more than interpolation would say (a quarter more on a CPU).
 CURVE = tuple(Size(tokens, -(-tokens // MAX_DENSE)) for tokens in (1, 4, 16, 64, 6, 32, 18, 8, 2, 36, 128, 256, 512))
 NEEDED = CURVE[:2]
-SLOPES = (Size(16, 4), Size(16, 1, 1024))  # costs of requests and of keys, against the 16 tokens of the curve
+SLOPES = (Size(16, 4), Size(16, 1, 1024))  # more requests or more keys than the curve's 16 tokens have
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit
 WORTHWHILE = 4.0
-MAX_PER_REQUEST = 0.1  # share of the time of 16 tokens
-LEAST = 0.1  # least share of a forward's seconds due to its tokens: a pause of the machine may inflate other terms
+MAX_PER_REQUEST = 0.1  # seconds per further request, as a share of those of 16 tokens
+LEAST = 0.1  # share of a forward's seconds that is always due to its tokens, as a pause may inflate the other terms
 REPEATS = 4
 
 
 @dataclass
 class Measured:
-    """Fastest seconds by size, as a busy machine only adds time."""
+    """Fastest time of each size, as a busy machine only adds time."""
 
     seconds: dict[Size, float] = field(default_factory=dict)
 
@@ -59,9 +59,9 @@ class Measured:
         self.seconds[size] = min(seconds, self.seconds.get(size, seconds))
 
     def fit(self) -> ForwardCost:
-        """Fit a monotone curve in tokens, with linear terms for further requests and for the keys they see.
+        """Fit a monotone curve in tokens, with linear terms for further requests and for keys.
 
-        The terms are computed from few forwards and bounded, so that a pause during one does not make them absurd.
+        The linear terms are bounded, as a pause during one of the few forwards behind them would distort them.
         """
         at_16, many, long = (self.seconds.get(size) for size in (Size(16), *SLOPES))
         per_key_s = per_request_s = 0.0
@@ -78,7 +78,7 @@ class Measured:
         return ForwardCost(LatencyCurve.fit(list(points), list(points.values())), per_request_s, per_key_s)
 
     def errors(self, cost: ForwardCost) -> dict[Size, float]:
-        """Return the relative error of a fit at the held-out sizes; positive where it predicts too much."""
+        """Return the relative errors of a fit at the held-out sizes, positive if it predicts too much."""
         held_out = {size: self.seconds[size] for size in HELD_OUT if size in self.seconds}
         predicted = {size: float(cost(size.num_tokens, size.num_requests, size.num_keys)) for size in held_out}
         return {size: predicted[size] / seconds - 1.0 for size, seconds in held_out.items()}
@@ -91,16 +91,16 @@ def measure(
     on_forward: Callable[[Size], None] = lambda _: None,
     repeats: int = REPEATS,
 ) -> Measured:
-    """Time forwards of many sizes in rounds for about ``limit_s`` seconds, of fewer sizes where the model is slow.
+    """Time forwards of many sizes, in rounds, for about ``limit_s`` seconds.
 
-    Forwards that are expected to end after the limit are left out, so that one large forward of a slow model does not
-    take several times the limit. The caller must hold the model's lock.
+    Forwards that are expected to end after the limit are skipped, so that a slow model is measured at fewer sizes. The
+    caller must hold the model's lock.
     """
     return measure_by(Forwards(packed), limit_s, held_out, on_forward, repeats)
 
 
 class Timer(Protocol):
-    """Runner of forwards of given sizes."""
+    """Timer of forwards by size."""
 
     def __call__(self, size: Size) -> float:
         """Return the seconds of a forward of this size."""
@@ -116,7 +116,7 @@ def measure_by(
     on_forward: Callable[[Size], None] = lambda _: None,
     repeats: int = REPEATS,
 ) -> Measured:
-    """Measure as :func:`measure` does, by a timer of its own."""
+    """Measure as :func:`measure` does, with this timer."""
     measured = Measured()
     sizes = [*CURVE[:4], *SLOPES, *CURVE[4:], *(HELD_OUT if held_out else ())]
     forward_s(Size(1))  # includes one-off costs
@@ -132,23 +132,24 @@ def measure_by(
 
 
 def _expected_s(size: Size, measured: Measured) -> float:
-    """Return the seconds that a forward will take, by those measured so far."""
+    """Return the expected seconds of a forward, by those measured so far."""
     return float(measured.fit()(size.num_tokens, size.num_requests, size.num_keys))
 
 
 def _is_worthwhile(size: Size, measured: Measured) -> bool:
+    """Return whether steps of this size may pay, as half as many tokens cost little more than one."""
     smaller = [known for known in CURVE if known in measured.seconds and 2 * known.num_tokens <= size.num_tokens]
     return size.num_tokens <= 64 or measured.seconds[max(smaller)] < WORTHWHILE * measured.seconds[Size(1)]
 
 
 class Forwards:
-    """Timer of packed forwards of given sizes; they reserve K/V for the time they take."""
+    """Timer of a model's packed forwards; each reserves K/V while it runs."""
 
     def __init__(self, packed: PackedModel):
         self.packed, self.clock, self._cache = packed, packed.ranks.clock, packed.kv_cache
 
     def __call__(self, size: Size) -> float:
-        """Return the seconds of a forward of this size; of a replay, where forwards are captured."""
+        """Return the seconds of a forward of this size, replayed if forwards are captured."""
         lengths = list(self._split(size))
         with self._cache.temporary([size.keys_each + length for length in lengths]) as sequences:
             for sequence in sequences:
@@ -164,13 +165,14 @@ class Forwards:
     def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
         with apart_from_captures(self.packed.device):
             begun_s = self.clock()
-            parts = [chain(self.packed, own, [0] * length) for own, length in zip(sequences, lengths, strict=True)]
+            pairs = zip(sequences, lengths, strict=True)
+            parts = [chain(self.packed, sequence, [0] * length) for sequence, length in pairs]
             self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths)))
             synchronize(self.packed.device)
             return self.clock() - begun_s
 
     @staticmethod
     def _split(size: Size) -> Iterator[int]:
-        """Split the tokens evenly over the requests."""
+        """Yield each request's number of tokens, split evenly."""
         for index in range(size.num_requests):
             yield size.num_tokens * (index + 1) // size.num_requests - size.num_tokens * index // size.num_requests

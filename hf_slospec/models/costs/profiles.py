@@ -14,9 +14,9 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models.device.machine import digest, kept_file, machine, write_atomically
 from hf_slospec.models.packed.model import PackedModel
 
-MAX_S = 1e4  # seconds of a forward that a profile may claim
-MAX_TOKENS = 2**20  # tokens per forward at most
-VERSION = 4  # version of the file format and of the sizes that are measured
+MAX_S = 1e4  # maximum seconds of a forward in a profile
+MAX_TOKENS = 2**20  # maximum number of tokens of a forward
+VERSION = 4  # of the file format and the measured sizes
 
 
 class Profile(BaseModel):
@@ -25,7 +25,7 @@ class Profile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = VERSION
-    of: dict[str, Any]  # the model and the machine that the profile is valid for, see `identity`
+    of: dict[str, Any]  # the model and machine that it is valid for; see `identity`
     num_tokens: tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], ...]
     seconds: tuple[Annotated[float, Field(gt=0, le=MAX_S)], ...]
     per_request_s: Annotated[float, Field(ge=0, le=MAX_S)]
@@ -56,7 +56,7 @@ class Profile(BaseModel):
 
 
 def identity(packed: PackedModel) -> dict[str, Any]:
-    """Return a description of the model, of its packed forwards, and of the machine."""
+    """Return what costs depend on: the model, the settings of its packed forwards and the machine."""
     model = packed.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     modules = Counter(type(module).__qualname__ for module in model.modules())  # adapters, quantised linears
@@ -86,7 +86,7 @@ def load_profile(packed: PackedModel) -> ForwardCost | None:
         path.unlink(missing_ok=True)
         return None
     except (OSError, ValueError):
-        return None  # the directory cannot be used; saving warns of it
+        return None  # the directory cannot be used; save_profile warns of it
     return profile.cost() if profile.version == VERSION and profile.of == identity(packed) else None
 
 

@@ -1,1 +1,1 @@
-"""CPU kernels and threads."""
+"""Linear layers: weights packed for faster CPU kernels."""

@@ -1,4 +1,4 @@
-"""The kernel of each shape of weight, chosen by measurement on this machine and kept for later processes."""
+"""Choice of a CPU kernel for each shape of weight, measured on this machine and saved for later processes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ except ImportError:  # Windows
 CPU = torch.device("cpu")
 SIZES = (1, 4, 8, 16, 64, 256)  # tokens at which kernels are timed
 STEP_SIZES = 4  # the first sizes are those of steps; a packed layout is chosen by their sum
-MEASURED_BYTES = 2**24  # weights of one shape that are timed, in turn, so that caches do not hold them
+MEASURED_BYTES = 2**24  # bytes of the weights of one shape that are timed in turn; caches cannot hold them all
 REPEATS = 3
-CALM_S = 0.02  # between two interruptions of a machine that is idle otherwise
-SMALL_BYTES = 2**20  # bytes per weight; smaller ones stay in caches, where packing gains little
-HOPELESS = 3.0  # times the fastest; such a kernel is not timed for more tokens
-WORTHWHILE = 0.95  # share of torch's own time; a copy must save more than the rest
+CALM_S = 0.02  # seconds between two preemptions on an idle machine
+SMALL_BYTES = 2**20  # bytes of a weight; smaller ones stay in caches, where packing gains little
+MAX_SLOWDOWN = 3.0  # times the fastest kernel; slower ones are not timed for larger sizes
+WORTHWHILE = 0.95  # share of the time of torch's kernel; a packed weight must take less
 
 
 class Choice(BaseModel):
-    """The kernel of weights of one shape."""
+    """Kernel for weights of one shape."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kernel: str | None  # a name in PACKING; None: torch's own
-    is_faster: tuple[bool, ...] = ()  # than torch's own, by SIZES
+    kernel: str | None  # name in PACKING; None: torch's own kernel
+    is_faster: tuple[bool, ...] = ()  # by SIZES: the kernel is faster than torch's
     seconds: dict[str, tuple[float | None, ...]] = {}  # seconds per product with one weight, by kernel and SIZES
 
     def packs(self, num_tokens: int) -> bool:
-        """Return whether to use the packed weight for so many tokens."""
+        """Return whether the packed weight is faster for this many tokens."""
         return self.is_faster[_bucket(num_tokens)]
 
 
@@ -49,11 +49,11 @@ PLAIN = Choice(kernel=None)
 
 
 class _Kept(BaseModel):
-    """Choices as they are kept on disk."""
+    """File of choices."""
 
     model_config = ConfigDict(extra="forbid")
 
-    of: dict[str, object]
+    of: dict[str, object]  # the machine
     choices: dict[str, Choice]
 
 
@@ -61,7 +61,7 @@ def choose(weights: Sequence[torch.Tensor]) -> Choice:
     """Return the kernel for weights of one shape and dtype, measured if this machine has not measured it yet.
 
     Args:
-        weights: [outputs, inputs] each, in turn; some of the weights of a model.
+        weights: a model's weights of this shape, [outputs, inputs] each.
     """
     weight = weights[0]
     choices = _choices(torch.get_num_threads())
@@ -69,14 +69,14 @@ def choose(weights: Sequence[torch.Tensor]) -> Choice:
     if name not in choices:
         kernels = {kernel: make for kernel, make in PACKING.items() if works(kernel, weight.dtype)}
         measured = _measured(weights, kernels) if kernels else PLAIN
-        choices[name] = measured or _usual(weight, kernels)
+        choices[name] = measured or _default_choice(weight, kernels)
         if measured is not None and measured.seconds:
             _keep({name: measured})
     return choices[name]
 
 
-def _usual(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
-    """Return what most machines choose, for one that is too busy to be measured."""
+def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
+    """Return the kernel that is fastest on most machines, as this one is too busy to be measured."""
     order = "MKL", *(("OneDNN", "FBGEMM") if native_dtypes().get(weight.dtype, True) else ("FBGEMM",))
     name = next((name for name in order if name in kernels), None)
     if name is None or weight.nbytes < SMALL_BYTES:
@@ -86,61 +86,64 @@ def _usual(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
 
 @torch.no_grad()
 def _measured(weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]) -> Choice | None:
-    """Return the kernel that is fastest; None if other processes disturbed the measurement."""
-    most = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)  # outputs; large output layers have more
-    weights = [weight[:most] for weight in weights[: math.ceil(MEASURED_BYTES / weights[0].nbytes)]]
+    """Return the fastest kernel; None if other processes disturbed the measurement."""
+    max_outputs = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)  # large output layers have more
+    weights = [weight[:max_outputs] for weight in weights[: math.ceil(MEASURED_BYTES / weights[0].nbytes)]]
     makers: dict[str, Kernel] = {"Plain": Plain, **kernels}
     packed = {name: [packed_by(make, weight) for weight in weights] for name, make in makers.items()}
-    matrices = {name: [matrix for matrix in own if matrix is not None] for name, own in packed.items() if any(own)}
+    matrices = {
+        name: [matrix for matrix in copies if matrix is not None] for name, copies in packed.items() if any(copies)
+    }
     seconds: dict[str, list[float | None]] = {name: [] for name in matrices}
     for num_tokens in SIZES:
         tokens = weights[0].new_ones(num_tokens, weights[0].shape[1])
-        many = slice(None) if num_tokens <= SIZES[STEP_SIZES - 1] else slice(1)  # computing takes longer than reading
-        in_time = {name: own[many] for name, own in matrices.items() if None not in seconds[name]}
-        fastest = _seconds(in_time, tokens) or _seconds(in_time, tokens)  # new threads may share a core at first
+        # One weight is enough for larger sizes, where computing takes longer than reading the weight.
+        timed = slice(None) if num_tokens <= SIZES[STEP_SIZES - 1] else slice(1)
+        candidates = {name: copies[timed] for name, copies in matrices.items() if None not in seconds[name]}
+        fastest = _seconds(candidates, tokens) or _seconds(candidates, tokens)  # new threads may share a core at first
         if fastest is None:
             return None
-        least = min(fastest.values())
-        for name, own in seconds.items():
-            found = fastest.get(name)
-            own.append(None if found is None or found > HOPELESS * least else round(found, 9))
+        limit_s = MAX_SLOWDOWN * min(fastest.values())
+        for name, by_size in seconds.items():
+            kernel_s = fastest.get(name)
+            by_size.append(None if kernel_s is None or kernel_s > limit_s else round(kernel_s, 9))
     return _choice(seconds)
 
 
 def _seconds(matrices: Mapping[str, list[Matrix]], tokens: torch.Tensor) -> dict[str, float] | None:
-    """Return the fastest seconds per weight of each kernel, interleaved; None if most were taken at a busy time."""
+    """Return the fastest seconds per weight of each kernel, timed in turn; None if most runs were disturbed."""
     fastest = dict.fromkeys(matrices, math.inf)
-    for own in matrices.values():
-        own[0](tokens, None)  # the first call for a size may compile
+    for copies in matrices.values():
+        copies[0](tokens, None)  # the first call for a size may compile
     num_disturbed = 0
     for _ in range(REPEATS):
-        for name, own in matrices.items():
+        for name, copies in matrices.items():
             num_before, begun_s = _num_preemptions(), time.perf_counter()
-            for matrix in own:
+            for matrix in copies:
                 matrix(tokens, None)
             seconds = time.perf_counter() - begun_s
-            fastest[name] = min(fastest[name], seconds / len(own))
+            fastest[name] = min(fastest[name], seconds / len(copies))
             num_disturbed += _num_preemptions() - num_before > 1 + seconds / CALM_S
     return None if 2 * num_disturbed > REPEATS * len(matrices) else fastest
 
 
 def _num_preemptions() -> int:
-    """Return how often other processes took a core from this one; 0 where the system does not count it."""
+    """Return how often this process was preempted; 0 where the system does not count it."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
 
 
 def _choice(seconds: dict[str, list[float | None]]) -> Choice:
-    """Return the kernel with the shortest sum over the sizes of steps, if it beats torch's own."""
-    times = {name: [math.inf if s is None else s for s in own] for name, own in seconds.items()}
-    kept = {name: tuple(own) for name, own in seconds.items()}
+    """Return the kernel with the least time over the sizes of steps, if it is worth a copy of the weight."""
+    times = {name: [math.inf if s is None else s for s in by_size] for name, by_size in seconds.items()}
+    measured = {name: tuple(by_size) for name, by_size in seconds.items()}
     plain = times.pop("Plain")
-    # Where torch's own kernel is faster it is used, as the weight is still there.
-    combined = {name: sum(map(min, own[:STEP_SIZES], plain[:STEP_SIZES])) for name, own in times.items()}
+    # Sizes for which torch's kernel is faster use it, as the plain weight is kept beside the copy.
+    combined = {name: sum(map(min, by_size[:STEP_SIZES], plain[:STEP_SIZES])) for name, by_size in times.items()}
     best = min(combined, key=lambda name: combined[name], default=None)
     if best is None or not combined[best] < WORTHWHILE * sum(plain[:STEP_SIZES]):
-        return Choice(kernel=None, seconds=kept)
-    is_faster = tuple(own < other for own, other in zip(times[best], plain, strict=True))
-    return Choice(kernel=best, is_faster=is_faster, seconds=kept)
+        return Choice(kernel=None, seconds=measured)
+    is_faster = tuple(packed_s < plain_s for packed_s, plain_s in zip(times[best], plain, strict=True))
+    return Choice(kernel=best, is_faster=is_faster, seconds=measured)
 
 
 def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
@@ -153,18 +156,18 @@ def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
 
 @functools.lru_cache(maxsize=4096)
 def _bucket(num_tokens: int) -> int:
-    """Return the index in SIZES of the smallest size that is not smaller, else of the largest."""
+    """Return the index of the smallest size of at least ``num_tokens``; the last one if all are smaller."""
     return next((index for index, size in enumerate(SIZES) if num_tokens <= size), len(SIZES) - 1)
 
 
 @functools.cache
 def _choices(num_threads: int) -> dict[str, Choice]:
-    """Return the choices of this process for a number of threads; those that were kept, at first."""
+    """Return the choices for a number of threads, which begin with the saved ones."""
     return _kept()
 
 
 def _kept() -> dict[str, Choice]:
-    """Return what is kept for this machine; nothing if the file is missing or cannot be used."""
+    """Return the choices saved for this machine; none if the file is missing or cannot be used."""
     try:
         kept = _Kept.model_validate_json(_path().read_text(encoding="utf-8")).choices
     except (OSError, ValueError):
@@ -173,7 +176,7 @@ def _kept() -> dict[str, Choice]:
 
 
 def _is_possible(name: str, choice: Choice) -> bool:
-    """Return whether this version could have made a choice."""
+    """Return whether this version of torch and of the package could have made a choice."""
     if choice.kernel is None:
         return True
     dtype = getattr(torch, name.split(" ")[0], None)
@@ -182,7 +185,7 @@ def _is_possible(name: str, choice: Choice) -> bool:
 
 
 def _keep(choices: dict[str, Choice]) -> None:
-    """Keep the choices, with those that other processes have kept meanwhile."""
+    """Save the choices, with those that other processes have saved meanwhile."""
     try:
         kept = _Kept(of=machine(CPU), choices=_kept() | choices)
         write_atomically(_path(), kept.model_dump_json(indent=1))

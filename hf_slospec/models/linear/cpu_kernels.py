@@ -1,4 +1,4 @@
-"""Kernels that multiply by a weight which was packed once, and torch's own, which reads it as it lies."""
+"""CPU kernels for linear layers: those that read packed weights, and torch's own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.nn.functional as F
 logger = logging.getLogger(__name__)
 
 TYPICAL_TOKENS = 8  # tokens per step; a packed layout may depend on it
-TRIED_TOKENS = (1, 3, 8, 40, 300)  # for which a kernel must agree with torch's before it is used
-TOLERANCE = 0.05  # relative; above rounding in any dtype
+TRIED_TOKENS = (1, 3, 8, 40, 300)  # token counts for which a kernel must agree with torch's before it is used
+TOLERANCE = 0.05  # relative error; above rounding in any dtype
 
 
 class Matrix(Protocol):
-    """A weight as one kernel reads it."""
+    """A packed weight, which multiplies inputs by it."""
 
     num_bytes: int  # bytes of the copy
     num_rounded: int  # elements that the copy holds only approximately
@@ -27,15 +27,15 @@ class Matrix(Protocol):
         """Return ``input @ weight.T + bias``.  [num_tokens, inputs] -> [num_tokens, outputs], in the input's dtype"""
 
     def unpacked(self) -> torch.Tensor:
-        """Return the weight as the copy holds it.  -> [outputs, inputs], in any dtype that holds the values"""
+        """Return the plain weight.  -> [outputs, inputs], in any dtype that holds the values"""
 
 
-# Maker of packed weights of [outputs, inputs], contiguous; raises OverflowError if it cannot hold the values.
+# Packs a contiguous weight [outputs, inputs]; raises OverflowError if the format cannot hold the values.
 Kernel = Callable[[torch.Tensor], Matrix]
 
 
 class Plain:
-    """Torch's own kernels, which read the weight itself."""
+    """Torch's own kernels, which read the plain weight."""
 
     num_bytes = num_rounded = 0
 
@@ -59,7 +59,7 @@ class OneDNN:
         self.num_bytes = weight.nbytes
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        num_tokens = len(input)  # padded to one of few sizes: oneDNN keeps half a megabyte or more for each
+        num_tokens = len(input)  # padded to one of few sizes, as oneDNN caches half a megabyte or more for each
         if missing := -num_tokens % granularity(num_tokens):
             input = F.pad(input, (0, 0, 0, missing))
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, bias, "none", [], "")
@@ -77,24 +77,24 @@ class MKL:
 
     def __init__(self, weight: torch.Tensor):
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, TYPICAL_TOKENS)
-        self.sizes = weight.new_empty(1).expand(weight.shape)  # the operator takes nothing but sizes from the weight
+        self.sizes = weight.new_empty(1).expand(weight.shape)  # the operator reads only the shape of the weight
         self.num_bytes = weight.nbytes  # MKL reserves more, but writes no more
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # The packed weight holds for any number of tokens; the operator would compute plainly for an unexpected one.
+        # The packed weight serves any number of tokens; the operator falls back if that is not the number passed.
         out: torch.Tensor = torch.ops.mkl._mkl_linear(input, self.packed, self.sizes, bias, len(input))
         return out
 
     def unpacked(self) -> torch.Tensor:
-        # MKL cannot unpack. Of each sum, one product at most is not 0, so that the result is exact.
+        # MKL cannot unpack. At most one product of each sum is not 0, so that the result is exact.
         return self(torch.eye(self.sizes.shape[1], dtype=self.sizes.dtype, device="cpu"), None).T
 
 
 class FBGEMM:
-    """FBGEMM's kernels: weights in fp16, which they multiply in fp32. More precise than kernels that round to bf16."""
+    """FBGEMM's kernels for fp16 weights, which multiply in fp32: more precise than kernels that round to bf16."""
 
     def __init__(self, weight: torch.Tensor):
-        if not float(weight.abs().max()) <= torch.finfo(torch.float16).max:  # or nan
+        if not float(weight.abs().max()) <= torch.finfo(torch.float16).max:  # true for nan, too
             raise OverflowError("fp16 cannot hold the weight")
         self.num_rounded = int((weight.half().to(weight.dtype) != weight).sum())
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
@@ -114,17 +114,17 @@ DTYPES = {
     "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
     "MKL": (torch.float32,),
     "FBGEMM": (torch.bfloat16, torch.float16),
-}  # dtypes of the weights that a kernel takes
+}  # dtypes of weights, by kernel
 
 
 def granularity(num_tokens: int) -> int:
-    """Return the number to a multiple of which ``num_tokens`` is padded, which adds an eighth at most."""
+    """Return the number of which ``num_tokens`` is padded to a multiple; this adds an eighth at most."""
     return 1 << max(num_tokens.bit_length() - 4, 0) if num_tokens < 512 else 64
 
 
 @functools.cache
 def works(name: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel of PACKING works in this dtype here, found by trial."""
+    """Return whether a kernel of PACKING gives right products in this dtype on this machine."""
     if dtype not in DTYPES[name]:
         return False
     weight = torch.linspace(-1, 1, 96 * 64, device="cpu").sin().view(96, 64).to(dtype)

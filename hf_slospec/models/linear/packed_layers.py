@@ -1,4 +1,4 @@
-"""Classes of layers that compute with packed weights: during packed forwards, or always, once theirs were released."""
+"""Layer classes that compute with packed weights: during packed forwards, or always once weights were released."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.models.inspection.hooks import changing_hooks
 from hf_slospec.models.inspection.layer_classes import Prepacked, plain_class, set_class
-from hf_slospec.models.linear.packed_weight import PackedWeight, is_usual, released_error
+from hf_slospec.models.linear.packed_weight import PackedWeight, can_be_packed, released_error
 
 Copy = tuple[nn.Module, str]  # a layer and the name of its weight
+# Attributes by which a module of fused experts is recognised.
 EXPERTS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel", "_apply_gate")
 
 active: ContextVar[Mapping[Copy, PackedWeight]] = ContextVar("hf_slospec_prepacked", default={})  # noqa: B039  read only
@@ -44,19 +45,20 @@ class _PrepackedConv1D(Prepacked, Conv1D):
 
 
 def _packed(layer: nn.Module, name: str) -> PackedWeight | None:
-    """Return the weight to compute with, up to date; None in threads whose forward is not packed."""
+    """Return the up-to-date packed weight to compute with; None in threads that run no packed forward."""
     released = layer.__dict__.get("packed_weights")
     copy = active.get().get((layer, name)) if released is None else released[name]
     if copy is None:
         return None
     is_autocast = torch.is_autocast_enabled("cpu")
     if released is None and copy.autocast != (torch.get_autocast_dtype("cpu") if is_autocast else None):
-        return None  # such as a part of a forward that turns autocast off
+        return None  # a part of the forward switches autocast on or off
     copy.update()
     return copy if copy.weight is not None else None
 
 
 def _along_last(copy: PackedWeight, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the product along the last dimension.  [..., inputs] -> [..., outputs]"""
     if input.dim() == 2:
         return copy.product(input, bias)
     out = copy.product(input.reshape(-1, input.shape[-1]), bias)
@@ -64,15 +66,15 @@ def _along_last(copy: PackedWeight, input: torch.Tensor, bias: torch.Tensor | No
 
 
 class _PrepackedExperts(Prepacked):
-    """Base of classes of fused experts, computed as transformers' grouped_mm does, in one product per expert."""
+    """Base of the classes of fused experts; computes as transformers' grouped_mm does, one product per expert."""
 
     def forward(self: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sums of experts' outputs.  -> [num_tokens, hidden]
 
         Args:
             hidden: [num_tokens, hidden].
-            experts: [num_tokens, top_k] int64, of each token.
-            weights: [num_tokens, top_k], of each of them.
+            experts: [num_tokens, top_k] int64, each token's experts.
+            weights: [num_tokens, top_k], the weights of their outputs.
         """
         up_name, down_name = weight_names(self)
         up, down = _packed(self, up_name), _packed(self, down_name)
@@ -97,15 +99,15 @@ class _PrepackedExperts(Prepacked):
 
 
 class Released:
-    """Base of a layer's class once its plain weight was released: all forwards compute with the copy."""
+    """Base of the classes of layers without plain weights: all forwards compute with the packed ones."""
 
-    packed_weights: dict[str, PackedWeight]  # by name
+    packed_weights: dict[str, PackedWeight]  # by the weight's name
 
     def forward(self, input: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, where only its value is wanted."""
+        """Return the layer's output; refuse autocast and gradients, which need the plain weights."""
         if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and input.requires_grad):
             raise released_error("autocast or training")
-        out: torch.Tensor = super().forward(input, *more)  # type: ignore[misc]  # the other base's
+        out: torch.Tensor = super().forward(input, *more)  # type: ignore[misc]  # method of the other base class
         return out
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
@@ -123,7 +125,7 @@ class Released:
 
 
 def check_unchanged(layer: Any, function: Any) -> None:
-    """Refuse a function that would move, cast or replace a layer's weights."""
+    """Raise UnsupportedModelError if a function for ``nn.Module._apply`` would move, cast or replace weights."""
     probe = torch.empty(0, dtype=next(iter(layer.packed_weights.values())).weight.dtype)
     if function(probe) is not probe:
         raise released_error("moving or casting")
@@ -131,20 +133,20 @@ def check_unchanged(layer: Any, function: Any) -> None:
 
 @functools.cache
 def prepacked_class(plain: Any) -> Any:
-    """Return the class of a layer while a packed forward runs."""
+    """Return the class that layers of class ``plain`` have during packed forwards."""
     known: dict[Any, Any] = {nn.Linear: _PrepackedLinear, Conv1D: _PrepackedConv1D}
     return known.get(plain) or type(f"Prepacked{plain.__name__}", (_PrepackedExperts, plain), {"plain": plain})
 
 
 @functools.cache
 def released_class(plain: Any) -> Any:
-    """Return the class of a layer whose plain weights were released."""
+    """Return the class that layers of class ``plain`` have while their weights are released."""
     return type(plain.__name__, (Released, prepacked_class(plain)), {})
 
 
 def release_weights(layer: nn.Module, copies: Mapping[str, PackedWeight]) -> None:
-    """Free a layer's plain weights; ``copies`` holds all of its packed ones, by name."""
-    # In this order, and the reverse one below, an interrupt at any place leaves a layer that computes right.
+    """Free a layer's plain weights; ``copies`` holds the packed weight for each, by name."""
+    # This order, reversed by restore_weights, leaves a layer that computes right after an interrupt at any line.
     layer.__dict__["packed_weights"] = dict(copies)
     set_class(layer, released_class(plain_class(layer)))
     for copy in copies.values():
@@ -152,7 +154,7 @@ def release_weights(layer: nn.Module, copies: Mapping[str, PackedWeight]) -> Non
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Give all layers of a model the weights back that ``prepack="only"`` has released."""
+    """Set the plain weights of a model that ``prepack="only"`` has released."""
     for layer in model.modules():
         if isinstance(layer, Released):
             for copy in layer.packed_weights.values():
@@ -165,13 +167,16 @@ def restore_weights(model: nn.Module) -> None:
 
 
 class _Guard:
-    """A method of a model, refused as long as weights are released, before it has changed a part of the model."""
+    """Replacement of a model's method that refuses calls which released weights do not allow.
+
+    It refuses before the method has changed any part of the model.
+    """
 
     def __init__(self, model: nn.Module, name: str):
         self.model, self.name = ref(model), name
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call the method, unless a layer would refuse it."""
+        """Call the method, unless a layer with released weights would refuse it."""
         model: Any = self.model()
         released = next((layer for layer in model.modules() if isinstance(layer, Released)), None)
         if released is not None:
@@ -185,13 +190,13 @@ GUARDED = ("_apply", "load_state_dict")
 
 
 def guard(model: nn.Module) -> None:
-    """Refuse moves, casts and loads of a model with released weights as a whole: layers come after their siblings."""
+    """Refuse moves, casts and loads of a model with released weights before any of its layers has changed."""
     for name in GUARDED:
         model.__dict__.setdefault(name, _Guard(model, name))
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights that a layer multiplies with; none if it is of another kind."""
+    """Return the names of the weights that a linear layer or fused experts multiply by; none for other layers."""
     if plain_class(layer) in (nn.Linear, Conv1D):
         return ("weight",)
     if all(hasattr(layer, name) for name in EXPERTS) and not layer._is_expert_parallel:
@@ -200,9 +205,9 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer computes what its class says: it has no hooks, replaced forward or unusual weights."""
+    """Return whether a layer computes what its class says: no hooks, no replaced forward, dense weights."""
     is_replaced = "forward" in layer.__dict__ or hasattr(layer, "_hf_hook")
     weights = [layer._parameters.get(name) for name in weight_names(layer)]
     if not weights or is_replaced or changing_hooks(layer):
         return False
-    return isinstance(layer, Released) or all(weight is not None and is_usual(weight) for weight in weights)
+    return isinstance(layer, Released) or all(weight is not None and can_be_packed(weight) for weight in weights)

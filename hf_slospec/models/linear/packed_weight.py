@@ -1,4 +1,4 @@
-"""A layer's weight as a kernel reads it, kept up to date with the weight, or in its place."""
+"""Packed copies of layers' weights, kept up to date with the plain weights, or instead of them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hf_slospec.models.inspection.weights_version import Digest, digest
 from hf_slospec.models.linear.cpu_kernel_choice import PLAIN, choose, packed_by
 from hf_slospec.models.linear.cpu_kernels import DTYPES, PACKING, Matrix
 
-BITS = {2: torch.int16, 4: torch.int32}  # integers of the size of a float, which tell -0.0 from 0.0
-# What may be asked of a released weight: not its values.
+BITS = {2: torch.int16, 4: torch.int32}  # integers by bytes per element; as bits, -0.0 differs from 0.0
+# Functions that need no values, and so may be called on a released weight.
 OF_RELEASED = {"__get__", "__set__", "dim", "ndimension", "size", "numel", "stride", "element_size", "requires_grad_"}
 OF_RELEASED |= {"__repr__", "is_floating_point", "is_complex", "is_contiguous", "is_inference", "__hash__", "__len__"}
 
 
 class ReleasedWeight(nn.Parameter):
-    """Parameter without values, in the place of a weight that was released; computing with it is refused by name."""
+    """Parameter without values that replaces a released weight; computing with it raises UnsupportedModelError."""
 
     def __new__(cls, weight: torch.Tensor) -> ReleasedWeight:
-        """Return one of the shape and dtype of ``weight``."""
+        """Return a parameter with the shape and dtype of ``weight``."""
         empty = torch.empty_like(weight, device="meta", requires_grad=False)
         made: ReleasedWeight = torch.Tensor._make_subclass(cls, empty, weight.requires_grad)
         return made
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]  # where the layer computes, and adapters belong
+    def device(self) -> torch.device:  # type: ignore[override]  # adapters are put there
         """Device of the layer."""
         return torch.device("cpu")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what is asked about the shape, and refuse all else."""
+        """Call functions that read only the metadata, and refuse all others."""
         name = getattr(func, "__name__", "")
         is_data = getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "T", "mT", "H")
         if name not in OF_RELEASED or is_data:
@@ -53,7 +53,7 @@ class ReleasedWeight(nn.Parameter):
 
 
 def released_error(act: str) -> UnsupportedModelError:
-    """Return the error of an act that needs the weights themselves."""
+    """Return the error for an operation that needs the plain weights."""
     return UnsupportedModelError(
         f"{act} needs the plain weights, which SLOSpecConfig(prepack='only') has released; restore them first with "
         "hf_slospec.disable(model)"
@@ -61,7 +61,7 @@ def released_error(act: str) -> UnsupportedModelError:
 
 
 class PackedWeight:
-    """A copy of a layer's weight as its kernel reads it, and the state of the weight it was made from.
+    """A packed copy of a layer's weight, and the version of the weight that it was made from.
 
     ``autocast``: dtype of the copy, for forwards that compute with autocast; None: the weight's own.
     """
@@ -71,14 +71,14 @@ class PackedWeight:
         self.make()
 
     def make(self) -> None:
-        """Make the copy of the layer's present weight."""
+        """Make the copy anew from the layer's present weight."""
         weight: Any = self.layer._parameters.get(self.name)
         assert not isinstance(weight, ReleasedWeight), "the copy of a released weight is all there is of it"
         self.weight, self.choice = weight, PLAIN
         self.num_made += 1
-        self.matrices = list[Matrix]()  # one, or one per expert; none where torch's own kernels are used
+        self.matrices = list[Matrix]()  # one, or one per expert; empty where torch's own kernels are used
         self.digest: Digest | None = None
-        if weight is None or not is_usual(weight):
+        if weight is None or not can_be_packed(weight):
             return
         with torch.inference_mode(False), torch.no_grad():  # the copy may outlive the caller's inference mode
             self.digest, self.version, self.address = digest([weight]), weight._version, weight.data_ptr()
@@ -101,8 +101,8 @@ class PackedWeight:
         return sum(matrix.num_rounded for matrix in self.matrices)
 
     def update(self) -> None:
-        """Make the copy anew if torch has counted a change of it."""
-        weight: Any = self.layer._parameters.get(self.name)  # in every forward: the attribute takes five times as long
+        """Make the copy anew if torch has counted a change of the weight."""
+        weight: Any = self.layer._parameters.get(self.name)  # faster than getattr, and called in every forward
         if not self._is_of(weight):
             self.make()
 
@@ -126,28 +126,28 @@ class PackedWeight:
 
     @property
     def is_released(self) -> bool:
-        """Return whether the copy is all there is of the weight."""
+        """Return whether the plain weight was released."""
         return isinstance(self.weight, ReleasedWeight)
 
     def release(self) -> None:
-        """Take the layer's weight away; the layer has to compute with the copy already."""
+        """Free the plain weight; the layer must already compute with the copy."""
         weight = self.weight
         if self.matrices and not self.is_released:
             with torch.inference_mode(False), torch.no_grad():
                 integers = BITS[weight.element_size()]
-                places = (self._unpacked().view(integers) != weight.view(integers)).nonzero(as_tuple=True)
-                self.rounded = places, weight.detach()[places].clone()  # by the kernel, or signs of zeros
+                indices = (self._unpacked().view(integers) != weight.view(integers)).nonzero(as_tuple=True)
+                self.rounded = indices, weight.detach()[indices].clone()  # rounded, or signs of zeros
                 self.plain = ref(weight)
                 self._set_weight(ReleasedWeight(weight))
 
     def restore(self) -> None:
-        """Give the layer its weight back, with the very values that it had."""
+        """Set the plain weight again, with exactly the values that it had."""
         if self.is_released:
             with torch.inference_mode(False), torch.no_grad():
-                if (weight := self.plain()) is None:  # otherwise an optimiser or another model has kept it
+                if (weight := self.plain()) is None:  # otherwise an optimiser or another model still refers to it
                     values = self._unpacked().contiguous()
-                    places, exact = self.rounded
-                    values[places] = exact
+                    indices, exact = self.rounded
+                    values[indices] = exact
                     weight = nn.Parameter(values, self.weight.requires_grad)
                 self._set_weight(weight)
                 self.digest = digest([weight])
@@ -160,7 +160,7 @@ class PackedWeight:
     def _set_weight(self, weight: nn.Parameter) -> None:
         if not isinstance(weight, ReleasedWeight):
             self.version, self.address = weight._version, weight.data_ptr()
-        self.weight = weight  # an interrupt after this line leaves a weight that is not this one, and a new copy of it
+        self.weight = weight  # after an interrupt behind this line, update() makes the copy anew
         self.layer._parameters[self.name] = weight
 
     def _is_of(self, weight: Any) -> bool:
@@ -172,7 +172,7 @@ class PackedWeight:
 
 
 def matrices_of(layer: nn.Module, weight: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return the matrices of a layer's weight, one or one per expert, in a dtype.  -> [outputs, inputs] each"""
+    """Return a layer's weight as matrices, one or one per expert, in a dtype.  -> [outputs, inputs] each"""
     weight = weight.detach().to(dtype or weight.dtype)
     matrices = list(weight.unbind(0)) if weight.dim() == 3 else [weight]
     return [matrix.T for matrix in matrices] if is_transposed(layer) else matrices
@@ -183,8 +183,9 @@ def is_transposed(layer: nn.Module) -> bool:
     return bool(getattr(layer, "is_transposed", isinstance(layer, Conv1D)))
 
 
-def is_usual(weight: nn.Parameter) -> bool:
+def can_be_packed(weight: nn.Parameter) -> bool:
     """Return whether a weight is a dense parameter on the CPU that kernels can pack."""
     is_dense = weight.device.type == "cpu" and weight.layout is torch.strided and weight.is_contiguous()
-    is_own = type(weight) is nn.Parameter and not weight.is_inference()
-    return bool(is_own and is_dense and weight.numel() > 0 and any(weight.dtype in own for own in DTYPES.values()))
+    is_plain = type(weight) is nn.Parameter and not weight.is_inference()
+    has_kernel = any(weight.dtype in dtypes for dtypes in DTYPES.values())
+    return bool(is_plain and is_dense and weight.numel() > 0 and has_kernel)

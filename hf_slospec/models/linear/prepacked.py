@@ -1,8 +1,8 @@
-"""Second copies of a model's weights on a CPU, packed for faster kernels.
+"""Packed copies of a model's weights on a CPU, for faster kernels.
 
 ``torch.nn.functional.linear`` reads weights in their plain layout, which for the few tokens of a step takes up to six
-times as long (docs/cpus.md). Copies serve packed forwards only, so that all other forwards of the model stay as they
-were, unless the plain weights are released.
+times as long (docs/cpus.md). Only packed forwards use the copies: all other forwards of the model stay as they were,
+unless the plain weights are released.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from hf_slospec.models.linear.packed_weight import PackedWeight, ReleasedWeight,
 
 logger = logging.getLogger(__name__)
 
-FREE_SHARE = 0.25  # share of the free memory that the copies take at most with prepack=None
+FREE_SHARE = 0.25  # share of the free memory that copies may take with prepack=None
 
 _Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
-# Packed weights, each of which holds its layer; shared by all users of the layer.
+# Packed weights, shared by all users of a layer; each refers to its layer, so that the layer's id stays valid.
 _shared: WeakValueDictionary[_Key, PackedWeight] = WeakValueDictionary()
-_in_use: dict[int, tuple[int, dict[nn.Module, Any]]] = {}  # id(model) -> number of running packed forwards
+# By id of a model: the number of running packed forwards, and the plain class of each of its packed layers.
+_in_use: dict[int, tuple[int, dict[nn.Module, Any]]] = {}
 _lock = threading.Lock()
 
 if hasattr(os, "register_at_fork"):  # otherwise a child process could inherit the lock held
@@ -53,7 +54,7 @@ if hasattr(os, "register_at_fork"):  # otherwise a child process could inherit t
 
 
 class PrepackedLayers:
-    """The layers of one model that have packed weights."""
+    """Packed weights of one model's layers."""
 
     def __init__(self, model: nn.Module, wanted: Prepack, autocast: torch.dtype | None = None):
         """``wanted``: see SLOSpecConfig.prepack; ``autocast``: see :class:`PackedWeight`."""
@@ -63,18 +64,15 @@ class PrepackedLayers:
         if new_bytes and wanted is None and new_bytes > FREE_SHARE * free_memory():
             logger.info(
                 "weights of %s are not prepacked: the copies would take %.1f GiB, more than a quarter of the free "
-                "memory; SLOSpecConfig(prepack=True) makes them all the same, prepack='only' in place of the weights",
+                "memory; SLOSpecConfig(prepack=True) makes them anyway, prepack='only' replaces the weights",
                 type(model).__name__,
                 new_bytes / 2**30,
             )
             self._wanted = False
         self.renew()
         if self.num_rounded:
-            logger.info(
-                "%d weights of %s are too small for fp16; their copies differ by less than 3e-8",
-                self.num_rounded,
-                type(model).__name__,
-            )
+            message = "%d weights of %s are too small for fp16; their copies differ by less than 3e-8"
+            logger.info(message, self.num_rounded, type(model).__name__)
 
     @property
     def num_bytes(self) -> int:
@@ -100,39 +98,39 @@ class PrepackedLayers:
         return len(self._copies)
 
     def renew(self) -> None:
-        """Update the copies to the model's present layers and weights, however they were changed."""
-        found: dict[Copy, PackedWeight] = {}
+        """Update the copies after any change of the model's layers or weights."""
+        copies_in_use: dict[Copy, PackedWeight] = {}
         is_released = self._wanted == "only" and self._autocast is None
-        weights = self._model.named_parameters(remove_duplicate=False) if is_released else ()
-        num_owners = Counter(id(weight) for _, weight in weights)
+        parameters = self._model.named_parameters(remove_duplicate=False) if is_released else ()
+        num_owners = Counter(id(weight) for _, weight in parameters)
         for layer, copies in self._all_copies():
-            found |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
+            copies_in_use |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
             is_whole = len(copies) == len(weight_names(layer)) and all(copy.matrices for copy in copies.values())
-            # Not where another layer needs the weight, as a tied embedding does.
+            # A weight that another layer uses (a tied embedding) is not released.
             if is_released and is_whole and all(num_owners[id(copy.weight)] == 1 for copy in copies.values()):
                 guard(self._model)
                 release_weights(layer, copies)
-        self._copies = found
-        self._classes = {layer: plain_class(layer) for layer, _ in found}
+        self._copies = copies_in_use
+        self._classes = {layer: plain_class(layer) for layer, _ in copies_in_use}
 
     def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
-        """Yield every layer with its packed weights, which are made if they are missing."""
+        """Yield every layer with its packed weights; make missing ones."""
         kernels = {layer: _kernels_of(layer, self._autocast) for layer in self._candidates()}
         copies_of = functools.partial(_copies_of, self._autocast)
-        if not any(_packs_slowly(self._autocast, layer, own) for layer, own in kernels.items()):
-            yield from ((layer, copies_of(layer, own)) for layer, own in kernels.items())
+        if not any(_packs_slowly(self._autocast, *item) for item in kernels.items()):
+            yield from ((layer, copies_of(layer, names)) for layer, names in kernels.items())
             return
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             yield from zip(kernels, pool.map(copies_of, kernels, kernels.values()), strict=True)
 
     def _candidates(self) -> list[nn.Module]:
-        """Return the layers on a CPU that may be packed: without hooks, quantised weights or a replaced forward."""
+        """Return the layers on a CPU without hooks, quantised weights or a replaced forward."""
         if self._wanted is False or is_compiled(self._model):
             return []
         return [layer for layer in self._model.modules() if is_plain(layer)]
 
     def _choose(self) -> int:
-        """Choose the kernel of every shape, by several of its weights; return the bytes of copies yet to be made."""
+        """Choose a kernel for every shape of weight; return the bytes of copies that are still to be made."""
         by_shape = defaultdict[tuple[torch.dtype, torch.Size], list[torch.Tensor]](list)
         num_bytes = defaultdict[tuple[torch.dtype, torch.Size], int](int)
         for layer in self._candidates():
@@ -143,21 +141,21 @@ class PrepackedLayers:
                     by_shape[matrix.dtype, matrix.shape].append(matrix)
                 if matrices and (id(layer), name, self._autocast) not in _shared:
                     num_bytes[matrices[0].dtype, matrices[0].shape] += sum(matrix.nbytes for matrix in matrices)
-        return sum(num_bytes[shape] for shape, own in by_shape.items() if choose(own).kernel is not None)
+        return sum(num_bytes[shape] for shape, weights in by_shape.items() if choose(weights).kernel is not None)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Make the model's layers compute with the copies inside this context, in this thread only."""
+        """Compute with the copies inside this context, in this thread only."""
         if not (copies := self._copies):
             yield
             return
-        with _lock:  # threads may forward the same model at the same time; the last to finish restores the layers
+        with _lock:  # several threads may forward the model at once; the last to finish restores the classes
             count, classes = _in_use.get(id(self._model)) or (0, self._classes)
             _in_use[id(self._model)] = count + 1, classes
             if not count:
-                for layer, own in classes.items():
-                    packed_class = prepacked_class(own)
-                    if type(layer) is own:  # the user may have parametrised it meanwhile
+                for layer, plain in classes.items():
+                    packed_class = prepacked_class(plain)
+                    if type(layer) is plain:  # the user may have parametrised it meanwhile
                         set_class(layer, packed_class)
         token = active.set(copies)
         try:
@@ -169,13 +167,13 @@ class PrepackedLayers:
                 if count > 1:
                     _in_use[id(self._model)] = count - 1, classes
                 else:
-                    for layer, own in classes.items():
-                        if type(layer) is prepacked_class(own):
-                            set_class(layer, own)
+                    for layer, plain in classes.items():
+                        if type(layer) is prepacked_class(plain):
+                            set_class(layer, plain)
 
 
 def _kernels_of(layer: nn.Module, autocast: torch.dtype | None) -> Mapping[str, str]:
-    """Return the names of the weights to pack, for which a kernel is worth it, with the kernel's name."""
+    """Return the kernel's name for each of a layer's weights that is worth packing, by the weight's name."""
     if isinstance(layer, Released):
         return {}
     weights = {name: matrices_of(layer, getattr(layer, name), autocast) for name in weight_names(layer)}
@@ -184,14 +182,14 @@ def _kernels_of(layer: nn.Module, autocast: torch.dtype | None) -> Mapping[str, 
 
 
 def _packs_slowly(autocast: torch.dtype | None, layer: nn.Module, kernels: Mapping[str, str]) -> bool:
-    """Return whether a layer has yet to be packed by FBGEMM, which uses one thread: 50 million weights per second."""
+    """Return whether FBGEMM has yet to pack a layer; it packs 50 million weights per second, in one thread."""
     return any(kernel == "FBGEMM" and (id(layer), name, autocast) not in _shared for name, kernel in kernels.items())
 
 
 def _copies_of(
     autocast: torch.dtype | None, layer: nn.Module, kernels: Mapping[str, str]
 ) -> Mapping[str, PackedWeight]:
-    """Return the packed weights of a layer by name, up to date, and made if they are missing."""
+    """Return the up-to-date packed weights of a layer by name; make missing ones."""
     if isinstance(layer, Released):
         return layer.packed_weights
     copies = dict[str, PackedWeight]()

@@ -1,4 +1,4 @@
-"""Check that a packed forward gives the hidden states of a plain one."""
+"""Trial of hidden states: a packed forward must return those of a plain one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from hf_slospec.models.inspection.properties import cannot_be_packed, evaluating
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain
 
-LENGTH = 6  # tokens of the text
-TOLERANCE = 0.1  # relative; a state of another layer or token is further off
+LENGTH = 6  # tokens of the trial's prompt
+TOLERANCE = 0.1  # relative error; the states of another layer or token differ by more
 
 
 def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
-    """Raise UnsupportedModelError unless a packed forward returns these hidden states of the model.
+    """Raise UnsupportedModelError unless a packed forward returns the model's hidden states after these layers.
 
     The caller must hold the model's lock.
     """
-    model, text = packed.model, list(range(1, LENGTH + 1))
-    ids = torch.tensor([text], device=packed.device)
+    model, token_ids = packed.model, list(range(1, LENGTH + 1))
+    ids = torch.tensor([token_ids], device=packed.device)
     with evaluating(model), refused_if_it_fails(model), torch.no_grad():
         plain = model(input_ids=ids, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
         if not plain or max(layers) >= len(plain):
@@ -27,7 +27,7 @@ def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
             )
         cache = packed.kv_cache
         with cache.temporary([LENGTH]) as (sequence,):
-            parts = [chain(packed, sequence, text)]
+            parts = [chain(packed, sequence, token_ids)]
             ours = packed.outputs(cache.pool, parts, torch.empty(0, dtype=torch.int64), layers).features
         expected = torch.cat([plain[layer][0].to(packed.device) for layer in layers], dim=-1)
         assert ours is not None

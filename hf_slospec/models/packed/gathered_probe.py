@@ -1,4 +1,4 @@
-"""Probe of models whose layers attend by themselves, over keys gathered for them."""
+"""Probe of models whose layers keep their own attention, over keys gathered for them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
 from hf_slospec.models.inspection.properties import cannot_be_packed, is_reached, layer_types
 
 
-class OwnProbe(MaskSource):
-    """Cache and masks for one forward of one token in which the model's layers attend by themselves."""
+class GatheredProbe(MaskSource):
+    """Cache and masks for one forward of one token with the model's own attention."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
         self.positions = Positions(position_ids, position_ids[0])
         self._shapes: dict[int, LayerShape] = {}
         self._windows: set[int | None] = set()  # windows of the masks that were built
-        self._counting: set[int] = set()  # layers that ask for their place
+        self._counting: set[int] = set()  # layers that ask for the number of cached tokens
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
         """Record the layer that asks; see :meth:`MaskSource.get_seq_length`."""
@@ -56,21 +56,16 @@ class OwnProbe(MaskSource):
         expects = kinds & {"sliding_attention", "chunked_attention"} if kinds else True
         if self._windows == {None} and expects and any(is_reached(window, model) for window in windows):
             raise cannot_be_packed(model, "it may have a sliding window, which is not in its masks")
-        if place := next((name for name, buffer in model.named_buffers() if _is_mask_by_place(buffer)), None):
-            raise cannot_be_packed(model, f"its buffer {place} masks keys by their place, not by their position")
+        if mask := next((name for name, buffer in model.named_buffers() if _is_mask_by_slot(buffer)), None):
+            raise cannot_be_packed(model, f"its buffer {mask} masks keys by their place, not by their position")
         window = min(filter(None, self._windows), default=None)
         return [
-            AttentionLayer(
-                self._shapes[layer],
-                window,
-                layer_idx=layer,
-                is_own=True,
-                counts_tokens=layer in self._counting,
-            )
-            for layer in indices
+            AttentionLayer(self._shapes[i], window, layer_idx=i, is_own=True, counts_tokens=i in self._counting)
+            for i in indices
         ]
 
 
-def _is_mask_by_place(buffer: torch.Tensor) -> bool:
+def _is_mask_by_slot(buffer: torch.Tensor) -> bool:
+    """Return whether a buffer is a square mask, as layers that index masks by slots have."""
     is_mask = buffer.dtype in (torch.bool, torch.uint8) and buffer.dim() > 1
     return is_mask and buffer.shape[-2] == buffer.shape[-1] > 1

@@ -1,4 +1,4 @@
-"""Probe of models whose attention is replaced and whose states are kept by packed forwards."""
+"""Probe of models that attend through transformers' interface or keep states that packed forwards can restore."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from hf_slospec.models.packed.running import UNREAD_MASK_SHAPE
 from hf_slospec.models.recurrent.calls import CONVOLUTION, Key, Mixer, StateCache
 from hf_slospec.models.recurrent.stock_cache import StateLayer
 
-NO_MIXING = {"mlp", "moe"}  # layers that treat every token alone, and so keep nothing
+NO_MIXING = {"mlp", "moe"}  # types of layers that process each token alone, and so keep nothing
 
 
 def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> None:
-    """Raise UnsupportedModelError if the cache of stock decoding drops K/V that the masks of its prefill let see."""
+    """Raise UnsupportedModelError if stock decoding's cache drops K/V that its prefill may see."""
     cached = DynamicCache(config=model.config.get_text_config()).layers
     for layer, reach in reaches.items():
-        kept = getattr(cached[layer], "sliding_window", None) if layer < len(cached) else None
-        if kept is None or not is_reached(kept, model):
+        num_kept = getattr(cached[layer], "sliding_window", None) if layer < len(cached) else None
+        if num_kept is None or not is_reached(num_kept, model):
             continue
-        if (seen := reach.window or reach.chunk) is None or seen > kept:
+        if (num_seen := reach.window or reach.chunk) is None or num_seen > num_kept:
             raise cannot_be_packed(
                 model,
-                f"the cache of layer {layer} keeps the last {kept} positions while decoding, but the prompt's tokens "
-                "see more of them",
+                f"the cache of layer {layer} keeps the last {num_kept} positions while decoding, but the prompt's "
+                "tokens see more of them",
             )
 
 
 def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    return tensor.data_ptr() == of.data_ptr()  # masks have one element
+    return tensor.data_ptr() == of.data_ptr()  # enough, as masks have one element
 
 
 class InterfaceProbe(StateCache):
@@ -45,25 +45,25 @@ class InterfaceProbe(StateCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self._mixed: dict[Key, int] = {}  # bytes of each state
-        self._state_shapes: dict[int, tuple[int, ...]] = {}  # shape of the state that a layer passes to its cache
+        self._state_bytes: dict[Key, int] = {}
+        self._state_shapes: dict[int, tuple[int, ...]] = {}  # of the state that a layer passes to its cache, by layer
         self._shapes: dict[int, LayerShape] = {}
-        self._windows: dict[int, int | None] = {}  # by layer that attends, as passed to the attention function
-        self._latent: set[int] = set()
+        self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
+        self._latent: set[int] = set()  # layers that expand what they cached into K and V
         self._has_own_mask = self._attends_again = False
-        self._counting: set[int] = set()  # layers that ask for their place
-        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._built: list[tuple[torch.Tensor, Reach | None]] = []  # masks that the model had built
-        self.reaches: dict[int, Reach | None] = {}  # by layer that attends with one of them; None: of another kind
+        self._counting: set[int] = set()  # layers that ask for the number of cached tokens
+        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # layer, K, V
+        self._built: list[tuple[torch.Tensor, Reach | None]] = []  # masks that the model built by transformers
+        self.reaches: dict[int, Reach | None] = {}  # of these masks, by layer; None: neither a window nor chunks
 
     is_initialized = False
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the number of keys, and the place of the first one."""
+        """Return the number of keys, and the index of the first one."""
         return query_length, 0
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
-        """Return 0: nothing is cached before."""
+        """Return 0, as nothing is cached before."""
         return 0
 
     def build_mask(
@@ -73,13 +73,13 @@ class InterfaceProbe(StateCache):
         device: torch.device | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Return a mask that tells which of the model's masks a layer attends with; its values are not read."""
+        """Return a new mask, whose address tells which mask a layer attends with; its values are not read."""
         mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=device)
         self._built.append((mask, reach_of(mask_function, local_size)))
         return mask
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Return 0, and note the layer that asks."""
+        """Record the layer that asks, and return 0."""
         if layer_idx is not None:
             self._counting.add(layer_idx)
         return 0
@@ -105,8 +105,8 @@ class InterfaceProbe(StateCache):
         if layer is None and self._cached:
             layer = self._cached[-1][0]
             self._attends_again |= layer in self._windows
-            self._latent.add(layer)  # these K and V were made from what the layer has just cached
-        if layer is not None:  # layers that share K and V have the same window
+            self._latent.add(layer)  # its K and V were computed from what it has just cached
+        if layer is not None:  # layers that share K and V share the window
             self._windows.setdefault(layer, rules.window)
         if layer is not None and mask is not None:
             for built, reach in self._built:
@@ -123,25 +123,27 @@ class InterfaceProbe(StateCache):
         return recurrent_states
 
     def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
-        found = plain(*args, **kwargs)
+        outputs = plain(*args, **kwargs)
         if key[2] == CONVOLUTION:
             weight = signature(plain).bind(*args, **kwargs).arguments["weight"]
-            self._mixed[key] = found.nbytes * (weight.shape[-1] - 1)
+            self._state_bytes[key] = outputs.nbytes * (weight.shape[-1] - 1)
         else:
-            self._mixed[key] = found[1].nbytes
-        return found
+            self._state_bytes[key] = outputs[1].nbytes
+        return outputs
 
     def layers(self, model: Any, reaches: Mapping[int, Reach | None]) -> tuple[list[AttentionLayer], list[StateLayer]]:
-        """Return the layers that attend and those that keep a state, by index; some do both.
+        """Return the layers that attend and those that keep a state, each by index; a layer may do both.
 
-        ``reaches`` are those of the layers that attend with masks of transformers; the windows of others are read from
-        their calls and the config.
+        Args:
+            model: the probed model.
+            reaches: window or chunk of the layers that attend with masks of transformers; those of other layers are
+                read from their calls and the config.
 
         Raises:
             UnsupportedModelError: recorded calls cannot be packed.
         """
         indices, num_layers = sorted(self._shapes), max([*self._shapes, *self._asked], default=-1) + 1
-        if unknown := self._asked - {layer for layer, *_ in self._mixed}:
+        if unknown := self._asked - {layer for layer, *_ in self._state_bytes}:
             raise cannot_be_packed(
                 model, f"{len(unknown)} layers keep a state that no known function updates, so that it cannot be undone"
             )
@@ -160,24 +162,17 @@ class InterfaceProbe(StateCache):
             raise cannot_be_packed(model, "a layer attends more than once to keys and values that it did not cache")
         if self._has_own_mask:
             raise cannot_be_packed(model, "its layers add values of their own to the attention mask")
-        found = {layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices}
-        _refuse_if_cache_keeps_less(model, found)
+        complete = {layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices}
+        _refuse_if_cache_keeps_less(model, complete)
         attending = [
-            AttentionLayer(
-                self._shapes[layer],
-                window,
-                layer in self._latent,
-                chunk,
-                layer,
-                counts_tokens=layer in self._counting,
-            )
-            for layer, (window, chunk) in found.items()
+            AttentionLayer(self._shapes[i], window, i in self._latent, chunk, i, counts_tokens=i in self._counting)
+            for i, (window, chunk) in complete.items()
         ]
         return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
 
     def _state_layer(self, layer: int) -> StateLayer:
-        keys = tuple(sorted(key for key in self._mixed if key[0] == layer))
-        return StateLayer(layer, keys, self._state_shapes.get(layer, ()), sum(self._mixed[key] for key in keys))
+        keys = tuple(sorted(key for key in self._state_bytes if key[0] == layer))
+        return StateLayer(layer, keys, self._state_shapes.get(layer, ()), sum(self._state_bytes[key] for key in keys))
 
     def _declared_reach(self, model: Any, layer: int) -> Reach:
         """Return the layer's sliding window: the one passed to its attention function, or else the config's."""

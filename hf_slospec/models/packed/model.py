@@ -1,4 +1,4 @@
-"""A transformers causal LM that forwards new tokens of several sequences as one packed batch."""
+"""Packed forwards of a transformers causal LM: new tokens of several sequences as one batch of one row."""
 
 from __future__ import annotations
 
@@ -50,39 +50,39 @@ class Outputs(NamedTuple):
     """Tensors that a packed forward returns."""
 
     logits: torch.Tensor  # [num_logits, vocab], in the model's dtype
-    features: torch.Tensor | None = None  # [num_tokens, num_layers * hidden], the layers asked for side by side
+    features: torch.Tensor | None = None  # [num_tokens, num_feature_layers * hidden], hidden states side by side
 
 
 class DraftLevel(Protocol):
-    """Computation around a forward of draft nodes, on the device and in one CUDA graph with it."""
+    """Computation before and after a forward of draft nodes, in one CUDA graph with it."""
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that it gets."""
+        """Rows of logits that ``outputs`` takes."""
 
     def resolved(self, parts: Sequence[NewTokens]) -> Sequence[NewTokens]:
-        """Return parts with masks of True and False, for forwards without a graph."""
+        """Return the parts with boolean masks, for forwards without a graph."""
 
     @property
     def seen(self) -> torch.Tensor | None:
-        """Values that the parts' masks point to, [num_values] bool; None: the masks are complete."""
+        """Values that the parts' masks index, [num_values] bool; None: the masks hold booleans."""
 
     def inputs(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what the model is given, by what :class:`Inputs` has."""
+        """Return the model's inputs, made of ``Inputs.tokens``."""
 
-    def outputs(self, found: torch.Tensor) -> Any:
-        """Return a tree of tensors made of the model's logits [num_logits, vocab]."""
+    def outputs(self, logits: torch.Tensor) -> Any:
+        """Return tensors made of the model's logits [num_logits, vocab], in any nesting of tuples."""
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Tensors that a forward reads, apart from weights, pool and, for some backends, the packed batch itself."""
+    """Tensors that a forward reads, besides weights, the pool and, for some backends, the packed batch itself."""
 
     tokens: dict[str, torch.Tensor]  # input_ids [1, num_tokens] int64, or inputs_embeds [1, num_tokens, hidden]
     position_ids: torch.Tensor  # [1, num_tokens] int64
     logit_rows: torch.Tensor  # [num_logits] int64
-    own_slots: torch.Tensor  # [num_tokens] int64
-    plans: dict[Hashable, Any]  # plans of the packed batch, by what its layers ask for
+    own_slots: torch.Tensor  # [num_tokens] int64, where K/V of the batch's tokens are staged
+    plans: dict[Hashable, Any]  # attention plans, by the arguments that layers request them with
     feature_layers: tuple[int, ...] = ()  # hidden states to return, numbered as in the model's output_hidden_states
     level: DraftLevel | None = None
 
@@ -90,8 +90,7 @@ class Inputs:
 class PackedModel:
     """Packed forwards of a model, the K/V cache they use, and their CUDA graphs.
 
-    Models that cannot be packed are refused by UnsupportedModelError. Forwards and all uses of the cache must hold the
-    model's lock.
+    All forwards and all uses of the cache require the model's lock.
     """
 
     def __init__(
@@ -103,11 +102,14 @@ class PackedModel:
         fused_layers: bool = True,
         ranks: Ranks | None = None,
     ):
-        """Find out how a model can be packed; the other arguments are those of SLOSpecConfig.
+        """Probe a model; arguments not listed are those of SLOSpecConfig.
 
-        ``ranks``: processes that run the model; None: those over which it is split.
+        Args:
+            model: a causal LM.
+            ranks: processes that run the model; None: those over which it is split.
 
         Raises:
+            UnsupportedModelError: the model cannot be packed.
             UnsupportedOptionError: weights of several processes cannot be prepacked.
         """
         self.model, self.ranks = model, ranks or Ranks(model)
@@ -117,35 +119,35 @@ class PackedModel:
                     f"prepack={prepack!r} cannot be combined with a tensor-parallel model: each process would choose "
                     "kernels by its own times, and what different kernels draft may differ; leave it out"
                 )
-            # Collectives within a captured forward, and fused layers of split weights, were never tried.
+            # Captured collectives and fused layers of split weights are untested.
             prepack = cuda_graphs = fused_layers = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
         with watching_autocast(model) as seen:
             self.layers, self.state_layers = probe_layers(model)
-            self.autocast = seen()  # dtype of its products, where its forward computes with autocast
+            self.autocast = seen()  # dtype of its products, if its forward enables autocast; otherwise None
         self.backend = backend_for(attention, self.layers)
         self.rope = LengthRope(model)
         self.prepacked = PrepackedLayers(model, prepack, self.autocast)
         self.fused = FusedLayers(model, fused_layers and self.autocast is None)
-        self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments), by layers so far
-        # Other backends, and layers with a state, read the packed batch itself.
+        self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
+        # Other backends and layers with a state read the packed batch itself, so that they cannot be captured.
         has_plans = isinstance(self.backend, (FlashAttention, TreeAttention))
         self._has_plans = has_plans and _is_on_one_device(self.layers, self.device)
         can_replay = self._has_plans and not self.has_states and capturer_for(self.device) is not None
         self.has_graphs = cuda_graphs and can_replay and self.autocast is None
         self._preconditions = GraphPreconditions(model) if self.has_graphs else None
         self._graph_history = GraphHistory()
-        self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # that read and write the pool's memory, and go with it
+        self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
         _packed_models.add(self)
 
     def forget_cache(self) -> None:
-        """Let the next user begin with an empty cache."""
+        """Drop the references to the cache, so that the next user begins with an empty one."""
         self._lock = threading.Lock()
         self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
-        self._idle_pool: KVPool | None = None  # kept for its graphs
+        self._idle_pool: KVPool | None = None  # kept for its graphs while it has no user
 
     def renew(self, is_idle: bool = True) -> bool:
         """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
@@ -167,7 +169,7 @@ class PackedModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes, over all layers."""
+        """Bytes of K and V per token, over all layers."""
         return sum(stored.num_bytes for layer in self.layers for stored in layer.shape.stored)
 
     @property
@@ -177,19 +179,19 @@ class PackedModel:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of one text."""
+        """Bytes of the states of one sequence."""
         return sum(layer.num_bytes for layer in self.state_layers)
 
     @property
     def num_selected(self) -> int | None:
-        """Keys that each token attends to at most, as selected by the layers' indexers; None without indexers."""
+        """Number of keys that the layers' indexers select for a token; None without indexers."""
         if all(layer.shape.index_key is None for layer in self.layers):
             return None
         return int(self.model.config.get_text_config().index_topk)
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest sequence that a learned position table can serve; None if the model has none."""
+        """Number of entries of the learned position table; None if the model has none."""
         config = self.model.config.get_text_config()
         is_rotary = getattr(config, "rope_parameters", None) is not None
         names = ("max_position_embeddings", "max_target_positions")
@@ -200,12 +202,12 @@ class PackedModel:
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
     def clamp_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Clamp ids to the embedding table, for a draft whose vocabulary was padded to a smaller size."""
+        """Clamp ids to the embedding table, which may be smaller than the target's."""
         return tokens.clamp(max=self.vocab_size - 1)
 
     @property
     def kv_cache(self) -> KVCache:
-        """The cache of all users of the model, which lives as long as one of them refers to it."""
+        """The cache that all users of the model share; it is freed with the last reference to it."""
         with self._lock:
             cache = self._shared()
             if cache is None:
@@ -215,19 +217,19 @@ class PackedModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the model's K/V storage, in use or kept."""
+        """Bytes of the model's K/V storage, in use or kept for graphs."""
         storage = self._shared() or self._idle_pool
         return 0 if storage is None else storage.num_bytes
 
     def _new_pool(self, num_slots: int) -> KVPool:
-        self._idle_pool = None  # the new pool replaces it, and its graphs go with it
+        self._idle_pool = None  # replaced by the new pool, and freed with its graphs
         num_padding_slots = MAX_PADDING_SLOTS if self.has_graphs and num_slots else 0
         return KVPool([layer.shape for layer in self.layers], num_slots, num_padding_slots)
 
     def keep_if_captured(self, cache: KVCache) -> None:
-        """Keep the pool of a cache that may become idle, if it is small and forwards were captured for it.
+        """Keep the pool of a cache that may become idle, if it is small and has captured forwards.
 
-        Without captured forwards, an empty pool is freed at once: other users may refer to the cache for long.
+        An empty pool without captured forwards is freed at once, as other users may refer to the cache for long.
         """
         graphs = self._graphs.get(cache.pool)
         if not graphs:
@@ -240,19 +242,19 @@ class PackedModel:
         self._idle_pool = None
 
     def graphs_of(self, pool: KVPool) -> Graphs | None:
-        """Return the captured forwards on a pool; None where forwards are not captured."""
+        """Return the captured forwards on a pool; None if this model captures none."""
         if self.has_graphs and pool not in self._graphs and (capturer := capturer_for(self.device)) is not None:
             self._graphs[pool] = Graphs(capturer, self.device, self._graph_history)
         return self._graphs.get(pool)
 
     @property
     def graph_counts(self) -> GraphCounts:
-        """Numbers of captured, replayed and eager forwards up to now, of those of sizes that are captured."""
+        """Numbers of captured, replayed and eager forwards so far, among those of sizes that can be captured."""
         return replace(self._graph_history.counts)
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Return how many forwards took longer than later ones of their size will: captures and those before them."""
+        """Number of forwards that took longer than later ones of their size will: captures and those before them."""
         counts = self._graph_history.counts
         return counts.captures + counts.eager
 
@@ -277,8 +279,8 @@ class PackedModel:
         Args:
             pool: storage of the parts' sequences.
             parts: one per sequence; their tokens form the packed batch in this order.
-            logit_rows: [num_logits] int64, tokens of the packed batch whose logits are wanted.
-            feature_layers: hidden states that are wanted, numbered as in the model's ``output_hidden_states``.
+            logit_rows: [num_logits] int64, tokens of the packed batch whose logits to return.
+            feature_layers: hidden states to return, numbered as in the model's ``output_hidden_states``.
         """
         num_tokens, num_logits = sum(len(part.input_ids) for part in parts), len(logit_rows)
         logits, features = self._run(pool, parts, logit_rows, feature_layers, None)
@@ -286,21 +288,21 @@ class PackedModel:
 
     @torch.no_grad()
     def draft(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
-        """Stage the K/V of draft nodes, or of the texts before their roots, and return ``level.outputs``.
+        """Stage the K/V of draft nodes, or of the tokens up to their roots, and return ``level.outputs``.
 
         The result may be overwritten from the model's next forward on.
 
         Args:
             pool: storage of the parts' sequences.
-            parts: one per sequence; tokens and masks may be places in what ``level`` has on the device.
-            logit_rows: tokens of the packed batch whose logits ``level`` gets, int64; followed by row 0 as often as
-                ``level`` has rows of padding.
-            level: what is computed before and after the forward.
+            parts: one per sequence; their ids and masks may be indices into tensors of ``level``.
+            logit_rows: [num_logits] int64, tokens of the packed batch whose logits ``level`` takes; row 0 stands for
+                the level's rows of padding.
+            level: computation before and after the forward.
         """
         return self._run(pool, parts, F.pad(logit_rows, (0, level.num_logits - len(logit_rows))), (), level)
 
     def num_draft_rows(self, num_requests: int) -> int:
-        """Return the rows that a level of so many requests should have, so that few graphs are needed."""
+        """Return the number of rows, with padding, for a level of this many requests; few sizes need few graphs."""
         return bucket_for(num_requests, BATCHES) if self.has_graphs else num_requests
 
     def _run(
@@ -315,16 +317,16 @@ class PackedModel:
             self.renew()
         rope_lengths = self.rope.lengths(parts)
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
-            larger = self._padded(pool, parts, logit_rows) if rope_lengths is None else None
-            if larger is not None:
-                padded_parts, padded_rows = larger
+            padding = self._padded(pool, parts, logit_rows) if rope_lengths is None else None
+            if padding is not None:
+                padded_parts, padded_rows = padding
                 batch = PackedBatch.of(padded_parts, is_padded=True)
-                # A level's rows have one of few numbers already.
+                # The number of a level's rows is padded already.
                 rows = padded_rows if level is None else logit_rows
                 inputs = self._inputs(batch, padded_parts, rows, feature_layers, level)
                 if inputs.plans and (outputs := self._replayed(pool, inputs)) is not None:
                     return outputs
-            if larger is None or level is not None:
+            if padding is None or level is not None:
                 parts = parts if level is None else level.resolved(parts)
                 batch = PackedBatch.of(parts)
                 inputs = self._inputs(batch, parts, logit_rows, feature_layers, level)
@@ -337,7 +339,7 @@ class PackedModel:
     def _padded(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
     ) -> tuple[list[NewTokens], torch.Tensor] | None:
-        """Return parts and logit rows padded to one of few sizes; None where a forward cannot be replayed anyway."""
+        """Return parts and logit rows padded to one of few sizes; None if the forward cannot be replayed anyway."""
         if self._preconditions is None or not self._preconditions.is_plain:
             return None
         if (graphs := self.graphs_of(pool)) is None or graphs.is_off:
@@ -349,12 +351,12 @@ class PackedModel:
         return padded(parts, logit_rows, pool)
 
     def _replayed(self, pool: KVPool, inputs: Inputs) -> Any | None:
-        """Return the outputs of a captured forward; None if there is none for such inputs."""
+        """Return the outputs of a captured forward; None if none fits the inputs."""
         graphs, preconditions = self.graphs_of(pool), self._preconditions
         assert graphs is not None and preconditions is not None, "only forwards that may be captured are padded"
         compute = functools.partial(self._replayable, pool)
         outputs = graphs.run(inputs, compute, preconditions.now(), is_kept=inputs.level is None)
-        self.has_graphs &= not graphs.has_failed  # no other pool needs to try
+        self.has_graphs &= not graphs.has_failed  # captures on another pool would fail as well
         return outputs
 
     def _inputs(
@@ -368,21 +370,21 @@ class PackedModel:
         embeds = [part.embeds for part in parts if part.embeds is not None]
         assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
         tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
-        own = [part.positions[-len(part.input_ids) :] + part.sequence.position_offset for part in parts]
-        position_ids = torch.cat(own)[None]
+        positions = [part.positions[-len(part.input_ids) :] + part.sequence.position_offset for part in parts]
+        position_ids = torch.cat(positions)[None]
         plans = {key: key[0](batch, *key[2:]) for key in self._requested_plans} if self._has_plans else {}
         name = "inputs_embeds" if embeds else "input_ids"
         return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans, feature_layers, level)
 
     def _replayable(self, pool: KVPool, inputs: Inputs) -> Any:
-        """Compute a forward that reads its inputs and nothing else of the packed batch."""
+        """Compute a forward that reads nothing of the packed batch but its inputs."""
         seen = None if inputs.level is None else inputs.level.seen
         return self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
 
     def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Any:
         forward: PackedForward | GatheredForward
         if any(layer.is_own for layer in self.layers):
-            assert isinstance(batch, PackedBatch), "such forwards are not captured"
+            assert isinstance(batch, PackedBatch), "forwards over gathered keys are not captured"
             forward = GatheredForward(pool, batch, inputs.own_slots, inputs.position_ids)
         else:
             forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers, inputs.position_ids)
@@ -390,11 +392,13 @@ class PackedModel:
         if inputs.feature_layers:
             options["output_hidden_states"] = list(inputs.feature_layers)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
-        found = run_model(self.model, forward, **tokens, position_ids=inputs.position_ids, **options)
-        logits = found.logits[0] if self._keeps_logits else found.logits[0][inputs.logit_rows.to(found.logits.device)]
+        output = run_model(self.model, forward, **tokens, position_ids=inputs.position_ids, **options)
+        logits = output.logits[0]
+        if not self._keeps_logits:
+            logits = logits[inputs.logit_rows.to(logits.device)]
         if inputs.level is not None:
             return inputs.level.outputs(logits)
-        features = hidden_states(found, inputs.feature_layers, self.device) if inputs.feature_layers else None
+        features = hidden_states(output, inputs.feature_layers, self.device) if inputs.feature_layers else None
         return Outputs(logits, features)
 
 

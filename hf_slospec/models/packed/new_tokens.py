@@ -1,4 +1,4 @@
-"""Inputs of packed forwards: tokens that follow a cached sequence, as a chain or with a draft tree at its end."""
+"""Inputs of packed forwards: tokens that follow a cached sequence, as a chain or as a chain that ends with a tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chain(
 ) -> NewTokens:
     """Return tokens that follow the cached ones, each seeing those before it.
 
-    ``embeds`` [prompt_len, hidden] are of the sequence's first tokens and replace the model's own.
+    ``embeds`` [prompt_len, hidden] replace the embeddings of the sequence's first tokens.
     """
     causal = np.tri(len(tokens), dtype=np.bool_)
     return _new_tokens(packed, sequence, tokens, np.arange(len(tokens)), causal, embeds, is_chain=True)
@@ -53,22 +53,22 @@ def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.nd
 def draft_nodes(
     packed: PackedModel, sequences: Sequence[CachedSequence], root_positions: Sequence[int], sizes: Sequence[int]
 ) -> list[NewTokens]:
-    """Return the last layers of draft trees that only the device knows, as places in what it has of them.
+    """Return the last layers of draft trees whose tokens are on the device only, by their indices there.
 
     Args:
-        root_positions: [num_requests], of the roots in the draft's text.
+        root_positions: [num_requests], positions of the roots.
         sizes: nodes of each layer of one tree; the first one is the root, which is cached.
 
     Returns:
-        ids: places in the layers' tokens, one request after the other. Masks: :data:`FIRST_SEEN` and the places in
-        [num_requests, beam, num_staged] of whether a node may attend to another.
+        One part per request. Its ids are indices into the last layers' tokens, [num_requests * beam]; its mask holds
+        indices into the level's table of mask values, which begins with :data:`FIRST_SEEN` other values.
     """
     num_requests, beam, num_staged = len(sequences), sizes[-1], sum(sizes[1:])
     depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
     positions = packed.clamp_positions(torch.from_numpy(np.add.outer(root_positions, depths)))
-    places = torch.arange(num_requests * beam).view(num_requests, beam)
+    indices = torch.arange(num_requests * beam).view(num_requests, beam)
     masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged)
-    columns = zip(sequences, places, positions, masks.view(num_requests, beam, num_staged), strict=True)
+    columns = zip(sequences, indices, positions, masks.view(num_requests, beam, num_staged), strict=True)
     return [NewTokens(*column) for column in columns]
 
 
@@ -81,13 +81,13 @@ def _new_tokens(
     embeds: torch.Tensor | None,
     is_chain: bool = False,
 ) -> NewTokens:
-    own = None if embeds is None else embeds[sequence.length : sequence.length + len(tokens)]
-    assert own is None or len(own) in (0, len(tokens)), "a prompt given as embeddings is prefilled by itself"
+    embeds = None if embeds is None else embeds[sequence.length : sequence.length + len(tokens)]
+    assert embeds is None or len(embeds) in (0, len(tokens)), "a prompt given as embeddings is prefilled by itself"
     return NewTokens(
         sequence,
         packed.clamp_tokens(torch.tensor(tokens)),
         packed.clamp_positions(torch.from_numpy(sequence.length + offsets)),
         torch.from_numpy(mask),
-        own if own is not None and len(own) else None,
+        embeds if embeds is not None and len(embeds) else None,
         is_chain,
     )

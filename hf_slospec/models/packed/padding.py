@@ -1,6 +1,6 @@
 """Padding of packed batches to few sizes, with tokens of sequences that belong to no request.
 
-These padding sequences have slots of their own behind a pool's others, and each of their tokens sees itself only.
+Padding sequences use slots at the end of the pool, and each of their tokens attends to itself only.
 Attention and layers treat them like any other sequence.
 """
 
@@ -16,8 +16,8 @@ from hf_slospec.models.batch.packed_batch import NewTokens
 from hf_slospec.models.device.bucket_sizes import BATCHES, BUCKETS, bucket_for
 from hf_slospec.models.kv_cache.pool import KVPool
 
-MAX_PADDING_SLOTS = 144  # tokens: the largest step between two sizes, and 16 padding sequences
-SHORT = 16  # tokens: padding sequences so long do not make attention slower
+MAX_PADDING_SLOTS = 144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
+SHORT = 16  # tokens; shorter padding sequences do not make attention faster
 
 
 def padded(
@@ -25,7 +25,7 @@ def padded(
 ) -> tuple[list[NewTokens], torch.Tensor] | None:
     """Return the parts with padding sequences behind them, and the logit rows padded with row 0.
 
-    None if the packed batch is larger than the largest size, or needs more padding slots than the pool has.
+    Returns None if the batch exceeds the largest size, or needs more padding slots than the pool has.
     """
     lengths = [len(part.input_ids) for part in parts]
     num_padding, missing = _missing(len(parts), sum(lengths), max(lengths))
@@ -45,17 +45,17 @@ def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
     """Return the numbers of padding sequences and of their tokens."""
     num_padding = bucket_for(num_parts, BATCHES) - num_parts
     missing = bucket_for(num_tokens + num_padding) - num_tokens
-    # Attention computes all sequences as if they were as long as the longest, so none should be of padding.
+    # Attention pads all sequences to the longest one, so that should not be a padding sequence.
     needed = -(-missing // max(bucket_for(longest), SHORT))
     if needed == 1 > num_padding:
-        num_padding = 1  # without going on to the next size
+        num_padding = 1  # one more sequence than BATCHES asks for, not a whole bucket more
     elif needed > num_padding:
         num_padding = bucket_for(num_parts + needed, BATCHES) - num_parts
     return num_padding, bucket_for(num_tokens + num_padding) - num_tokens
 
 
 def _padding_sequence(sequence: CachedSequence, like: NewTokens) -> NewTokens:
-    """Return a padding sequence that is on the host, or on the device, and has embeddings, where ``like`` has."""
+    """Return a padding sequence on the device of ``like``, with embeddings if that has some."""
     device = like.mask.device
     zeros = torch.zeros(sequence.capacity, dtype=torch.int64, device=device)
     embeds = None if like.embeds is None else like.embeds.new_zeros(sequence.capacity, like.embeds.shape[-1])

@@ -1,4 +1,4 @@
-"""Refusal of models that packed forwards cannot run, and what the layers of others keep."""
+"""Probe of a model: refuses what packed forwards cannot run, and finds what the layers cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention import AttentionLayer
 from hf_slospec.models.inspection.hooks import is_compiled
 from hf_slospec.models.inspection.properties import evaluating, input_device, layer_types, refused_if_it_fails
-from hf_slospec.models.packed.gathered_probe import OwnProbe
+from hf_slospec.models.packed.gathered_probe import GatheredProbe
 from hf_slospec.models.packed.interface_probe import NO_MIXING, InterfaceProbe
 from hf_slospec.models.packed.running import run_model
 from hf_slospec.models.recurrent.stock_cache import StateLayer
 
-# Layers whose attention can be replaced, or that keep a state, or both; the probe sees which of them can be packed.
+# Types of layers that attend through the interface or keep a state; the probe finds which of them can be packed.
 INTERFACE_KINDS = NO_MIXING | {
     "full_attention",
     "sliding_attention",
@@ -27,7 +27,7 @@ INTERFACE_KINDS = NO_MIXING | {
     "hybrid",
     "hybrid_sliding",
 }
-OWN_KINDS = {"indexed_attention"}  # whose own masks are right for gathered keys
+GATHERED_KINDS = {"indexed_attention"}  # types of layers whose own attention is right over gathered keys
 
 
 def refuse_by_declaration(model: Any) -> None:
@@ -40,7 +40,7 @@ def refuse_by_declaration(model: Any) -> None:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
-    # is_decoder=False makes an encoder of some families; others have it and are causal all the same.
+    # is_decoder=False turns models of some families into encoders; other families ignore it.
     is_encoder = getattr(model.config, "is_decoder", None) is False
     if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
@@ -49,19 +49,19 @@ def refuse_by_declaration(model: Any) -> None:
             f"{name} attends to blocks of keys by their place; load it with attention_type='original_full' in its "
             "config"
         )
-    if unknown := set(layer_types(model)) - INTERFACE_KINDS - OWN_KINDS:
+    if unknown := set(layer_types(model)) - INTERFACE_KINDS - GATHERED_KINDS:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
 
 
 @torch.no_grad()
 def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
-    """Return the model's layers that attend and those that keep a state.
+    """Return the model's layers that attend and those that keep a state, seen in two forwards of one token.
 
-    They are seen in two forwards of one token, without masks and with those of transformers.
+    One forward has no masks, the other has those of transformers.
 
     Raises:
-        UnsupportedModelError: the forward failed, or its layers can neither have their attention replaced nor attend
-            by themselves.
+        UnsupportedModelError: the forward failed, or its layers can attend neither through the interface nor over
+            gathered keys.
     """
     zero = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
     with evaluating(model):
@@ -70,9 +70,9 @@ def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
                 return _probed_interface(model, zero)
             except UnsupportedModelError:
                 if getattr(model, "_is_stateful", False):
-                    raise  # its states need the interface
+                    raise  # states can be restored through the interface only
         with refused_if_it_fails(model):
-            probe = OwnProbe(zero)
+            probe = GatheredProbe(zero)
             run_model(model, probe, input_ids=zero, position_ids=zero)
             return probe.layers(model), []
 

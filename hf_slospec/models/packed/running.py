@@ -1,4 +1,4 @@
-"""Forwards of a model over packed batches, and properties of it that they need."""
+"""The call of a model for a packed batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ UNREAD_MASK_SHAPE = (1, 1, 1, 1)
 def run_model(
     model: Any, forward: Any, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
 ) -> Any:
-    """Return what the model returns for a packed batch, with ``forward`` as its cache and attention.
+    """Run the model for a packed batch, with ``forward`` as its cache and attention, and return its output.
 
-    Without ``attention_mask``, models that give masks to the attention interface get one that keeps them from building
-    others.
+    With ``attention_mask=None``, models that use the attention interface get a mask that keeps them from building one.
     """
     options = dict(inputs, use_cache=True, return_dict=True) | given_position_ids(model, position_ids)
-    if "cache_params" in _arguments(model):  # all layers keep a state
+    if "cache_params" in _arguments(model):  # models whose layers all keep a state
         with active_forward(model, forward):
             return model(**options, cache_params=forward)
     if isinstance(forward, MaskSource):

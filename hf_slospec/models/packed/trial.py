@@ -1,4 +1,4 @@
-"""Trial of a model: a small packed batch must give the logits of plain forwards."""
+"""Trial of a model: a small packed batch must have the logits of plain forwards."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
 
-# Relative error of a node's logits: above rounding, and far below the error of attending to a wrong token.
+# Relative errors of a node's logits: above rounding, and far below the error of attending to a wrong token.
 TOLERANCE, REDUCED_TOLERANCE = 5e-3, 0.1
-NOISE = 4.0  # times the error between two plain forwards of different shapes, where that is more (int8, TF32)
-DRAWS = 5  # random texts tried if the first shows errors: experts may route a token elsewhere, a fault stays
+NOISE = 4.0  # times the error between plain forwards of different shapes, if that is the larger limit (int8, TF32)
+DRAWS = 5  # random prompts tried if the first shows errors: rerouted experts change with the prompt, a fault does not
 PROMPTS = (5, 4)  # lengths of two sequences in one packed batch
 PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))  # parents in their trees: one branches after its root, one is a chain
-PADDING = 3  # tokens
-LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); their paths hold all nodes
+PADDING = 3  # padding tokens
+LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); together their paths have all nodes
 
 
 def check_by_trial(packed: PackedModel) -> None:
-    """Raise UnsupportedModelError unless a packed batch with two trees gives the logits of plain forwards."""
+    """Raise UnsupportedModelError unless a packed batch with two trees has the logits of plain forwards."""
     with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
         errors = _errors(packed, 0)
         if bool((errors <= tolerance(packed)).all()):
@@ -50,97 +50,99 @@ def check_by_trial(packed: PackedModel) -> None:
 
 
 def counts_padding(packed: PackedModel) -> bool:
-    """Return whether padding on the left, masked as stock ``generate`` masks it, changes what the model computes.
+    """Return whether left padding, masked as in stock ``generate``, changes what the model computes.
 
-    Models that are given positions do not count padding. Of the others, some count it as text.
+    Models that take position ids do not count padding; some others count it as text.
     """
     model = packed.model
-    if any(layer.counts_tokens for layer in packed.layers):  # with an effect that may begin after thousands of tokens
+    if any(layer.counts_tokens for layer in packed.layers):  # the effect may begin after thousands of tokens
         return True
     if takes_position_ids(model):
         return False
-    text = np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
-    ids = torch.tensor([[text[0]] * PADDING + text], device=packed.device)
+    prompt = _random_prompt(packed)
+    ids = torch.tensor([[prompt[0]] * PADDING + prompt], device=packed.device)
     mask = (torch.arange(ids.shape[1], device=packed.device) >= PADDING)[None].long()
     with evaluating(model), torch.no_grad():
         padded = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1:].cpu()
-        error = relative_error(padded, _plain(packed, [text])[0][-1:])
+        error = relative_error(padded, _plain(packed, [prompt])[0][-1:])
     return not float(error) <= max(tolerance(packed), NOISE * _noise(packed))
 
 
 def tolerance(packed: PackedModel) -> float:
     """Return the relative error of logits that rounding may cause."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
-    dtypes = dtypes or {packed.model.get_input_embeddings().weight.dtype}  # all layers keep states, in fp32
+    dtypes = dtypes or {packed.model.get_input_embeddings().weight.dtype}  # all layers keep states, which are in fp32
     return TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
 
 
 def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     """Return the relative error of every node of both trees.  -> [num_nodes] f64"""
     tokens = iter(np.random.default_rng(draw).permutation(packed.vocab_size).tolist())
-    texts = [[next(tokens) for _ in range(length)] for length in PROMPTS]
-    trees = [_tree(text[-1], parents, tokens) for text, parents in zip(texts, PARENTS, strict=True)]
+    prompts = [[next(tokens) for _ in range(length)] for length in PROMPTS]
+    trees = [_tree(prompt[-1], parents, tokens) for prompt, parents in zip(prompts, PARENTS, strict=True)]
     cache, num_nodes = packed.kv_cache, [tree.num_nodes for tree in trees]
-    with cache.temporary([len(text) + nodes for text, nodes in zip(texts, num_nodes, strict=True)]) as sequences:
+    with cache.temporary([len(prompt) + nodes for prompt, nodes in zip(prompts, num_nodes, strict=True)]) as sequences:
         if sees_later_tokens(packed.model):
-            for own, text in zip(sequences, texts, strict=True):
-                cache.load(own, _plain_tensors(packed, text), len(text) - 1)
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                _, plain_cache = _plain_steps(packed, prompt, [])
+                tensors = cached_tensors(plain_cache, 0, torch.arange(len(prompt) - 1), len(prompt))
+                cache.load(sequence, tensors, len(prompt) - 1)
         else:
-            parts = [chain(packed, own, text[:-1]) for own, text in zip(sequences, texts, strict=True)]
+            parts = [chain(packed, *pair) for pair in zip(sequences, (prompt[:-1] for prompt in prompts), strict=True)]
             packed.forward(cache.pool, parts, torch.tensor([0]))
-            for own, text in zip(sequences, texts, strict=True):
-                own.length = len(text) - 1
-        triples = zip(sequences, texts, trees, strict=True)
-        parts = [chain_and_tree(packed, own, text[-1:], tree) for own, text, tree in triples]
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                sequence.length = len(prompt) - 1
+        triples = zip(sequences, prompts, trees, strict=True)
+        parts = [chain_and_tree(packed, sequence, prompt[-1:], tree) for sequence, prompt, tree in triples]
         ours = packed.forward(cache.pool, parts, torch.arange(sum(num_nodes))).cpu().split(num_nodes)
 
     paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
-    following = [(texts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
+    continued = [(prompts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
     if sees_later_tokens(packed.model):
-        plain = [_plain_steps(packed, *each)[0] for each in following]
+        plain = [_plain_steps(packed, *pair)[0] for pair in continued]
     else:
-        plain = _plain(packed, [[*text, *tokens] for text, tokens in following])
+        plain = _plain(packed, [prompt + new_tokens for prompt, new_tokens in continued])
     pairs = zip(paths, plain, strict=True)
     return torch.cat([relative_error(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs])
 
 
 def _noise(packed: PackedModel) -> float:
-    """Return the error between plain forwards of a text alone and as a batch of copies."""
-    text = np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
-    return float(relative_error(_plain(packed, [text] * 8)[0], _plain(packed, [text])[0]).max())
+    """Return the relative error between plain forwards of a prompt alone and in a batch of its copies."""
+    prompt = _random_prompt(packed)
+    return float(relative_error(_plain(packed, [prompt] * 8)[0], _plain(packed, [prompt])[0]).max())
 
 
-def _plain(packed: PackedModel, texts: list[list[int]]) -> list[torch.Tensor]:
-    """Return the logits after each token of some texts, by one forward as in ``generate``.  -> [length, vocab] each
+def _random_prompt(packed: PackedModel) -> list[int]:
+    prompt: list[int] = np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
+    return prompt
 
-    Shorter texts are padded on the right, where causal attention does not look.
+
+def _plain(packed: PackedModel, token_ids: list[list[int]]) -> list[torch.Tensor]:
+    """Return the logits after each token of some sequences, by one plain forward.  -> [length, vocab] each
+
+    Shorter sequences are padded on the right, where causal attention does not look.
     """
-    length = max(map(len, texts))
-    input_ids = torch.tensor([text + text[:1] * (length - len(text)) for text in texts], device=packed.device)
+    length = max(map(len, token_ids))
+    input_ids = torch.tensor([ids + ids[:1] * (length - len(ids)) for ids in token_ids], device=packed.device)
     options = given_position_ids(packed.model, torch.arange(length, device=packed.device)[None])
     logits: torch.Tensor = packed.model(input_ids=input_ids, use_cache=False, **options).logits
-    return [own[: len(text)] for own, text in zip(logits.cpu(), texts, strict=True)]
+    return [row[: len(ids)] for row, ids in zip(logits.cpu(), token_ids, strict=True)]
 
 
-def _plain_steps(packed: PackedModel, text: list[int], tokens: list[int]) -> tuple[torch.Tensor, DynamicCache]:
-    """Return the logits after a text and after each token behind it, and the cache, as ``generate`` forwards them.
+def _plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> tuple[torch.Tensor, DynamicCache]:
+    """Return the logits after a prompt and after each of ``tokens``, and the cache, step by step as in ``generate``.
 
     Returns:
         [len(tokens) + 1, vocab], and the K/V of all of them.
     """
     cache, logits, begin = own_cache(packed.model), list[torch.Tensor](), 0
-    for piece in (text, *([token] for token in tokens)):
+    for piece in (prompt, *([token] for token in tokens)):
         input_ids = torch.tensor([piece], device=packed.device)
         position_ids = torch.arange(begin, begin + len(piece), device=packed.device)[None]
-        found = packed.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
-        logits.append(found.logits[0, -1].cpu())
+        output = packed.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        logits.append(output.logits[0, -1].cpu())
         begin += len(piece)
     return torch.stack(logits), cache
-
-
-def _plain_tensors(packed: PackedModel, text: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Yield K and V of all tokens but the last of a text that is forwarded as a whole."""
-    return cached_tensors(_plain_steps(packed, text, [])[1], 0, torch.arange(len(text) - 1), len(text))
 
 
 def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
@@ -154,5 +156,5 @@ def _tree(root: int, parents: tuple[int, ...], tokens: Iterator[int]) -> TokenTr
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    own = [root, *(next(tokens) for _ in parents[1:])]
-    return TokenTree(np.array(own), np.array(parents), np.array(depths), 0.5 ** np.array(depths))
+    nodes = [root, *(next(tokens) for _ in parents[1:])]
+    return TokenTree(np.array(nodes), np.array(parents), np.array(depths), 0.5 ** np.array(depths))

@@ -1,4 +1,4 @@
-"""Requests of one engine that have K/V in a model's cache, and their forwards."""
+"""K/V of one engine's requests, and packed forwards that use it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_slospec.models.packed.model import DraftLevel, Outputs
 from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
 from hf_slospec.models.recurrent.states import RecurrentStates
 from hf_slospec.models.sequences.prefix_reuse import PrefixReuse
-from hf_slospec.models.sequences.room import RequestText
+from hf_slospec.models.sequences.room import RequestTokens
 
 
 class RequestSequences(PrefixReuse):
-    """The requests of one engine that have K/V in a model's cache: room for them, what they reuse, their forwards."""
+    """K/V of one engine's requests in a model's cache: their slots, prefix reuse and forwards."""
 
     def forward(
         self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, feature_layers: tuple[int, ...] = ()
@@ -33,49 +33,49 @@ class RequestSequences(PrefixReuse):
             self.packed.fingerprint.notice()
         return self.packed.draft(self.cache.pool, parts, logit_rows, level)
 
-    def uncached(self, request: RequestText) -> list[int]:
+    def uncached(self, request: RequestTokens) -> list[int]:
         """Return the request's committed tokens without K/V."""
         return request.tokens[self.of(request).length :]
 
-    def prefill(self, request: RequestText, num_tokens: int) -> None:
-        """Cache this many more of the request's tokens."""
+    def prefill(self, request: RequestTokens, num_tokens: int) -> None:
+        """Compute the K/V of the request's next ``num_tokens`` tokens."""
         part = self.chain(request, self.uncached(request)[:num_tokens])
         self.forward([part], torch.empty(0, dtype=torch.int64))
         self.of(request).length += num_tokens
 
-    def chain(self, request: RequestText, tokens: Sequence[int]) -> NewTokens:
-        """Return tokens that follow the request's cached ones, each seeing those before it."""
+    def chain(self, request: RequestTokens, tokens: Sequence[int]) -> NewTokens:
+        """Return the new tokens of a forward: ``tokens`` behind the cached ones, with a causal mask."""
         return chain(self.packed, self.of(request), tokens, self._embeds.get(request))
 
-    def chain_and_tree(self, request: RequestText, tokens: Sequence[int], tree: TokenTree) -> NewTokens:
-        """Return tokens that follow the cached ones and end with the root, then the tree's other nodes."""
+    def chain_and_tree(self, request: RequestTokens, tokens: Sequence[int], tree: TokenTree) -> NewTokens:
+        """Return the new tokens of a forward: ``tokens`` up to the root, then the tree's other nodes."""
         return chain_and_tree(self.packed, self.of(request), tokens, tree, self._embeds.get(request))
 
-    def give_embeds(self, request: RequestText, embeds: torch.Tensor) -> None:
-        """Use these in place of the embeddings of the prompt's tokens.  [prompt_len, hidden]"""
+    def give_embeds(self, request: RequestTokens, embeds: torch.Tensor) -> None:
+        """Set embeddings that replace those of the prompt's tokens.  [prompt_len, hidden]"""
         self._embeds[request] = embeds
 
     def load(
         self,
-        request: RequestText,
+        request: RequestTokens,
         layers: Iterable[Sequence[torch.Tensor]],
         length: int,
         position_offset: int = 0,
         states: RecurrentStates | None = None,
     ) -> None:
-        """Copy in the K/V of the request's first ``length`` tokens, see :meth:`KVCache.load`.
+        """Copy in the K/V of the request's first ``length`` tokens; see :meth:`KVCache.load`.
 
-        ``position_offset`` is the difference between the positions of the tokens behind them and their places.
+        ``position_offset``: positions of later tokens minus their indices.
         """
         sequence = self.of(request)
         self.cache.load(sequence, layers, length, states)
         sequence.position_offset = position_offset
 
-    def read(self, request: RequestText) -> list[tuple[torch.Tensor, ...]]:
+    def read(self, request: RequestTokens) -> list[tuple[torch.Tensor, ...]]:
         """Return views of the K/V of the request's cached tokens, each layer's [num_heads, length, dim]."""
         return self.cache.read(self.of(request))
 
-    def states(self, request: RequestText) -> RecurrentStates | None:
+    def states(self, request: RequestTokens) -> RecurrentStates | None:
         """Return the states after the request's cached tokens; None if the model has none."""
         sequence = self.of(request)
         if sequence.states is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.drafters.methods import HeadMethod
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.models.packed.model import Outputs
 from tests.drafters.heads.checkpoints import target_of
 from tests.support.feature_heads import FOLDERS, random_head

@@ -12,7 +12,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.sequences import prefix_reuse
 from hf_slospec.models.sequences import room as rooms
-from hf_slospec.models.sequences.kept_texts import KeptText, KeptTexts, num_common
+from hf_slospec.models.sequences.kept_prefixes import KeptPrefix, KeptPrefixes, num_common
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from tests.models.sequences.test_request_sequences import MAX_NODES, Packed
 from tests.support.toys import SEEDS
@@ -23,14 +23,14 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 @given(texts=st.lists(st.tuples(st.sampled_from(["", "a", "b"]), TEXTS), max_size=20), wanted=TEXTS)
 @settings(deadline=None, max_examples=300)
 def test_the_longest_common_beginning_is_found(texts: list[tuple[str, list[int]]], wanted: list[int]) -> None:
-    kept, given_back = KeptTexts(), list[KeptText]()
-    added = [KeptText(salt, tokens, CachedSequence()) for salt, tokens in texts]
+    kept, given_back = KeptPrefixes(), list[KeptPrefix]()
+    added = [KeptPrefix(salt, tokens, CachedSequence()) for salt, tokens in texts]
     for text in added:
         given_back += kept.add(text)
-    assert {*kept.texts(), *given_back} == {*added} and len(kept) + len(given_back) == len(added)
-    assert kept.num_tokens == sum(len(text.tokens) for text in kept.texts())
-    for text in kept.texts():  # none is the beginning of another one
-        others = [other for other in kept.texts() if other is not text and other.salt == text.salt]
+    assert {*kept.by_age(), *given_back} == {*added} and len(kept) + len(given_back) == len(added)
+    assert kept.num_tokens == sum(len(text.tokens) for text in kept.by_age())
+    for text in kept.by_age():  # none is the beginning of another one
+        others = [other for other in kept.by_age() if other is not text and other.salt == text.salt]
         assert not any(other.tokens[: len(text.tokens)] == text.tokens for other in others)
     for salt in ("", "a", "b"):
         lengths = [num_common(tokens, wanted) for own, tokens in texts if own == salt]
@@ -48,13 +48,13 @@ def test_common_tokens_are_counted(some: list[int], others: list[int]) -> None:
 
 
 def test_texts_are_in_the_order_of_their_last_use() -> None:
-    kept, texts = KeptTexts(), [KeptText("", [index, 1], CachedSequence()) for index in range(3)]
+    kept, texts = KeptPrefixes(), [KeptPrefix("", [index, 1], CachedSequence()) for index in range(3)]
     for text in texts:
         kept.add(text)
     kept.touch(texts[0])
-    assert kept.texts() == [texts[1], texts[2], texts[0]]
-    assert kept.add(KeptText("", [1], CachedSequence()))[0].tokens == [1]  # it says no more than one that is kept
-    assert kept.texts() == [texts[2], texts[0], texts[1]]
+    assert kept.by_age() == [texts[1], texts[2], texts[0]]
+    assert kept.add(KeptPrefix("", [1], CachedSequence()))[0].tokens == [1]  # it says no more than one that is kept
+    assert kept.by_age() == [texts[2], texts[0], texts[1]]
 
 
 class Text:

@@ -1,4 +1,4 @@
-"""Resolution of everything that ``drafter=`` takes: recognised by name, by type or by its files."""
+"""Loading of drafters: what ``drafter=`` takes, recognised by name, by type or by its files."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_slospec.drafters.assistant import AssistantMethod
+from hf_slospec.drafters.checked import UserMethod
+from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.drafters.heads.head import DraftHead
 from hf_slospec.drafters.heads.loading import LOADING_ERRORS, Checkpoint, layout_of, open_checkpoint
 from hf_slospec.drafters.heads.unsupported import check_is_causal_lm
-from hf_slospec.drafters.methods import (
-    AssistantMethod,
-    DraftMethod,
-    HeadMethod,
-    HybridMethod,
-    LookupMethod,
-    OwnMethod,
-    assistant_method,
-    model_before_last,
-)
+from hf_slospec.drafters.hybrid import HybridMethod, model_before_last
+from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.drafters.named import NAMED, NAMES
+from hf_slospec.drafters.prompt_lookup import LookupMethod
+from hf_slospec.drafters.shared_kv import Gemma4Method
 from hf_slospec.drafters.translation import TokenTranslation
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
-from hf_slospec.generate.validation import check_causal_lm, check_one_way, check_tokenizer
 from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.models.inspection.hub import hub_options, loading_hint
+from hf_slospec.models.inspection.loaded import check_causal_lm, check_tokenizer
 from hf_slospec.models.inspection.properties import input_device, vocab_size
 
 logger = logging.getLogger(__name__)
 
 Source = str | os.PathLike[str] | PreTrainedModel | DraftMethod
 Drafting = Drafter | Source | Sequence[Source]  # what ``drafter=`` takes
-OWN = ("draft", "release")  # methods of a user's drafter
+GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # values of model_type
+USER_METHODS = ("draft", "release")  # methods by which a user's drafter is recognised
 
 
 def drafting_method(
@@ -45,33 +43,39 @@ def drafting_method(
     drafter: Drafting | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DraftMethod:
-    """Return the way to draft that was asked for by ``assistant_model`` or ``drafter``; without any, prompt lookup.
+    """Return the drafting method for ``assistant_model`` or ``drafter``; without either, prompt lookup.
 
     Raises:
-        InvalidInputError: there are a drafter and an assistant model, or there is no drafter of that name.
-        InvalidTypeError: either is nothing that drafts.
+        InvalidInputError: both are given, or no drafter has that name.
+        InvalidTypeError: the argument is nothing that can draft.
         SLOSpecError: as :func:`load_drafter`.
     """
-    check_one_way(assistant_model, drafter)
+    _check_one_way(assistant_model, drafter)
     if assistant_model is not None:
         return assistant_method(check_causal_lm("assistant_model", assistant_model))
     if drafter is None:
         return LookupMethod()
     given: Any = drafter
-    return OwnMethod(given) if _is_own(given) else load_drafter(given, target, tokenizer=tokenizer)
+    return UserMethod(given) if _is_users(given) else load_drafter(given, target, tokenizer=tokenizer)
+
+
+def _check_one_way(assistant_model: Any, drafter: Any) -> None:
+    """Raise InvalidInputError if both a drafter and an assistant model are given."""
+    if assistant_model is not None and drafter is not None:
+        raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
 
 
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
-    """Check before the target is loaded what would be refused afterwards; raises as :func:`drafting_method`."""
-    check_one_way(assistant_model, drafter)
+    """Check arguments before the target is loaded; raises as :func:`drafting_method`."""
+    _check_one_way(assistant_model, drafter)
     given: Any = drafter
-    if given is not None and not _is_own(given):
+    if given is not None and not _is_users(given):
         check_source(given)
 
 
-def _is_own(drafter: Any) -> bool:
-    """Return whether this is an object of a user's class."""
-    return all(callable(getattr(drafter, name, None)) for name in OWN)
+def _is_users(drafter: Any) -> bool:
+    """Return whether this is a drafter that the user wrote."""
+    return all(callable(getattr(drafter, name, None)) for name in USER_METHODS)
 
 
 def load_drafter(
@@ -83,35 +87,35 @@ def load_drafter(
     share_texts: bool = False,
     allow_missing: bool = False,
 ) -> DraftMethod:
-    """Load a drafter for a target; what was found is logged, and is its ``repr``.
+    """Load a drafter for a target; its kind is logged.
 
-    ``drafter=`` takes the same sources by themselves. Loaded first, a drafter can be looked at, given two tokenizers,
-    told to share texts, or serve several generators.
+    ``drafter=`` takes the same sources. A drafter that is loaded first can have options, be inspected, and serve
+    several generators.
 
     Args:
         source: one of
 
-            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees of the text (extra ``suffix``);
+            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``);
             - ``"mtp"``: the multi-token prediction layer that the target was published with;
             - a folder or Hub repository of a trained head (EAGLE-3 in three layouts, DFlash, MTP) or of a smaller
               causal LM, known by its config and tensors; safetensors only;
             - a loaded causal LM;
-            - several of these, as a sequence or joined by ``+``, whose trees are merged: ``"lookup+mtp"``. The one with
-              a model is the last.
+            - several of these, as a sequence or joined by ``+``, whose trees are merged: ``"lookup+mtp"``. Only the
+              last one may have a model.
         target: the loaded model that verifies.
-        tokenizer: the target's. With ``assistant_tokenizer`` it lets a causal LM with another tokenizer draft; both are
-            loaded from the folders or repositories of the models if they are needed and not given.
-        assistant_tokenizer: that of the causal LM.
-        share_texts: suffix trees hold the outputs of other requests with the same ``cache_salt``, too.
-        allow_missing: accept a causal LM whose files lack tensors, or have others than its class.
+        tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer can draft. Both are
+            loaded from the models' folders or repositories if they are needed and not given.
+        assistant_tokenizer: the causal LM's.
+        share_texts: suffix trees also hold the outputs of other requests with the same ``cache_salt``.
+        allow_missing: accept a causal LM whose files lack tensors or have unexpected ones.
 
     Returns:
         The drafter, in the target's dtype and on its device.
 
     Raises:
         InvalidTypeError, InvalidInputError: there is no such source.
-        UnsupportedModelError: it cannot draft, or its files are pickled or incomplete.
-        IncompatibleDraftError: it was made for another target.
+        UnsupportedModelError: the source cannot draft, or its files are pickled or incomplete.
+        IncompatibleDraftError: the source was made for another target.
     """
     target = check_causal_lm("target", target)
     check_tokenizer(tokenizer)
@@ -138,14 +142,14 @@ def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
 
 
 def check_source(source: Source | Sequence[Source], further: Sequence[str] = ()) -> None:
-    """Check what can be told before the target is loaded; read no tensor.
+    """Check a source before the target is loaded; read no tensor.
 
     Args:
         source: as for :func:`load_drafter`.
-        further: names of drafters with models that the caller knows.
+        further: other names of drafters with models.
 
     Raises:
-        SLOSpecError: the parts are in no order that can draft, or the files of one cannot be found.
+        SLOSpecError: a part before the last one has a model, or the files of one cannot be found.
     """
     parts = parts_of(source)
     _check_order(parts)
@@ -155,13 +159,13 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
 
 
 def _check_order(parts: Sequence[Source]) -> None:
-    """Raise InvalidInputError if another part than the last one has a model, as can be told before it is loaded."""
+    """Raise InvalidInputError if a part before the last one has a model, as far as names tell."""
     if any(isinstance(part, str) and (part not in NAMED or NAMED[part].has_model) for part in parts[:-1]):
         raise InvalidInputError(model_before_last(" + ".join(map(str, parts))))
 
 
 def _open(source: str) -> Checkpoint:
-    """Return the checkpoint of a drafter that is no name; the error says which names there are."""
+    """Return the checkpoint of an unnamed drafter; the error lists the names."""
     if not source:
         raise _no_source(source)
     try:
@@ -174,7 +178,7 @@ def _no_source(source: Any) -> InvalidTypeError:
     shown = repr(source) if isinstance(source, (str, int, float, list, tuple)) else type(source).__name__
     return InvalidTypeError(
         f"a drafter must be a name ({NAMES}), a folder or Hub repository, a loaded model, several of these, or an "
-        f"object with methods {' and '.join(map(repr, OWN))}, see hf_slospec.Drafter; got {shown}"
+        f"object with methods {' and '.join(map(repr, USER_METHODS))}, see hf_slospec.Drafter; got {shown}"
     )
 
 
@@ -220,30 +224,37 @@ def _method(
     return _assistant(model.to(input_device(target)).eval(), target, tokenizer, assistant_tokenizer or source)
 
 
+def assistant_method(model: Any) -> DraftMethod:
+    """Return the drafting method of an assistant model."""
+    return Gemma4Method(model) if model.config.model_type in GEMMA4_ASSISTANTS else AssistantMethod(model)
+
+
 def _assistant(
     model: Any,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | str | None,
 ) -> DraftMethod:
-    """Return a causal LM as a drafter, with a translation where the tokenizers are known to differ."""
+    """Return the drafting method of a causal LM, with a translation if the tokenizers are known to differ."""
     if not isinstance(method := assistant_method(model), AssistantMethod):
         return method
-    own = _tokenizer(assistant_tokenizer)
-    targets = tokenizer if own is None or tokenizer is not None else _tokenizer(target.config.name_or_path)
-    if own is None or targets is None or own.get_vocab() == targets.get_vocab():
+    if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
         return method
-    return AssistantMethod(model, TokenTranslation(targets, own, vocab_size(target), vocab_size(model)))
+    target_tokenizer = tokenizer if tokenizer is not None else _tokenizer(target.config.name_or_path)
+    if target_tokenizer is None or draft_tokenizer.get_vocab() == target_tokenizer.get_vocab():
+        return method
+    translation = TokenTranslation(target_tokenizer, draft_tokenizer, vocab_size(target), vocab_size(model))
+    return AssistantMethod(model, translation)
 
 
 def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokenizerBase | None:
-    """Return a tokenizer, that of a folder or repository if it has one."""
+    """Return the tokenizer, loaded from a folder or repository if that has one; otherwise None."""
     if not isinstance(source, str):
         return source
-    if not source:  # a model that was not loaded
+    if not source:  # name_or_path of a model that was built from a config
         return None
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except LOADING_ERRORS:  # there is none
+    except LOADING_ERRORS:  # it has none
         return None
     return loaded

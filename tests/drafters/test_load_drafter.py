@@ -24,7 +24,8 @@ from hf_slospec import (
     load_drafter,
     load_tiny_pair,
 )
-from hf_slospec.drafters.methods import DraftMethod, HeadMethod
+from hf_slospec.drafters.head import HeadMethod
+from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.generate.enable import decoder_of
 from tests.drafters.heads.checkpoints import (
     GROUPED,
