@@ -201,7 +201,7 @@ class AutoPolicy(NamedPolicy):
         for index in np.flatnonzero(is_unattainable).tolist():
             self._warn_once(requests[index], float(needed[index]))
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
-        return urgency(progress.late(recent.step_s), cushion, is_unattainable, self.config.urgency)
+        return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, places_by_key
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, ranks_by_key
 
 MAX_CHILDREN = 4  # of a node (k), as printed
 
@@ -54,7 +54,7 @@ def _layers(
     nodes = np.flatnonzero((forest.depths == depth) & is_kept[forest.parents] & (forest.path_probs > 0.0))
     nodes = nodes[np.argsort(-forest.path_probs[nodes], kind="stable")]
     for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
-        nodes = nodes[places_by_key(key[nodes]) < limit]
+        nodes = nodes[ranks_by_key(key[nodes]) < limit]
     nodes = nodes[np.argsort(forest.tree_of[nodes], kind="stable")]
     first = np.flatnonzero(np.diff(forest.tree_of[nodes], prepend=-1))
     for own in np.split(nodes, first[1:]) if len(nodes) else ():
@@ -154,7 +154,7 @@ def important_nodes(
     seconds = np.array([1.0 if tpot_slo_s is None else tpot_slo_s for tpot_slo_s in tpot_slos_s])
     has_slo = np.array([tpot_slo_s is not None for tpot_slo_s in tpot_slos_s])
     needed = np.where(has_slo, np.asarray(required) + slack_s / seconds, 0.0)
-    places = places_by_key(tree_of)
+    places = ranks_by_key(tree_of)
     if capped:
         needed = np.minimum(needed, [tree.max_depth + 1.0 for tree in trees])
     missing = needed[tree_of] - _expected_before(path_probs, places)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, places_by_key
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, ranks_by_key
 
 TreeTime = Callable[[IntArray, IntArray], FloatArray]  # nodes [m, 1], levels with the root [l] -> seconds [m, l]
 
@@ -61,7 +61,7 @@ class StaticTree:
         inner = np.flatnonzero(forest.depths > 0)
         inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
         num_ranks = max(self.ranks) + 1
-        ranks = places_by_key(forest.parents[inner])
+        ranks = ranks_by_key(forest.parents[inner])
         keys = np.where(ranks < num_ranks, forest.parents[inner] * num_ranks + ranks, -1)
         order = np.argsort(keys)
         keys, inner = keys[order], inner[order]
