@@ -59,14 +59,14 @@ def _jobs(path: Path, reader: csv.DictReader[str], base_tpot_s: float | None) ->
 
 @dataclass(frozen=True)
 class _Line:
-    """Fields of one request, with their place for error messages."""
+    """Fields of one request, with file and line for error messages."""
 
     path: Path
     number: int
     fields: dict[str, str | None]
 
     def text(self, name: str) -> str:
-        """Return a field without surrounding whitespace; empty where it is missing."""
+        """Return a field without surrounding whitespace; empty if it is missing."""
         return (self.fields.get(name) or "").strip()
 
     def fault(self, name: str, message: str) -> InvalidFileError:
@@ -74,7 +74,7 @@ class _Line:
         return InvalidFileError(f"{self.path}:{self.number}: column {name}: {message}")
 
     def value(self, name: str, kind: type[int] | type[float], minimum: float, maximum: float) -> float | None:
-        """Return a number within limits; None where the field is empty."""
+        """Return a number within limits; None if the field is empty."""
         text = self.text(name)
         if not text:
             if name in REQUIRED:
@@ -90,12 +90,12 @@ class _Line:
         return value
 
     def count(self, name: str) -> int | None:
-        """Return a number of tokens; None where the field is empty."""
+        """Return a number of tokens; None if the field is empty."""
         value = self.value(name, int, 1, MAX_REQUEST_TOKENS)
         return None if value is None else int(value)
 
     def slo_s(self, name: str) -> float | None:
-        """Return an SLO in seconds; None where the field is empty."""
+        """Return an SLO in seconds; None if the field is empty."""
         value = self.value(name, float, 0.0, MAX_TIME_S)
         if value == 0.0:
             raise self.fault(name, "an SLO of 0 cannot be attained; leave the field empty for none")

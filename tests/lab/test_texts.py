@@ -130,7 +130,7 @@ def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:
     assert library.num_children == 3
     for index, text in enumerate(texts):
         for place in range(10):
-            row = library.places(np.array([index]), np.array([place]))[0]
+            row = library.rows(np.array([index]), np.array([place]))[0]
             own = min(place, len(text) - 1)
             assert (library.child_probs[row] == text.child_probs[own]).all()
             assert library.ranks[row] == text.ranks[own] == library.token(index, place)
