@@ -42,7 +42,7 @@ class OraclePolicy(Policy):
         """Return the best plan of one width, and its committed tokens per second."""
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         trees = self._trial.draft(requests, Plan(max_depth, width))
-        hits = np.array([len(self._accepted(*pair)) - 1 for pair in zip(requests, trees, strict=True)])
+        hits = np.array([len(self._correct(*pair)) - 1 for pair in zip(requests, trees, strict=True)])
         drafting = [request for request, hit in zip(requests, hits.tolist(), strict=True) if hit]
         if not drafting:
             return num_requests / float(self.costs.verify_s(num_requests, num_requests, num_keys)), Plan(0, 1)
@@ -59,10 +59,10 @@ class OraclePolicy(Policy):
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         """Return the candidates that will be accepted."""
-        trees = [tree.subtree(self._accepted(request, tree)) for request, tree in zip(requests, candidates, strict=True)]
+        trees = [tree.subtree(self._correct(request, tree)) for request, tree in zip(requests, candidates, strict=True)]
         return Selection(trees, [float(tree.num_nodes) for tree in trees])
 
-    def _accepted(self, request: Request, tree: TokenTree) -> IntArray:
+    def _correct(self, request: Request, tree: TokenTree) -> IntArray:
         """Return the nodes that will be accepted, the root first.  -> [num_accepted + 1] int64"""
         nodes = [ROOT]
         while len(nodes) < request.num_left:

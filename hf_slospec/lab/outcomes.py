@@ -107,7 +107,7 @@ METRICS: dict[str, Metric] = {"tpot": attained, "adaserve": adaserve_attained, "
 
 @dataclass
 class Totals:
-    """Sums over the steps of a run. ``num_prefills`` and ``prefill_s`` are of steps that decode nothing, the rest of others."""
+    """Sums over the decoding steps of a run, and number and seconds of the steps that only prefill."""
 
     num_steps: int = 0
     num_prefills: int = 0
