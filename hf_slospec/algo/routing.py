@@ -87,7 +87,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True)
 class Need:
-    """What a request needs from a replica."""
+    """Needs of a request: prefill, slots of K/V, and SLOs."""
 
     prompt_tokens: int
     kv_tokens: int  # slots of K/V at its maximum length

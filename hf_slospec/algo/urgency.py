@@ -9,7 +9,7 @@ import numpy as np
 from hf_slospec.algo.tree import BoolArray, FloatArray
 
 MAX_BEHIND = 2.0  # tokens behind the SLO beyond which the weight rises no more
-CUSHION = 2.0  # in standard deviations of the tokens that a request's remaining steps commit
+CUSHION = 2.0  # standard deviations of the tokens that a request's remaining steps commit
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Schedule:
     """The requests of one step."""
 
     decoding: Sequence[Request]
-    chunks: Sequence[Chunk] = ()  # of requests in prefill
+    chunks: Sequence[Chunk] = ()  # prefill of other requests
 
     @property
     def num_prefill_tokens(self) -> int:
