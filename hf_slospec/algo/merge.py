@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.algo.calibration import Conditionals
 from hf_slospec.algo.tree import FloatArray, Forest, TokenTree
-
-
-def merge_trees(trees: Sequence[TokenTree], max_nodes: int | None = None) -> TokenTree:
-    """Return the union of at least one tree, all with the same root token; see :func:`merge_forests`."""
-    forests = [Forest.of([tree]) for tree in trees]
-    [merged] = merge_forests(forests, [Conditionals.of(forest).probs for forest in forests], max_nodes)
-    return merged
 
 
 def merge_forests(

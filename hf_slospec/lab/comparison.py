@@ -62,7 +62,7 @@ def at_rate(jobs: Sequence[Job], rate: float) -> list[Job]:
     check_rate(rate)
     first_s, span_s = jobs[0].arrival_s, jobs[-1].arrival_s - jobs[0].arrival_s
     if len(jobs) > 1 and span_s <= 0.0:
-        raise InvalidInputError("all requests arrive at the same time, so their rate cannot be changed")
+        raise InvalidInputError("all requests arrive at the same time, so their rate cannot be changed; leave it out")
     factor = 1.0 if len(jobs) == 1 else (len(jobs) - 1) / rate / span_s
     return [replace(job, arrival_s=first_s + (job.arrival_s - first_s) * factor) for job in jobs]
 

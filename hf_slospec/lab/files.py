@@ -25,7 +25,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
-            raise InvalidFileError(f"{path}: is not UTF-8 text (byte {error.start})") from error
+            raise InvalidFileError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
         raise InvalidFileError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 

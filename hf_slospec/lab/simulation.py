@@ -167,7 +167,7 @@ class Simulation:
         new_clock: Callable[[], VirtualClock] = VirtualClock,
     ):
         if not jobs:
-            raise InvalidInputError("the load contains no requests")
+            raise InvalidInputError("the load contains no requests; give at least one")
         if oracle and make_policy is not None:
             raise InvalidInputError("oracle and make_policy exclude each other; give one of them")
         if not 1 <= replicas <= MAX_REPLICAS:
@@ -194,7 +194,7 @@ class Simulation:
                 raise InvalidInputError(
                     f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for its prompt, "
                     f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft tree), "
-                    f"but the hardware has {limits.kv_tokens}"
+                    f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the request"
                 )
         self._router = router_of(router, seed)
         self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
@@ -233,7 +233,8 @@ class Simulation:
             for _ in range(num_ended):
                 on_end()
         outcomes = tuple(routed.outcome() for routed in self._requests)
-        return Run(system, outcomes, totals, sum(_is_not_guaranteed(routed.request) for routed in self._requests))
+        requests = [routed.request for routed in self._requests]
+        return Run(system, outcomes, totals, sum(r.has_slo and not r.is_guaranteed for r in requests))
 
     def _raise_errors(self, event: StepEvent) -> None:
         """Raise the error that the engine recorded for a request; in a simulation it can only be an interrupt."""
@@ -259,9 +260,6 @@ class Simulation:
             routed.refused_by.append(choice.replica)
         return refused_s
 
-
-def _is_not_guaranteed(request: Request) -> bool:
-    return request.has_slo and not request.is_guaranteed
 
 
 def _request(index: int, job: Job) -> Request:

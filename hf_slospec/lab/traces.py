@@ -50,10 +50,10 @@ def _jobs(path: Path, reader: csv.DictReader[str], base_tpot_s: float | None) ->
     if "slo_ratio" in names and base_tpot_s is None:
         raise InvalidInputError(f"{path} has SLOs as ratios (slo_ratio); give the seconds they multiply: --base-tpot")
     if len(set(names)) < len(names):
-        raise InvalidFileError(f"{path}:1: two columns have the same name")
+        raise InvalidFileError(f"{path}:1: two columns have the same name; rename one")
     jobs = [_job(_Line(path, reader.line_num, row), base_tpot_s) for row in reader]
     if not jobs:
-        raise InvalidFileError(f"{path}: contains no requests")
+        raise InvalidFileError(f"{path}: contains no requests; add a line for each")
     return sorted(jobs, key=lambda job: job.arrival_s)
 
 
@@ -104,7 +104,7 @@ class _Line:
 
 def _job(line: _Line, base_tpot_s: float | None) -> Job:
     if "" in line.fields:
-        raise InvalidFileError(f"{line.path}:{line.number}: has more fields than the header")
+        raise InvalidFileError(f"{line.path}:{line.number}: has more fields than the header; remove them")
     tpot_slo_s, ratio = line.slo_s("slo"), line.value("slo_ratio", float, -1e6, 1e6)
     if ratio == 0.0:
         raise line.fault("slo_ratio", "an SLO of 0 cannot be attained; leave the field empty for none")

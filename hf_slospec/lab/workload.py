@@ -102,7 +102,8 @@ def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, vari
         raise InvalidInputError(f"the number of requests must be within 1..{MAX_REQUESTS}, got {number}")
     if number / rate > MAX_SPAN_S:
         raise InvalidInputError(
-            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more than {MAX_SPAN_S:g} s"
+            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more than {MAX_SPAN_S:g} "
+            "s; raise the rate, or simulate fewer requests"
         )
     if kind == "poisson":
         return poisson(rng, rate, number)
