@@ -167,7 +167,7 @@ class StepCosts:
 
     The costs come from a profile. The engine passes every step to :meth:`observe`, which corrects them; policies and
     schedulers read them. Once corrections have stayed far from 1, as after profiling on a busy machine, measured costs
-    replace the profile. Methods that end in ``_at`` compute the same for single numbers, without numpy.
+    replace the profile. Methods that end in ``_at`` compute the same for single numbers, faster.
     """
 
     def __init__(self, verify: ForwardCost, draft_level: ForwardCost, on_replaced: OnReplaced = lambda old, new: None):
