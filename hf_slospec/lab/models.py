@@ -146,8 +146,13 @@ class SimulatedDrafter(Drafter):
         min_probs = np.minimum(above.min_probs[..., None], probs).reshape(len(requests), -1)
         is_correct = (above.is_correct[..., None] & (ranks == np.arange(num_children))).reshape(len(requests), -1)
         order = np.argsort(-path_probs, axis=1, kind="stable")[:, :width]
-        columns = (np.take_along_axis(column, order, axis=1) for column in (path_probs, min_probs, is_correct))
-        return _Level(*columns, order % num_children, order // num_children)
+        return _Level(
+            np.take_along_axis(path_probs, order, axis=1),
+            np.take_along_axis(min_probs, order, axis=1),
+            np.take_along_axis(is_correct, order, axis=1),
+            order % num_children,
+            order // num_children,
+        )
 
     def _trees(self, requests: Sequence[Request], levels: Sequence[_Level]) -> list[TokenTree]:
         """Return one candidate tree per request, its nodes level by level."""

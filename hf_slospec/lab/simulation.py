@@ -261,7 +261,6 @@ class Simulation:
         return refused_s
 
 
-
 def _request(index: int, job: Job) -> Request:
     end = job.input_tokens + job.output_tokens
     return Request(

@@ -89,11 +89,11 @@ class KVRoom:
             self.is_lent = self.is_recalled = False
 
     def tighten(self, held: int) -> None:
-        """Limit the slots to those held now, since memory ran out."""
+        """Let no request enter beyond the slots held now, since memory ran out."""
         self._max_slots = held
 
     def relax(self) -> None:
-        """Lift the limit of :meth:`tighten`, after a request has left."""
+        """Let requests use all slots again, after a request has left."""
         self._max_slots = None
 
     def _plain_rate(self, number: float) -> float:
