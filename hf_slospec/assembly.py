@@ -1,4 +1,4 @@
-"""Engines assembled from one config: for a ``generate`` call, for the batcher and for the simulator."""
+"""Construction of engines: for a ``generate`` call, for the batcher and for the simulator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_slospec.engine.step import Engine
 
 
 class Parts(NamedTuple):
-    """Parts of an engine that depend on where it runs: on real, toy or simulated models."""
+    """Parts of an engine that differ between real, toy and simulated models."""
 
     target: Target
     drafter: Drafter
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
 
 def static_engine(config: SLOSpecConfig, parts: Parts, requests: Sequence[Request]) -> Engine[StaticScheduler]:
-    """Return an engine that decodes these requests together."""
+    """Return an engine that decodes a fixed batch of requests."""
     target, drafter, policy, costs, clock = parts
     return Engine(target, drafter, policy, StaticScheduler(requests), costs, clock, config.check_invariants)
 
@@ -38,5 +38,5 @@ def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> En
 
 
 def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int, draft_slots: int = 0) -> Limits:
-    """Return a config's limits, with K/V slots and nodes per request as they were decided for the models."""
+    """Return the limits of a config, with the K/V slots and nodes per request chosen for the models."""
     return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s, draft_slots)

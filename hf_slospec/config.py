@@ -1,4 +1,4 @@
-"""Settings of one generator; all defaults are defined here, in the policies' settings and options."""
+"""Settings of a generator. Defaults are defined here, in the policies' settings and in their options only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
 from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
 
-MAX_PREFILL_CHUNK = 10**6  # the step time of every size up to it is predicted
+MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time of every size up to it
 
 Prepack = bool | Literal["only"] | None
 

@@ -1,4 +1,4 @@
-"""Errors and warnings; each error is also the built-in one that callers expect to catch."""
+"""Errors and warnings. Each error also derives from the built-in error that callers expect to catch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class UnsupportedOptionError(SLOSpecError, ValueError):
 
 
 class UnsupportedInputError(InvalidInputError, UnsupportedOptionError):
-    """An input that stock ``generate`` accepts, with doubtful results, cannot be speculated."""
+    """An input that stock ``generate`` accepts with doubtful results cannot be speculated."""
 
 
 class IncompatibleDraftError(SLOSpecError, ValueError):
@@ -99,12 +99,12 @@ class InputModel(BaseModel):
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """Return every fault that pydantic found, separated by semicolons."""
+    """Return all faults of a pydantic error, separated by semicolons."""
     return "; ".join(map(describe_fault, error.errors(include_url=False)))
 
 
 def describe_fault(fault: ErrorDetails) -> str:
-    """Return one fault as ``field.path: reason``, with the value where it is a scalar."""
+    """Return one fault as ``field.path: reason``, with the value if it is a scalar."""
     reason = fault["msg"].removeprefix("Value error, ")
     is_about_value = fault["type"] not in ("missing", "extra_forbidden", "value_error", "json_invalid")
     if is_about_value and isinstance(fault["input"], str | int | float):

@@ -8,7 +8,7 @@ from hf_slospec.algo.tree import ROOT, TokenTree
 
 
 def accept(tree: TokenTree, choose: Callable[[int], int], emit: Callable[[int], bool]) -> list[int]:
-    """Walk down from the root while the draft tree holds the token that plain decoding would have chosen.
+    """Walk from the root down the draft tree as long as a child holds the token that plain decoding chooses.
 
     Args:
         tree: the verified draft tree.
@@ -16,7 +16,7 @@ def accept(tree: TokenTree, choose: Callable[[int], int], emit: Callable[[int], 
         emit: commits one token and returns whether the request is finished.
 
     Returns:
-        The accepted nodes along the path, without the root. One more token is emitted than nodes are accepted, the
+        The accepted nodes along the path, without the root. One more token is emitted than nodes are accepted: the
         bonus token, which becomes the next root.
     """
     node, accepted = ROOT, list[int]()

@@ -1,4 +1,4 @@
-"""Calibrated path probabilities, which predict the committed tokens of every request."""
+"""Calibrated path probabilities, which predict how many tokens every request commits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 from hf_slospec.algo.calibration import Calibration, Conditionals, Reliability, path_products, shifted, tried_and_hit
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
 
-OWN_RATE, OVERALL_RATE = 0.12, 0.01  # change of log-odds per unexpected acceptance or rejection
-MAX_SHIFT = 2.5  # bound of a shift of log-odds
+REQUEST_RATE, OVERALL_RATE = 0.12, 0.01  # change of log-odds per unexpected acceptance or rejection
+MAX_SHIFT = 2.5  # largest absolute shift of log-odds
 
 
 class Drawing(IntEnum):
-    """Way in which a request's tokens are chosen, and what its draft knows of it."""
+    """Way in which a request's tokens are chosen."""
 
     GREEDY = 0  # the target takes the most probable token
-    SAMPLED = 1  # it draws by noise that the draft does not know
-    COUPLED = 2  # it draws by noise that the draft ranks its proposals with
+    SAMPLED = 1  # the target samples with noise that the draft does not know
+    COUPLED = 2  # the target samples with noise by which the draft ranks its proposals, too
 
 
 SHARPNESS = 0.9  # tau: coupled drafting's probabilities are softmax((log p + Gumbel noise) / tau); measured
 
-# Before anything is learned, a favourite child with conditional c is accepted with probability c ** exponent. That of
+# Prior: a favourite (first) child with conditional c is accepted with probability c ** exponent. The exponent for
 # greedy targets fits the embedded pair: favourites at 0.15 / 0.45 / 0.75 are accepted 0.37 / 0.60 / 0.88.
 FAVOURITE_EXPONENTS = {Drawing.GREEDY: 0.6, Drawing.SAMPLED: 1.0, Drawing.COUPLED: 1.0}
 
@@ -37,7 +37,7 @@ class Speculated(Protocol):
 
     @property
     def drawing(self) -> Drawing:
-        """Return how its tokens are chosen."""
+        """Way in which the request's tokens are chosen."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Prediction:
     """Predicted acceptance of one step's candidates."""
 
     forest: Forest
-    drawings: Sequence[Drawing]  # by tree
-    conditionals: Conditionals  # the draft's conditional probabilities
+    drawings: Sequence[Drawing]  # one per tree
+    conditionals: Conditionals  # the draft's probabilities
     calibrated: FloatArray  # [num_nodes] f64, calibrated conditionals
     path_probs: FloatArray  # [num_nodes] f64, products of the calibrated conditionals along paths
 
@@ -66,15 +66,15 @@ class Prediction:
         return cls(forest, drawings, Conditionals(probs, ranks), calibrated, path_probs)
 
     def of_drawing(self) -> dict[Drawing, BoolArray]:
-        """Return which nodes belong to requests of each way of drawing.  -> [num_nodes] bool each"""
+        """Return masks of the nodes whose request draws in each way.  -> [num_nodes] bool each"""
         kinds = dict.fromkeys(self.drawings)
         if len(kinds) == 1:
             return dict.fromkeys(kinds, np.ones(len(self.forest.depths), dtype=np.bool_))
-        of_trees = np.array(self.drawings)
-        return {drawing: (of_trees == drawing)[self.forest.tree_of] for drawing in kinds}
+        by_tree = np.array(self.drawings)
+        return {drawing: (by_tree == drawing)[self.forest.tree_of] for drawing in kinds}
 
     def expected_tokens(self, is_verified: BoolArray) -> FloatArray:
-        """Return the tokens each request should commit if these nodes are verified.  -> [num_requests] f64
+        """Return the tokens each request is expected to commit if these nodes are verified.  -> [num_requests] f64
 
         Args:
             is_verified: [num_nodes] bool, roots included.
@@ -86,27 +86,26 @@ class Prediction:
 class Acceptance:
     """Model of acceptance: the draft's conditionals, calibrated over all requests and shifted for each.
 
-    One calibration for each way of drawing learns how often children of a draft probability are accepted. On the scale
-    of log-odds, one shift follows the prediction errors of all requests and one those of each request, since texts
-    differ in how predictable they are. Predictions are recorded next to outcomes: reliability before and after
-    calibration, and sums by depth and by child rank.
+    There is one calibration per way of drawing. Log-odds are then shifted by a common amount, which follows the
+    prediction errors of all requests, and by one per request, since texts differ in how predictable they are.
+    Predictions and outcomes are recorded: reliability before and after calibration, sums by depth and by child rank.
     """
 
     def __init__(self, max_depth: int = 32, max_rank: int = 8) -> None:
         self.calibrations = {drawing: Calibration(FAVOURITE_EXPONENTS[drawing]) for drawing in Drawing}
-        self.overall = 0.0  # shift of all requests
-        self.own: WeakKeyDictionary[Speculated, float] = WeakKeyDictionary()  # shift of each request
+        self.overall = 0.0  # log-odds shift of all requests
+        self.request_shifts: WeakKeyDictionary[Speculated, float] = WeakKeyDictionary()  # log-odds
         self.record = AcceptanceRecord(max_depth, max_rank)
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""
         conditionals, drawings = Conditionals.of(forest), [request.drawing for request in requests]
-        shifts = np.array([self.own.get(request, 0.0) for request in requests]) + self.overall
-        first, *others = dict.fromkeys(drawings)
+        shifts = np.array([self.request_shifts.get(request, 0.0) for request in requests]) + self.overall
+        first, *further = dict.fromkeys(drawings)
         unshifted = self.calibrations[first](conditionals)
-        for drawing in others:
-            is_own = (np.array(drawings) == drawing)[forest.tree_of]
-            unshifted = np.where(is_own, self.calibrations[drawing](conditionals), unshifted)
+        for drawing in further:
+            is_drawn_so = (np.array(drawings) == drawing)[forest.tree_of]
+            unshifted = np.where(is_drawn_so, self.calibrations[drawing](conditionals), unshifted)
         calibrated = shifted(unshifted, shifts[forest.tree_of])
         return Prediction(forest, drawings, conditionals, calibrated, path_products(forest, calibrated))
 
@@ -117,10 +116,10 @@ class Acceptance:
         is_verified: BoolArray,
         accepted: IntArray,
     ) -> None:
-        """Learn from the outcome of one step, or of several whose predictions were joined.
+        """Learn from the outcome of one step, or of several steps whose predictions were joined.
 
         Args:
-            requests: those of the prediction, one per tree; None for those that are gone.
+            requests: requests of the prediction, one per tree; None where the request no longer exists.
             prediction: the prediction for these trees.
             is_verified: [num_nodes] bool, the candidates that were verified.
             accepted: [num_accepted] int64, accepted nodes of the forest.
@@ -129,22 +128,23 @@ class Acceptance:
         was_tried, was_hit = tried_and_hit(forest, accepted)
         was_tried &= is_verified
         surplus = np.bincount(forest.tree_of, was_hit - calibrated * was_tried, minlength=len(requests))
-        for request, own in zip(requests, surplus.tolist(), strict=True):
+        for request, error in zip(requests, surplus.tolist(), strict=True):
             if request is not None:
-                self.own[request] = _bounded(self.own.get(request, 0.0) + OWN_RATE * own)
+                shift = self.request_shifts.get(request, 0.0) + REQUEST_RATE * error
+                self.request_shifts[request] = _bounded(shift)
         self.overall = _bounded(self.overall + OVERALL_RATE * float(surplus.sum()))
-        for drawing, is_own in prediction.of_drawing().items():
-            self.calibrations[drawing].observe(prediction.conditionals, was_tried & is_own, was_hit)
+        for drawing, is_drawn_so in prediction.of_drawing().items():
+            self.calibrations[drawing].observe(prediction.conditionals, was_tried & is_drawn_so, was_hit)
         self.record.add(prediction, was_tried, was_hit)
 
 
 class AcceptanceRecord:
-    """Predicted and actual acceptance of tried children, for reports: no decision depends on it.
+    """Predicted and actual acceptance of tried children, for reports; no decision depends on it.
 
-    Steps are summed up many at a time, since a step of one request takes as long to sum up as one of a hundred.
+    Steps are summed in groups, since numpy takes about as long for a small step as for a large one.
     """
 
-    STEPS = 64  # summed up together
+    STEPS = 64  # steps per group
 
     def __init__(self, max_depth: int, max_rank: int) -> None:
         self._before, self._after = Reliability(), Reliability()
@@ -179,7 +179,7 @@ class AcceptanceRecord:
 
     @property
     def by_rank(self) -> FloatArray:
-        """Likewise by child rank.  -> [3, max_rank] f64"""
+        """Sums by child rank.  -> [3, max_rank] f64: predicted acceptances, actual acceptances, tried children"""
         self._sum_up()
         return self._by_rank
 
@@ -190,10 +190,10 @@ class AcceptanceRecord:
         self._steps.clear()
         self._before.observe(probs, hits)
         self._after.observe(tried, hits)
-        for sums, at in ((self._by_depth, depths), (self._by_rank, ranks)):
-            places = np.minimum(at, sums.shape[1] - 1)
+        for sums, indices in ((self._by_depth, depths), (self._by_rank, ranks)):
+            columns = np.minimum(indices, sums.shape[1] - 1)
             for row, values in zip(sums, (tried, hits, None), strict=True):
-                row += np.bincount(places, values, minlength=len(row))
+                row += np.bincount(columns, values, minlength=len(row))
 
 
 def _bounded(shift: float) -> float:

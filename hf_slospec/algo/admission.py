@@ -31,14 +31,13 @@ def prefill_rate(
     max_tokens: int,
     draft_level_s: float = 0.0,
 ) -> float:
-    """Return the most prompt tokens per second that can be prefilled while all decoding requests keep their TPOT SLOs.
+    """Return the highest prefill rate with which all decoding requests keep their TPOT SLOs.
 
     This is a fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps.
-
     The arguments are those of :func:`~hf_slospec.algo.spec_lengths.best_lengths`.
 
     Returns:
-        Tokens per second, at least 0; -inf if the TPOT SLOs cannot be met even without prefill.
+        Prompt tokens per second, at least 0; -inf if the TPOT SLOs cannot be met even without prefill.
     """
     best = best_lengths(step_s, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
     return -np.inf if best is None else best.rate
@@ -46,28 +45,28 @@ def prefill_rate(
 
 @dataclass(frozen=True)
 class Candidate:
-    """Request whose prompt is not processed yet."""
+    """Request whose prompt is not prefilled yet."""
 
-    deadline_s: float  # seconds from now until its prompt must be processed
-    prompt_tokens: int  # still to be processed
-    kv_tokens: int  # K/V cache it needs
+    deadline_s: float  # seconds from now until its prompt must be prefilled
+    prompt_tokens: int  # still to be prefilled
+    kv_tokens: int  # slots of K/V that it needs
     tier: int  # index of its tightest TPOT SLO among the tiers
     priority: int = 0  # lower ones are admitted first
-    is_forced: bool = False  # admitted before and still in prefill: it stays admitted and holds its K/V cache
+    is_forced: bool = False  # admitted before and still in prefill: it stays admitted and keeps its K/V
 
 
 def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int) -> list[int]:
-    """Return the most candidates that can all meet their deadlines (SLOs-Serve, section 3.2.1, throughput form).
+    """Return the largest set of candidates that all meet their deadlines (SLOs-Serve, section 3.2.1, throughput form).
 
     Prompts are processed earliest deadline first, as fast as ``rate`` allows beside the decoding requests: those
     running now, none of which is assumed to finish, and every admitted candidate from its deadline on. The budget of
     prompt tokens grows with that rate and carries over. It may not be negative after any admitted prompt, nor may
     ``rate`` be negative at any time.
 
-    "Most" is lexicographic: as many of the lowest priority as possible, then as many of the next, and so on. Of
-    equally good sets, the one that leaves most capacity for later candidates is preferred, then the one with earlier
-    deadlines, then the one with lower indices. Forced candidates are always admitted, even if they cannot meet their
-    deadlines or make running requests miss their TPOT SLOs; in that case no other candidate is admitted.
+    Sizes are compared lexicographically: as many of the lowest priority as possible, then as many of the next, and so
+    on. Of equally large sets, the one that leaves most capacity for later candidates is preferred, then the one with
+    earlier deadlines, then the one with lower indices. Forced candidates are always admitted, even if they cannot meet
+    their deadlines or make running requests miss their TPOT SLOs; in that case no other candidate is admitted.
 
     Time grows with the number of candidates N times the number of states: one if all candidates fit, else up to
     N^tiers * N^(priorities - 1) counts times the trade-offs between K/V cache and budget at each. Callers bound N, to
@@ -90,54 +89,54 @@ def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts
         if chosen is None:
             chosen = _largest_set(jobs, must, rate, running, kv_free)
     if chosen is None:
-        chosen = [place for place, job in enumerate(jobs) if job.is_forced]
-    return sorted(order[place] for place in chosen)
+        chosen = [number for number, job in enumerate(jobs) if job.is_forced]
+    return sorted(order[number] for number in chosen)
 
 
 def _largest_set(
     jobs: Sequence[Candidate], must: Sequence[bool], rate: PrefillRate, running: Counts, kv_free: int
 ) -> list[int] | None:
-    """Return the places of the best feasible set of ``jobs`` that contains all marked ``must``; None if there is none.
+    """Return the indices of the best feasible set of ``jobs`` with all marked ``must``; None if there is none.
 
-    A state describes a set of the jobs so far: its counts, admitted jobs by priority and decoding requests by tier,
-    and what the set leaves, K/V cache and prompt-token budget at the current deadline. Of states with equal counts,
-    only those are kept that no other dominates in both. States are ordered by preference: of two, the one whose set
-    contains the first job they differ in.
+    A state describes a set of the jobs so far: its counts (admitted jobs by priority, decoding requests by tier) and
+    what it leaves (K/V slots, and prompt tokens that can be prefilled until the current deadline). Of states with equal
+    counts, only those are kept that no other dominates in both. States are ordered by preference: of two, the one whose
+    set contains the first job they differ in comes first.
 
     Args:
         jobs: candidates sorted by deadline.
-        must: [jobs] whether the job has to be in the set.
+        must: [jobs] bool, the job has to be in the set.
     """
     if rate(running) < 0.0:
         return None
     priorities = sorted({job.priority for job in jobs})
     counts = np.array([[0] * len(priorities) + list(running)])  # [states, priorities + tiers]
-    left = np.array([[float(kv_free), 0.0]])  # [states, 2] tokens of K/V cache, prompt-token budget
+    left = np.array([[float(kv_free), 0.0]])  # [states, 2] K/V slots, prompt tokens
     rates = np.array([rate(running)])  # [states]
     needs = np.array([(0 if job.is_forced else job.kv_tokens, job.prompt_tokens) for job in jobs], dtype=np.float64)
     trail: list[tuple[IntArray, IntArray]] = []  # per job and state, the previous state and whether it was admitted
     now_s = 0.0
-    for place, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         deadline_s = min(max(job.deadline_s, now_s), FAR_S)
         left[:, 1] += rates * (deadline_s - now_s)
         now_s = deadline_s
 
         step = np.zeros(counts.shape[1], dtype=np.int64)
         step[[priorities.index(job.priority), len(priorities) + job.tier]] = 1
-        fitting = np.flatnonzero((np.round(left - needs[place], 6) >= 0.0).all(axis=1))
+        fitting = np.flatnonzero((np.round(left - needs[index], 6) >= 0.0).all(axis=1))
         joined = counts[fitting] + step
         joined_rates = _rates(joined[:, len(priorities) :], rate)
         is_kept = joined_rates >= 0.0
         fitting, joined, joined_rates = fitting[is_kept], joined[is_kept], joined_rates[is_kept]
 
-        skipping = np.arange(0 if must[place] else len(counts))
+        skipping = np.arange(0 if must[index] else len(counts))
         parents = np.concatenate([fitting, skipping])
         is_taken = np.repeat([1, 0], [len(fitting), len(skipping)])
         counts = np.concatenate([joined, counts[skipping]])
         rates = np.concatenate([joined_rates, rates[skipping]])
         # Capacity that no later job can use is cut off, so that states that differ in nothing else become equal.
-        # Rounding keeps them equal, and a prompt that fits exactly does not miss by the last bit.
-        left = np.minimum(left[parents] - is_taken[:, None] * needs[place], needs[place + 1 :].sum(axis=0))
+        # Rounding keeps them equal, and admits a prompt that fits exactly in spite of floating-point errors.
+        left = np.minimum(left[parents] - is_taken[:, None] * needs[index], needs[index + 1 :].sum(axis=0))
         left = np.round(left, 6)
 
         preferred = np.lexsort((1 - is_taken, parents))
@@ -148,29 +147,29 @@ def _largest_set(
         trail.append((parents[kept], is_taken[kept]))
 
     # Ties: the first state in order of preference is taken.
-    at = max(range(len(counts)), key=lambda state: (*counts[state, : len(priorities)], -state))
+    state = max(range(len(counts)), key=lambda state: (*counts[state, : len(priorities)], -state))
     chosen: list[int] = []
-    for place in reversed(range(len(jobs))):
-        parents, is_taken = trail[place]
-        chosen += [place] * int(is_taken[at])
-        at = int(parents[at])
+    for index in reversed(range(len(jobs))):
+        parents, is_taken = trail[index]
+        chosen += [index] * int(is_taken[state])
+        state = int(parents[state])
     return chosen
 
 
 def _rates(counts: IntArray, rate: PrefillRate) -> FloatArray:
     """Return ``rate`` of each row of ``counts``, [states, tiers].  -> [states] f64"""
-    distinct, which = np.unique(counts, axis=0, return_inverse=True)
-    return np.array([rate(tuple(row)) for row in distinct.tolist()], dtype=np.float64)[which.reshape(-1)]
+    distinct, inverse = np.unique(counts, axis=0, return_inverse=True)
+    return np.array([rate(tuple(row)) for row in distinct.tolist()], dtype=np.float64)[inverse.reshape(-1)]
 
 
 def _undominated(counts: IntArray, left: FloatArray) -> IntArray:
-    """Return the indices, ascending, of states that no other with the same counts dominates in ``left``, [states, 2].
+    """Return the ascending indices of states that no state with equal counts dominates in ``left``, [states, 2].
 
     Of equal states the first is kept.
     """
     order = np.lexsort((-left[:, 1], -left[:, 0], *counts.T))  # stable
     group = np.cumsum((np.diff(counts[order], axis=0, prepend=counts[order[:1]]) != 0).any(axis=1))
-    # Within a group the K/V cache falls, so the budget must rise. Budgets become ranks, raised from group to group.
+    # Within a group the K/V slots fall, so the prompt tokens must rise. They become ranks, raised from group to group.
     budgets = np.unique(left[order, 1], return_inverse=True)[1].reshape(-1) + group * len(order)
     highest_before = np.maximum.accumulate(np.concatenate(([-1], budgets)))[:-1]
     kept: IntArray = np.sort(order[budgets > highest_before])

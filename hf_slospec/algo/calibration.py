@@ -6,27 +6,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, places_in_groups
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, ranks_in_groups
 
 
 @dataclass(frozen=True)
 class Conditionals:
-    """Draft probabilities of the nodes of a forest, given their parents. Entries of roots are undefined."""
+    """Draft probabilities of a forest's nodes given their parents. Entries of roots are undefined."""
 
     probs: FloatArray  # [num_nodes] f64 in [0, 1]; 0 under a parent of path probability 0
-    ranks: IntArray  # [num_nodes] int64, place among its siblings; 0: the draft's most probable child
+    ranks: IntArray  # [num_nodes] int64, rank among the siblings; 0: the draft's most probable child
 
     @classmethod
     def of(cls, forest: Forest) -> Conditionals:
-        """Return the conditionals that the forest's path probabilities are products of."""
-        below = forest.path_probs[forest.parents]
-        probs = np.divide(forest.path_probs, below, out=np.zeros(len(below)), where=below > 0.0)
+        """Return the conditionals whose products are the forest's path probabilities."""
+        above = forest.path_probs[forest.parents]
+        probs = np.divide(forest.path_probs, above, out=np.zeros(len(above)), where=above > 0.0)
         # Nodes of a tree ascend, so a stable sort by parent keeps siblings in order.
         order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")  # roots before their children
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)
         is_first[1:] = (parents[1:] != parents[:-1]) | (forest.depths[order[:-1]] == 0)
-        return cls(np.minimum(probs, 1.0), places_in_groups(order, is_first))
+        return cls(np.minimum(probs, 1.0), ranks_in_groups(order, is_first))
 
 
 def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
@@ -44,7 +44,7 @@ def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
 
 
 class Calibration:
-    """Map from draft conditionals to the frequency with which such children were accepted once their parent was.
+    """Map from draft conditionals to how often such children were accepted, given that their parent was.
 
     A greedy target takes a good draft's most probable child more often than the draft's probability says, and a poor
     draft's less often. Acceptance is counted per bin of the conditional, separately for favourites (first children)
@@ -73,7 +73,7 @@ class Calibration:
         """Learn from verified nodes.
 
         Args:
-            conditionals: the draft's, of all nodes.
+            conditionals: the draft's probabilities of all nodes.
             was_tried: [num_nodes] bool, the node was verified and its parent committed.
             was_hit: [num_nodes] bool, the node was committed.
         """
@@ -98,7 +98,7 @@ def shifted(conditionals: FloatArray, log_odds: FloatArray) -> FloatArray:
 
 
 class Reliability:
-    """Predicted against actual acceptance by bin, as in a reliability diagram, with its two usual scores."""
+    """Predicted against actual acceptance by bin, as in a reliability diagram, with Brier score and ECE."""
 
     BINS = 10
 

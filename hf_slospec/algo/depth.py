@@ -1,4 +1,4 @@
-"""Depth and width of drafting, depth 0 included: the shape with the highest recent expected tokens per second."""
+"""Choice of depth and beam width: the shape with the most expected tokens per second, plain decoding included."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_slospec.algo.tree import FloatArray, Forest, IntArray, places_in_groups
+from hf_slospec.algo.tree import FloatArray, Forest, IntArray, ranks_in_groups
 
-# draft levels [depths, 1], beam widths [widths], per drafting request expected tokens [estimates, depths, widths] and
-# nodes [depths, widths] -> seconds of such steps, which broadcast to [estimates, depths, widths]
+# Draft levels [depths, 1], beam widths [widths], and per drafting request expected tokens [estimates, depths, widths]
+# and nodes [depths, widths] -> seconds of such steps, broadcast to [estimates, depths, widths].
 ShapeTime = Callable[[IntArray, IntArray, FloatArray, FloatArray], FloatArray]
 ProbeTime = Callable[[int, int], float]  # draft levels, beam width -> seconds
 
 
 def beam_ranks(forest: Forest) -> IntArray:
-    """Return the place of every node among the nodes of its depth in its tree.  -> [num_nodes] int64"""
+    """Return the rank of every node among the nodes of equal depth in its tree.  -> [num_nodes] int64"""
     order = np.lexsort((forest.depths, forest.tree_of))
     tree_of, depths = forest.tree_of[order], forest.depths[order]
     is_first = np.ones(len(order), dtype=np.bool_)
     is_first[1:] = (tree_of[1:] != tree_of[:-1]) | (depths[1:] != depths[:-1])
-    return places_in_groups(order, is_first)
+    return ranks_in_groups(order, is_first)
 
 
 @dataclass(frozen=True)
@@ -31,113 +31,113 @@ class Drafted:
 
     depth: int  # levels
     width: int
-    num_trees: int  # that were drafted, other requests having a root only
-    planned_depth: int  # levels that the drafter might have drafted, had those beyond ``depth`` been worth their time
+    num_trees: int  # trees drafted; other requests have only a root
+    planned_depth: int  # levels planned; the drafter may have stopped at ``depth``
 
 
 class _Choice(NamedTuple):
-    """The shape that is best by the averages, and what it was chosen for."""
+    """The shape that is best by the averages, and the conditions under which it was chosen."""
 
-    occasion: tuple[int, ...]  # steps learned from, bounds of the shape
+    conditions: tuple[int, ...]  # number of observed steps, maximum depth and width
     num_requests: int
     depth: int  # 0: speculation is off
     width: int
-    is_known: bool  # otherwise the next step drafts the whole shape
+    is_known: bool  # False: the averages are incomplete, so the next step drafts the whole shape
     step_s: float
-    look_s: float  # seconds of drafting the whole shape for which there is nothing in return
+    look_s: float  # seconds that drafting the whole shape loses against the best shape
 
 
 class DepthControl:
-    """Running averages of the contribution of each place of a beam, and the best depth and width by these averages.
+    """Running averages of the contribution of each beam rank per depth, and the best depth and width by them.
 
-    Places that were not drafted keep their averages. Looks renew them: while speculation is on, a look drafts the
-    whole shape; while it is off, ``PROBE_DEPTH`` levels for a few requests. What looks cost in addition stays below
-    ``LOOK_SHARE`` of the time, so that they are frequent where they are cheap. After speculation was switched off, some
-    come earlier, at intervals that double: predictions may be wrong, the cost of a look among them.
+    Entries (depth, rank) that are not drafted keep their averages. *Looks* renew them: while speculation is on, a look
+    drafts the whole shape; while it is off, ``PROBE_DEPTH`` levels for a few requests. The additional cost of looks
+    stays below ``LOOK_SHARE`` of the time, so they are frequent where they are cheap. After speculation was switched
+    off, some come earlier, at intervals that double, since the predicted cost of a look may be wrong as well.
 
-    A choice stands for ``STANDS`` steps while nothing was learned and about as many requests decode: to choose takes
-    longer than all else that is decided for a few requests in a step.
+    A choice is kept for ``STANDS`` steps if nothing was observed and the number of requests is similar, since choosing
+    takes longer than all other decisions of a step with few requests.
     """
 
     STANDS = 4  # steps
-    SIMILAR = 1.5  # ratio of numbers of requests that one choice serves
+    SIMILAR = 1.5  # largest ratio between numbers of requests for which a choice is kept
     LOOK_SHARE = 0.01  # share of the time that looks may take
-    MIN_GAP = 8  # steps between looks, and before the first one of those at doubling intervals
-    WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes that are drafted before the averages decide, whichever is less
+    MIN_GAP = 8  # steps between looks; also the first of the doubling intervals
+    WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes drafted before the averages decide, whichever is less
     PROBE_DEPTH = 2  # levels of a look while speculation is off
     MIN_CONTINUATION = 0.2
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
     MARGIN = 1.02  # factor by which speculation must be better than plain decoding to be switched on
-    WEIGHT = 0.1  # weight of a step in the running averages, if the level was drafted in the step before, too
-    MAX_WEIGHT = 0.5  # weight of a step in the running averages, if the level was not drafted for long
-    DOUBT = 0.5  # standard deviation of a node's contribution in one step, at most
-    NO_DOUBT = 0.02  # relative error of the averages below which they are taken as they are
+    WEIGHT = 0.1  # weight of a step in the averages of entries that the step before drafted as well
+    MAX_WEIGHT = 0.5  # weight of a step in the averages of entries that were not drafted for long
+    DOUBT = 0.5  # upper bound of the standard deviation of a node's contribution in one step
+    NO_DOUBT = 0.02  # relative standard error of the averages that is ignored
 
     def __init__(self, max_depth: int, max_width: int):
-        self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, place in beam] verified nodes per request
+        self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, rank in beam] verified nodes per request
         self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, which is their expected tokens
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
-        self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the place was last drafted
-        self.is_tried = np.zeros((max_depth + 1, max_width), dtype=np.bool_)  # places that a step would have drafted
-        self.num_observed = self.num_trees = 0  # steps that drafted, and the trees of these
+        self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the entry was last drafted
+        self.is_tried = np.zeros((max_depth + 1, max_width), dtype=np.bool_)  # a step has drafted or planned the entry
+        self.num_observed = self.num_trees = 0  # steps that drafted, and their trees
         self.is_on = True
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
-        self._steps_since_look, self._look_s = 0, 0.0  # seconds that a look may cost by now
-        self._early_gap = self.MIN_GAP  # steps after which a look is due whatever it costs, while speculation is off
-        self.is_look = True  # whether the last step renews the averages, so that it should be learned from at once
-        self._choice, self._age = _Choice((), 0, 0, 1, False, 0.0, 0.0), 0  # with the steps that it has stood for
+        self._steps_since_look, self._look_s = 0, 0.0  # steps; seconds that a look may cost now
+        self._early_gap = self.MIN_GAP  # steps after which a look is due at any cost while speculation is off
+        self.is_look = True  # the last step renews the averages, so it should be learned from at once
+        self._choice, self._age = _Choice((), 0, 0, 1, False, 0.0, 0.0), 0  # age in steps
 
     def observe(
         self, forest: Forest, path_probs: FloatArray, is_verified: np.ndarray, drafted: Sequence[Drafted]
     ) -> None:
-        """Update the averages by one step, or by several whose trees are given together.
+        """Update the averages by one step, or by several steps whose trees are given together.
 
         Args:
             forest: candidate trees.
             path_probs: [num_nodes] f64, calibrated path probabilities.
             is_verified: [num_nodes] bool, the nodes that were verified.
-            drafted: what each of the steps drafted.
+            drafted: one per step.
         """
         max_depth, max_width = self.nodes.shape[0] - 1, self.nodes.shape[1]
-        num_trees = np.zeros(self.nodes.shape)  # that have the place
+        num_trees = np.zeros(self.nodes.shape)  # trees for which the entry was drafted
         for step in drafted:
             num_trees[1 : step.depth + 1, : step.width] += step.num_trees
-            # Levels that were not worth drafting need no further look, or every step would take one until they are.
+            # Levels not worth drafting count as tried; otherwise every step would be a look until they are drafted.
             self.is_tried[1 : max(step.depth, step.planned_depth) + 1, : step.width] = True
             self.num_trees += step.num_trees
         self.num_observed += len(drafted)
-        usual = max(self.WEIGHT, 1.0 / self.num_observed)
+        weight = max(self.WEIGHT, 1.0 / self.num_observed)
         seen = num_trees > 0
-        weights = np.minimum(1.0 - (1.0 - usual) ** self.steps_since[seen], max(usual, self.MAX_WEIGHT))
+        weights = np.minimum(1.0 - (1.0 - weight) ** self.steps_since[seen], max(weight, self.MAX_WEIGHT))
         weights[np.isinf(self.steps_since[seen])] = 1.0
-        at = np.minimum(forest.depths, max_depth) * max_width + np.minimum(beam_ranks(forest), max_width - 1)
+        entries = np.minimum(forest.depths, max_depth) * max_width + np.minimum(beam_ranks(forest), max_width - 1)
         for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
-            now = np.bincount(at, values, minlength=average.size).reshape(average.shape)[seen] / num_trees[seen]
-            average[seen] += weights * (now - average[seen])
+            sums = np.bincount(entries, values, minlength=average.size).reshape(average.shape)
+            average[seen] += weights * (sums[seen] / num_trees[seen] - average[seen])
         self.steps_since[seen] = 0
 
     def best(
         self, max_depth: int, max_width: int, num_requests: int, seconds: ShapeTime, probe_s: ProbeTime
     ) -> tuple[int, int]:
-        """Return the depth and width to draft: those of most expected tokens per second, or a look's.
+        """Return the depth and width to draft: those with most expected tokens per second, or those of a look.
 
         Args:
             max_depth, max_width: bounds of the shape.
-            num_requests: those that decode.
+            num_requests: decoding requests.
             seconds: predicted step times by shape.
-            probe_s: predicted seconds that a look takes beside plain decoding.
+            probe_s: predicted seconds that a look adds to plain decoding.
         """
-        if not max_depth:  # nothing to decide: whether speculation pays is another question
+        if not max_depth:  # speculation is impossible in this step, but is not switched off
             self.is_look = False
             return 0, 1
         self.steps_since += 1
         self._steps_since_look += 1
         self._age += 1
-        occasion = self.num_observed, max_depth, max_width
+        conditions = self.num_observed, max_depth, max_width
         ratio = num_requests / max(self._choice.num_requests, 1)
-        is_similar = occasion == self._choice.occasion and 1.0 / self.SIMILAR < ratio < self.SIMILAR
+        is_similar = conditions == self._choice.conditions and 1.0 / self.SIMILAR < ratio < self.SIMILAR
         if not is_similar or self._age >= self.STANDS:
-            self._choice, self._age = self._chosen(occasion, num_requests, seconds), 0
+            self._choice, self._age = self._chosen(conditions, num_requests, seconds), 0
         choice, self.is_look = self._choice, True
         if not choice.is_known:
             return max_depth, max_width
@@ -149,8 +149,8 @@ class DepthControl:
         self.is_look = False
         return choice.depth, choice.width
 
-    def _chosen(self, occasion: tuple[int, int, int], num_requests: int, seconds: ShapeTime) -> _Choice:
-        _, max_depth, max_width = occasion
+    def _chosen(self, conditions: tuple[int, int, int], num_requests: int, seconds: ShapeTime) -> _Choice:
+        _, max_depth, max_width = conditions
         tokens, step_s = self._expected(max_depth, max_width, seconds)
         depth, width, best, plain = self._best_of(tokens / step_s)
         is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
@@ -160,15 +160,15 @@ class DepthControl:
             self._switch(best, plain)
         self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
         if not self.is_on:
-            return _Choice(occasion, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
-        # The whole shape yields tokens, too, for which the best one would need some time as well.
+            return _Choice(conditions, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
+        # The whole shape yields tokens as well; the time that the best shape needs for them is no loss.
         look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
-        own_s = float(step_s[0, depth, width - 1])
+        best_s = float(step_s[0, depth, width - 1])
         deepest = min(depth + self.BEYOND, max_depth)
-        return _Choice(occasion, num_requests, deepest, width, is_known, own_s, look_s)
+        return _Choice(conditions, num_requests, deepest, width, is_known, best_s, look_s)
 
     def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
-        """Return whether a look's further seconds ``look_s`` stay within their share, the present step's included."""
+        """Return whether the additional seconds of a look, ``look_s``, are within the share saved up so far."""
         self._look_s += self.LOOK_SHARE * step_s
         is_early = not self.is_on and self._steps_since_look >= self._early_gap
         if self._steps_since_look < self.MIN_GAP or not (is_early or self._look_s >= look_s()):
@@ -183,18 +183,18 @@ class DepthControl:
             self._steps_since_look, self._look_s, self._early_gap = 0, 0.0, self.MIN_GAP
 
     def continuation(self, width: int) -> float:
-        """Return how often a path goes on in the next level of a beam, by the averages of the first one."""
+        """Return how often a path continues in the next level of a beam, by the averages of the first level."""
         return min(max(float(self.mass[1:2, :width].sum()), self.MIN_CONTINUATION), 1.0)
 
     def best_shape(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[int, int, float, float]:
         """Find the best shape by the averages, without looks.
 
-        While few trees are known, it is the shape that loses least to the best one whether the averages are too high
-        or too low by their standard error.
+        While few trees were observed, it is the shape with the smallest maximum loss against the best one, with the
+        averages one standard error too high or too low.
 
         Returns:
-            Depth, width, and expected tokens per second and request of the best shape that drafts; then the same rate
-            of plain decoding.
+            Depth, width, and expected tokens per second and request of the best shape that drafts; then the rate of
+            plain decoding.
         """
         tokens, step_s = self._expected(max_depth, max_width, seconds)
         return self._best_of(tokens / step_s)
@@ -205,16 +205,15 @@ class DepthControl:
         if not max_depth:
             return 0, 1, 0.0, plain
         losses = (1.0 - rates / rates.max((1, 2), keepdims=True))[-2:].max(axis=0)
-        at = int(np.argmin(losses[1:].T))  # ties: the narrowest shape, then the shallowest
-        width, depth = divmod(at, max_depth)
+        width, depth = divmod(int(np.argmin(losses[1:].T)), max_depth)  # ties: the narrowest shape, then the shallowest
         return depth + 1, width + 1, float(rates[0, depth + 1, width]), plain
 
     def _expected(self, max_depth: int, max_width: int, seconds: ShapeTime) -> tuple[FloatArray, FloatArray]:
         """Return expected tokens per drafting request, and seconds of a step, by shape.
 
         Returns:
-            Both [estimates, depths, widths] f64. The first estimate is by the averages. While few trees are known, a
-            low and a high one follow: the probability that a token follows the one before is a standard error off.
+            Both [estimates, depths, widths] f64. The first estimate is by the averages. While few trees were observed,
+            a low and a high one follow, with every acceptance probability one standard error lower or higher.
         """
         depths, widths = np.arange(max_depth + 1)[:, None], np.arange(1, max_width + 1)
         mass, nodes = (average[: max_depth + 1, :max_width] for average in (self.mass, self.nodes))

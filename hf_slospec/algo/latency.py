@@ -1,4 +1,4 @@
-"""Measured forward times: monotone piecewise-linear curves, since no line fits real hardware."""
+"""Measured forward times as monotone piecewise-linear curves, since no line fits real hardware."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class LatencyCurve:
         return cls(tuple(tokens for tokens, _ in points), monotone)
 
     def __call__(self, num_tokens: IntArray | FloatArray | float) -> FloatArray:
-        """Return the seconds of forwards of these sizes.  -> as given, f64"""
+        """Return the seconds of forwards of these sizes.  -> f64, shape of ``num_tokens``"""
         x, y, slope = self._line
         inside: FloatArray = np.asarray(np.interp(num_tokens, x, y))
         beyond: FloatArray = np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
         return inside + slope * beyond
 
     def at(self, num_tokens: float) -> float:
-        """Return the seconds of one forward, as a call does, but a tenth of the time for a single number."""
+        """Return the seconds of one forward, as a call does, in a tenth of the time."""
         x, y = self.num_tokens, self.seconds
         if num_tokens <= x[0] or len(x) == 1:
             return y[0]
@@ -52,7 +52,7 @@ class LatencyCurve:
 
     @cached_property
     def _line(self) -> tuple[FloatArray, FloatArray, float]:
-        """The points as arrays, and the slope beyond the last."""
+        """Tokens and seconds as arrays, and the slope beyond the last point."""
         x, y = np.array(self.num_tokens, dtype=np.float64), np.array(self.seconds)
         return x, y, float((y[-1] - y[-2]) / (x[-1] - x[-2])) if len(x) > 1 else 0.0
 
@@ -83,6 +83,6 @@ class ForwardCost:
 
     def scaled(self, factors: Sequence[float], overall: float) -> ForwardCost:
         """Return the cost with each measured point times its factor, and the linear terms times ``overall``."""
-        seconds = [own * factor for own, factor in zip(self.curve.seconds, factors, strict=True)]
+        seconds = [point_s * factor for point_s, factor in zip(self.curve.seconds, factors, strict=True)]
         curve = LatencyCurve.fit(self.curve.num_tokens, seconds)
         return ForwardCost(curve, self.per_request_s * overall, self.per_key_s * overall)

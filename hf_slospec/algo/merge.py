@@ -1,4 +1,4 @@
-"""Merging of the token trees that several sources propose for the same request."""
+"""Union of the token trees that several sources propose for the same request."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.algo.calibration import Conditionals
 from hf_slospec.algo.tree import FloatArray, Forest, TokenTree
-
-
-def merge_trees(trees: Sequence[TokenTree], max_nodes: int | None = None) -> TokenTree:
-    """Return the union of at least one tree, all with the same root token; see :func:`merge_forests`."""
-    forests = [Forest.of([tree]) for tree in trees]
-    [merged] = merge_forests(forests, [Conditionals.of(forest).probs for forest in forests], max_nodes)
-    return merged
 
 
 def merge_forests(
@@ -30,9 +22,9 @@ def merge_forests(
 
     Args:
         forests: one per source, each with one tree per request, the requests in the same order.
-        conditionals: [num_nodes] f64 in [0, 1] for every forest: probabilities given that the parent is committed, on
-            a scale that is the same for all sources. Entries of roots are not read.
-        max_nodes: nodes to keep per request, the first in canonical order, roots not counted; None: all.
+        conditionals: [num_nodes] f64 in [0, 1] for every forest: probabilities given that the parent is committed,
+            comparable between sources. Entries of roots are not read.
+        max_nodes: nodes to keep per request, the first in canonical order, root not counted; None: all.
     """
     sizes = [len(forest.depths) for forest in forests]
     parents = np.concatenate([forest.parents for forest in forests]) + np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
@@ -43,30 +35,30 @@ def merge_forests(
     roots, num_ids = np.flatnonzero(depths == 0), int(tokens.max()) + 1
     assert (tokens[roots] == tokens[roots[tree_of[roots]]]).all(), "trees of a request differ in their root tokens"
 
-    # A merged node is named by the first given node with its path, and found by its parent's name and its token.
+    # The name of a merged node is the index of the first given node with its path.
     name_of = np.arange(len(depths))
     name_of[roots] = roots[tree_of[roots]]
     path_probs = np.ones(len(depths))  # [num_nodes] f64, indexed by the merged nodes' names
     for depth in range(1, int(depths.max()) + 1):
         layer = np.flatnonzero(depths == depth)
         above = name_of[parents[layer]]
-        _, firsts, places = np.unique(above * num_ids + tokens[layer], return_index=True, return_inverse=True)
-        name_of[layer] = layer[firsts][places]
+        _, firsts, inverse = np.unique(above * num_ids + tokens[layer], return_index=True, return_inverse=True)
+        name_of[layer] = layer[firsts][inverse]
         best = np.zeros(len(firsts))
-        np.maximum.at(best, places, probs[layer])
+        np.maximum.at(best, inverse, probs[layer])
         above = above[firsts]
-        siblings = np.bincount(above, best)[above]  # sums
-        path_probs[layer[firsts]] = path_probs[above] * best / np.maximum(siblings, 1.0)
+        sibling_sums = np.bincount(above, best)[above]
+        path_probs[layer[firsts]] = path_probs[above] * best / np.maximum(sibling_sums, 1.0)
 
     names = np.flatnonzero(name_of == np.arange(len(depths)))
     names = names[np.lexsort((depths[names], -path_probs[names], tree_of[names]))]  # stable: ties stay in order
-    place_of = np.empty(len(depths), dtype=np.int64)  # index in its tree, by name
+    node_of = np.empty(len(depths), dtype=np.int64)  # node in the merged tree, by name
     ends = np.cumsum(np.bincount(tree_of[names], minlength=len(roots) // len(forests)))
     merged = []
-    for own in np.split(names, ends[:-1]):
-        kept = own if max_nodes is None else own[: max_nodes + 1]
-        place_of[kept] = np.arange(len(kept))
-        own_parents = place_of[name_of[parents[kept]]]
-        own_parents[0] = -1
-        merged.append(TokenTree(tokens[kept], own_parents, depths[kept], path_probs[kept]))
+    for tree_names in np.split(names, ends[:-1]):
+        kept = tree_names if max_nodes is None else tree_names[: max_nodes + 1]
+        node_of[kept] = np.arange(len(kept))
+        new_parents = node_of[name_of[parents[kept]]]
+        new_parents[0] = -1
+        merged.append(TokenTree(tokens[kept], new_parents, depths[kept], path_probs[kept]))
     return merged

@@ -15,7 +15,7 @@ def tpot_s(first_token_s: float, last_token_s: float, num_tokens: int) -> float 
 
 
 def is_attained(measured_tpot_s: float | None, tpot_slo_s: float | None) -> bool | None:
-    """Return whether the TPOT SLO was met; None without a TPOT SLO. A TPOT of None, one token only, meets it."""
+    """Return whether the TPOT SLO was met; None without one. A TPOT of None (fewer than two tokens) meets it."""
     if tpot_slo_s is None:
         return None
     return measured_tpot_s is None or measured_tpot_s <= tpot_slo_s

@@ -1,4 +1,4 @@
-"""Index of the prompts that replicas were given, to send prompts that begin alike to the same one."""
+"""Index of the prompt prefixes that replicas have processed, for cache-aware routing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ MAX_BLOCKS = 2**16  # blocks of all prompts together; the least recently used ar
 
 
 class PrefixIndex:
-    """Approximate record of which replicas hold the K/V of which beginnings.
+    """Approximate record of which replicas hold the K/V of which prefixes.
 
-    Every block is known by a hash of its tokens and of all before it, so prompts share the entries of what they share.
-    A replica may have dropped K/V that is recorded here: the index guarantees nothing.
+    A block's key is a hash of its tokens and of all before it, so prompts share the entries of their common prefix.
+    A replica may have dropped K/V that is recorded here.
     """
 
     def __init__(self, block: int = BLOCK, max_blocks: int = MAX_BLOCKS):
         self.block, self.max_blocks = block, max_blocks
-        self._holders: OrderedDict[int, set[str]] = OrderedDict()  # by the hash of a beginning, least recent first
+        self._holders: OrderedDict[int, set[str]] = OrderedDict()  # replicas by key, least recently used first
 
     def record(self, replica: str, prompt: Sequence[int], salt: str = "") -> None:
         """Record that a replica processes a prompt; prompts of different salts share nothing."""
@@ -29,17 +29,17 @@ class PrefixIndex:
             self._holders.popitem(last=False)
 
     def num_known(self, replicas: Sequence[str], prompt: Sequence[int], salt: str = "") -> list[int]:
-        """Return for each replica how many tokens at the beginning of the prompt it was given before."""
+        """Return for each replica the length in tokens of the prompt's prefix that it has processed."""
         known, alive = dict.fromkeys(replicas, 0), set(replicas)
-        for place, key in enumerate(self._keys(prompt, salt), 1):
+        for num_blocks, key in enumerate(self._keys(prompt, salt), 1):
             alive &= self._holders.get(key, set())
             if not alive:
                 break
-            known |= dict.fromkeys(alive, place * self.block)
+            known |= dict.fromkeys(alive, num_blocks * self.block)
         return [known[replica] for replica in replicas]
 
     def forget(self, replica: str) -> None:
-        """Drop a replica that has gone."""
+        """Drop the entries of a replica that has stopped."""
         for key, holders in list(self._holders.items()):
             holders.discard(replica)
             if not holders:

@@ -14,19 +14,19 @@ StepTime = Callable[[IntArray], FloatArray]  # nodes verified in a step -> its p
 def best_ratio_nodes(
     forest: Forest, values: FloatArray, budget: int, step_time_s: StepTime, mixed_time_s: StepTime | None = None
 ) -> BoolArray:
-    """Return the nodes whose value per second of the step is highest (the goodput rule, with one weight per request).
+    """Return the set of nodes with the highest value per second of the step (goodput, with one weight per request).
 
-    Sorted by value, every prefix is a set of trees and its value is the sum of its nodes'. So the best set of each
-    size is a prefix, and of these the one with the best ratio is taken. In a step with prefill, the time of the
-    prefill tokens is spent in any case and would make every node look cheap in the ratio. There, nodes are taken as
-    long as they yield as much per second as the best ratio without prefill.
+    In order of value, every prefix is a set of connected trees, so the best set of each size is a prefix; the prefix
+    with the best ratio of value to time is taken. In a step with prefill, the time of the prefill tokens is spent in
+    any case and would make every node look cheap. There, nodes are taken as long as they yield as much per second as
+    the best ratio without prefill.
 
     Args:
         forest: candidate trees, one per request.
         values: [num_nodes] f64, weight of the request times path probability; the value of a root is the weight.
         budget: maximum number of verified nodes, roots included; roots are always verified.
         step_time_s: seconds of the whole step, drafting included, by its number of nodes, without prefill.
-        mixed_time_s: the same with the step's prefill tokens; None: there are none.
+        mixed_time_s: seconds with the step's prefill tokens; None: there are none.
 
     Returns:
         [num_nodes] bool, roots included.

@@ -1,4 +1,4 @@
-"""Lengths of speculation that meet TPOT SLOs (SLOs-Serve, arXiv 2504.08784, appendix D)."""
+"""Speculation lengths that meet TPOT SLOs (SLOs-Serve, arXiv 2504.08784, appendix D)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_slospec.algo.tree import IntArray
 
 @dataclass(frozen=True)
 class SpecLengths:
-    """Lengths with which every tier meets its TPOT SLO on average."""
+    """Chain lengths with which every tier meets its TPOT SLO on average."""
 
     lengths: IntArray  # [tiers] tokens verified per request; 1: plain decoding, 0: the tier is empty
     limit_s: float  # maximum seconds of the step; inf without any TPOT SLO
@@ -30,15 +30,15 @@ def best_lengths(
     draft_level_s: float = 0.0,
     slacks_s: Sequence[float] | None = None,
 ) -> SpecLengths | None:
-    """Return the chain lengths, one per tier, that leave most prompt tokens per second (SLOs-Serve, appendix D).
+    """Return the chain lengths, one per tier, that allow the highest prefill rate (SLOs-Serve, appendix D).
 
     Every step holds one chain of each decoding request, of the same length within a tier, and fills up with prompt
     tokens. A chain of s tokens (1: plain decoding) commits Acc(s) = 1 + a + ... + a^(s-1) in expectation, so a step
     may last up to tpot_slo * Acc(s). The tier with the smallest such bound limits the step. Given that limit, the
     shortest chains are best for all others, so trying every tier and length as the limit finds the best lengths.
 
-    TPOT SLOs are met on average only, and a tier that could skip some steps is charged for all of them. [FIX] a step
-    may be shorter than its limit: where ``max_tokens`` or the curve stops it from filling the limit, waiting gains
+    TPOT SLOs are met on average only, and every tier decodes in every step, even if it could skip some. [FIX] a step
+    may be shorter than its limit: where ``max_tokens`` or the curve keeps it from filling the limit, waiting gains
     nothing.
 
     Args:
@@ -49,21 +49,21 @@ def best_lengths(
         max_len: longest chain, at least 1.
         max_tokens: maximum tokens of a step.
         draft_level_s: seconds that each token of the longest chain after the first adds to a step.
-        slacks_s: [tiers] seconds that this step may last longer, or if negative must be shorter. A request late by x
-            seconds catches up with -x; the paper, which wants it served faster, gives no formula.
+        slacks_s: [tiers] seconds by which this step may be longer or, if negative, must be shorter. A request x seconds
+            behind its SLO catches up with -x; the paper asks for faster service but gives no formula.
 
     Returns:
         None if the TPOT SLOs cannot be met even without prefill.
     """
     tokens = np.arange(1, max_tokens + 1)
     seconds = np.maximum.accumulate(step_s(tokens))
-    is_there = np.array([count > 0 for count in counts], dtype=np.bool_)
-    num_decoding = np.asarray(counts, dtype=np.int64)[is_there]
-    slos_s = np.asarray(tpot_slos_s, dtype=np.float64)[is_there]
+    is_used = np.array([count > 0 for count in counts], dtype=np.bool_)  # [tiers]
+    num_decoding = np.asarray(counts, dtype=np.int64)[is_used]
+    slos_s = np.asarray(tpot_slos_s, dtype=np.float64)[is_used]
     accepted = np.cumsum(np.power(float(acceptance), np.arange(max_len)))  # Acc(1), Acc(2), ...
     paces = slos_s[:, None] * accepted  # [tiers, max_len] seconds a step may last
     if slacks_s is not None:
-        paces += np.asarray(slacks_s, dtype=np.float64)[is_there, None]
+        paces += np.asarray(slacks_s, dtype=np.float64)[is_used, None]
     limits = np.unique(paces[np.isfinite(slos_s)]) if np.isfinite(slos_s).any() else np.array([np.inf])
     lengths = 1 + np.count_nonzero(paces < limits[:, None, None], axis=2)  # [limits, tiers]
     longest = lengths.max(axis=1, initial=1)
@@ -78,5 +78,5 @@ def best_lengths(
     if rates[best] == -np.inf:
         return None
     by_tier = np.zeros(len(counts), dtype=np.int64)
-    by_tier[is_there] = lengths[best]
+    by_tier[is_used] = lengths[best]
     return SpecLengths(by_tier, float(limits[best]), float(rates[best]))

@@ -33,12 +33,12 @@ class TokenTree:
 
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
-        """Return a tree that is only a root: the step decodes plainly."""
+        """Return a tree of the root alone, which is plain decoding."""
         return cls(np.array([token]), np.array([-1]), np.array([0]), np.array([1.0]))
 
     @classmethod
     def chain(cls, root_token: int, tokens: Sequence[int], conditional: float) -> TokenTree:
-        """Return a tree of one path: ``tokens`` after the root, each with the probability ``conditional``."""
+        """Return a tree of one path: ``tokens`` after the root, each with conditional probability ``conditional``."""
         depths = np.arange(len(tokens) + 1)
         return cls(np.array([root_token, *tokens]), depths - 1, depths, np.asarray(conditional**depths, np.float64))
 
@@ -54,7 +54,7 @@ class TokenTree:
 
     @cached_property
     def _child_by_token(self) -> dict[tuple[int, int], int]:
-        # Reversed, so that of two children with the same token the earlier, more probable one is found.
+        # Reversed, so that of two children with the same token the earlier, more probable one stays.
         nodes = range(self.num_nodes - 1, ROOT, -1)
         return {(int(self.parents[v]), int(self.tokens[v])): v for v in nodes}
 
@@ -74,7 +74,7 @@ class TokenTree:
         return self if self.max_depth <= depth else self.subtree(np.flatnonzero(self.depths <= depth))
 
     def ancestor_mask(self) -> BoolArray:
-        """Return the attention mask, [num_nodes, num_nodes]: True where j, of [i, j], is i or an ancestor of i."""
+        """Return the attention mask, [num_nodes, num_nodes] bool: [i, j] is True if j is i or an ancestor of i."""
         mask = np.eye(self.num_nodes, dtype=np.bool_)
         for node in range(1, self.num_nodes):  # parents first, so a parent's mask is complete when it is copied
             mask[node] |= mask[self.parents[node]]
@@ -106,13 +106,13 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Forest:
-    """Several trees as one set of arrays, concatenated tree after tree."""
+    """Several trees, their nodes concatenated tree after tree."""
 
     trees: Sequence[TokenTree]
     tree_of: IntArray  # [num_nodes] int64, index of the node's tree
     parents: IntArray  # [num_nodes] int64, index in the forest; a root is its own parent
     depths: IntArray  # [num_nodes] int64
-    path_probs: FloatArray  # [num_nodes] f64, the draft's own
+    path_probs: FloatArray  # [num_nodes] f64, of the trees
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
@@ -148,58 +148,58 @@ class Forest:
 
     def indices(self, nodes: Sequence[Sequence[int]]) -> IntArray:
         """Return the indices in the forest of nodes given per tree.  -> [num_given] int64"""
-        given = [start + np.asarray(own, dtype=np.int64) for start, own in zip(self.starts, nodes, strict=True)]
-        return np.concatenate(given)
+        pairs = zip(self.starts, nodes, strict=True)
+        return np.concatenate([start + np.asarray(tree_nodes, dtype=np.int64) for start, tree_nodes in pairs])
 
     def nodes(self, indices: IntArray) -> list[IntArray]:
         """Return the roots and the nodes at ``indices`` by tree, as ascending node numbers of each tree."""
-        chosen = self.depths == 0
-        chosen[indices] = True
-        found = np.flatnonzero(chosen)
-        return _split(found - self.starts[self.tree_of[found]], self._sizes(found))
+        is_chosen = self.depths == 0
+        is_chosen[indices] = True
+        chosen = np.flatnonzero(is_chosen)
+        return _split(chosen - self.starts[self.tree_of[chosen]], self._sizes(chosen))
 
     def subtrees(self, is_taken: BoolArray) -> list[TokenTree]:
-        """Return the subtrees of the nodes taken, with the path probabilities of the forest's trees.
+        """Return each tree's subtree of the taken nodes; path probabilities stay.
 
         Args:
             is_taken: [num_nodes] bool, roots included and parent-closed.
         """
-        found = np.flatnonzero(is_taken)
-        sizes = self._sizes(found)
-        place = np.cumsum(is_taken) - 1  # among all that are taken
+        taken = np.flatnonzero(is_taken)
+        sizes = self._sizes(taken)
+        new_index = np.cumsum(is_taken) - 1  # among the taken nodes of all trees
         firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        parents = place[self.parents[found]] - firsts
-        parents[self.depths[found] == 0] = -1
-        tokens = np.concatenate([tree.tokens for tree in self.trees])[found]
-        columns = [_split(c, sizes) for c in (tokens, parents, self.depths[found], self.path_probs[found])]
+        parents = new_index[self.parents[taken]] - firsts
+        parents[self.depths[taken] == 0] = -1
+        tokens = np.concatenate([tree.tokens for tree in self.trees])[taken]
+        columns = [_split(c, sizes) for c in (tokens, parents, self.depths[taken], self.path_probs[taken])]
         return [TokenTree(*column) for column in zip(*columns, strict=True)]
 
-    def _sizes(self, found: IntArray) -> IntArray:
-        """Return how many of the nodes ``found`` each tree has.  -> [num_trees] int64"""
-        return np.bincount(self.tree_of[found], minlength=len(self.trees))
+    def _sizes(self, indices: IntArray) -> IntArray:
+        """Return the number of nodes at ``indices`` by tree.  -> [num_trees] int64"""
+        return np.bincount(self.tree_of[indices], minlength=len(self.trees))
 
 
-def places_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
-    """Return the place of every node in its group, counted from 0.  -> [num_nodes] int64
+def ranks_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
+    """Return the rank of every node in its group, counted from 0.  -> [num_nodes] int64
 
     Args:
         order: [num_nodes] int64, the nodes group after group.
-        begins_group: [num_nodes] bool, whether a new group begins at this point of the order.
+        begins_group: [num_nodes] bool, True where a group begins in ``order``.
     """
-    at = np.arange(len(order))
-    places = np.empty(len(order), dtype=np.int64)
-    places[order] = at - np.maximum.accumulate(np.where(begins_group, at, 0))
-    return places
+    indices = np.arange(len(order))
+    ranks = np.empty(len(order), dtype=np.int64)
+    ranks[order] = indices - np.maximum.accumulate(np.where(begins_group, indices, 0))
+    return ranks
 
 
-def places_by_key(keys: IntArray) -> IntArray:
+def ranks_by_key(keys: IntArray) -> IntArray:
     """Return for every element how many earlier elements have the same key.  -> [n] int64
 
     Args:
         keys: [n] int64, none negative.
     """
     order = np.argsort(keys, kind="stable")
-    return places_in_groups(order, np.diff(keys[order], prepend=-1) != 0)
+    return ranks_in_groups(order, np.diff(keys[order], prepend=-1) != 0)
 
 
 def _split(values: FloatArray | IntArray, sizes: IntArray) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Weights of requests' tokens, by how late the requests are."""
+"""Weights of requests' tokens by how far the requests are behind their TPOT SLOs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from hf_slospec.algo.tree import BoolArray, FloatArray
 
-MAX_LATE = 2.0  # tokens of lateness beyond which the weight rises no more
+MAX_BEHIND = 2.0  # tokens behind the SLO beyond which the weight rises no more
 CUSHION = 2.0  # standard deviations of the tokens that a request's remaining steps commit
 
 
@@ -16,7 +16,7 @@ CUSHION = 2.0  # standard deviations of the tokens that a request's remaining st
 class SLOProgress:
     """Progress of requests against their TPOT SLOs, [num_requests] f64 each.
 
-    Seconds and tokens count from the beginning of the stage of the TPOT SLO, at the earliest from the first token.
+    Seconds and tokens count from the beginning of the current stage; the first stage begins with the first token.
     """
 
     tpot_slo_s: FloatArray  # seconds per output token; inf: no TPOT SLO
@@ -24,25 +24,24 @@ class SLOProgress:
     emitted: FloatArray  # tokens
     num_left: FloatArray  # tokens
 
-    def late(self, step_s: float) -> FloatArray:
-        """Return the tokens needed of a step of this length beyond its bonus token; negative for requests ahead."""
+    def behind(self, step_s: float) -> FloatArray:
+        """Return the tokens that a step of ``step_s`` must commit beyond its bonus token; negative if ahead."""
         return (self.elapsed_s + step_s) / self.tpot_slo_s - self.emitted - 1.0
 
     def needed_rate(self, step_s: float) -> FloatArray:
-        """Return the tokens per step needed from now to the end to meet the TPOT SLO; inf where none suffice."""
+        """Return the tokens per step needed from now on to meet the TPOT SLO; inf where no number suffices."""
         left_s = self.tpot_slo_s * (self.emitted + self.num_left) - self.elapsed_s
         rates = np.full(len(left_s), np.inf)
         np.divide(self.num_left * step_s, left_s, out=rates, where=left_s > 0.0)
         return rates
 
     def cushion(self, needed_rate: FloatArray, tokens_per_step: float, spread: float) -> FloatArray:
-        """Return the tokens to be ahead by, since the tokens that the remaining steps commit vary.
+        """Return how many tokens ahead a request should be, since the number of tokens that steps commit varies.
 
-        The cushion is largest far from the end, where being ahead is also cheapest to reach, and smaller for requests
-        with looser TPOT SLOs.
+        The cushion is largest far from the end, where it is also cheapest to build, and smaller for looser TPOT SLOs.
 
         Args:
-            needed_rate: of :meth:`needed_rate`.
+            needed_rate: result of :meth:`needed_rate`.
             tokens_per_step: mean tokens that one step commits.
             spread: standard deviation of the tokens that one step commits.
         """
@@ -51,18 +50,18 @@ class SLOProgress:
         return CUSHION * share * deviation
 
 
-def urgency(late: FloatArray, cushion: FloatArray, is_unattainable: BoolArray, strength: float) -> FloatArray:
-    """Return the weights of requests: 1 if ahead of the TPOT SLO by the cushion, larger the later the request is.
+def urgency(behind: FloatArray, cushion: FloatArray, is_unattainable: BoolArray, strength: float) -> FloatArray:
+    """Return the weights of requests: 1 if ahead of the TPOT SLO by the cushion, else larger by the tokens missing.
 
-    Equal weights of 1 maximise tokens per second. Weights below 1, which would let requests that are far ahead sit
-    out, save little where a step has a large fixed cost, and lose throughput.
+    Equal weights of 1 maximise tokens per second. Weights below 1, which would leave out requests that are far ahead,
+    save little where a step has a large fixed cost, and lose throughput.
 
     Args:
-        late, cushion: [num_requests] tokens.
+        behind, cushion: [num_requests] f64, tokens.
         is_unattainable: [num_requests] bool, the TPOT SLO cannot be met any more: weighted like a request without one.
-        strength: weight of one token of lateness.
+        strength: weight of one token.
 
     Returns:
         [num_requests] f64, each at least 1.
     """
-    return 1.0 + strength * np.where(is_unattainable, 0.0, np.clip(late + cushion, 0.0, MAX_LATE))
+    return 1.0 + strength * np.where(is_unattainable, 0.0, np.clip(behind + cushion, 0.0, MAX_BEHIND))

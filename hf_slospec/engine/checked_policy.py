@@ -1,4 +1,4 @@
-"""Validation of a user's policy: its decisions are checked before they are carried out."""
+"""Validation of a user's policy: its plans and selections are checked before they are used."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
 
 def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) -> None:
-    """Check that the request can be verified with the tree.
+    """Check that a tree is valid for the request.
 
     Args:
-        source: name of what returned the tree, for the message.
-        request: the request that the tree is for.
+        source: what returned the tree, for the message.
+        request: the request of the tree.
         tree: the tree to check.
-        vocab_size: bound of the token ids.
+        vocab_size: size of the target's vocabulary.
 
     Raises:
-        InvalidInputError: it cannot.
+        InvalidInputError: it is not.
     """
     if not isinstance(tree, TokenTree):
         raise InvalidInputError(
             f"{source} returned {type(tree).__name__} objects, where hf_slospec.TokenTree was expected"
         )
-    whole = tree.tokens, tree.parents, tree.depths
-    are_arrays = all(isinstance(column, np.ndarray) for column in (*whole, tree.path_probs))
-    if not are_arrays or any(column.dtype.kind not in "iu" for column in whole):
+    integers = tree.tokens, tree.parents, tree.depths
+    are_arrays = all(isinstance(column, np.ndarray) for column in (*integers, tree.path_probs))
+    if not are_arrays or any(column.dtype.kind not in "iu" for column in integers):
         raise InvalidInputError(
-            f"{source} returned a tree that is not made of numpy arrays, integers but for path_probs; make it by "
-            "TokenTree.chain or TokenTree.root_only, or of such arrays"
+            f"{source} returned a tree that is not made of numpy arrays, integers but for path_probs; use "
+            "TokenTree.chain or TokenTree.root_only, or convert its fields to such arrays"
         )
     if (fault := tree.fault()) is not None:
         raise InvalidInputError(f"{source} returned an invalid tree: {fault}; parents must precede their children")
@@ -59,12 +59,12 @@ class CheckedPolicy(Policy):
         """Wrap a policy.
 
         Args:
-            policy: the user's. One without a ``step`` of its own need not have the base class.
+            policy: the user's policy; it needs the base class only if it defines ``step``.
             max_nodes: maximum nodes of one request's tree, root not counted.
-            vocab_size: bound of the token ids.
+            vocab_size: size of the target's vocabulary.
 
         Raises:
-            InvalidTypeError: it lacks a method.
+            InvalidTypeError: a method is missing.
         """
         has_step = isinstance(policy, Policy) and type(policy).step is not Policy.step
         for name in () if has_step else ("plan", "select", "observe"):
@@ -85,7 +85,10 @@ class CheckedPolicy(Policy):
 
     def _checked_plan(self, requests: Sequence[Request], plan: Any) -> Plan:
         if not isinstance(plan, Plan):
-            raise InvalidInputError(f"policy.plan returned {type(plan).__name__}, where hf_slospec.Plan was expected")
+            raise InvalidInputError(
+                f"policy.plan returned {type(plan).__name__}, where hf_slospec.Plan was expected; return "
+                "Plan(depth, width), or Plan(0, 1) for plain decoding"
+            )
         if not isinstance(plan.depth, Integral) or not isinstance(plan.width, Integral):
             raise InvalidInputError(
                 f"policy.plan returned depth {plan.depth!r} and width {plan.width!r}; both must be integers"
@@ -110,7 +113,8 @@ class CheckedPolicy(Policy):
     def _checked_selection(self, requests: Sequence[Request], selection: Any) -> Selection:
         if not isinstance(selection, Selection):
             raise InvalidInputError(
-                f"policy.select returned {type(selection).__name__}, where hf_slospec.Selection was expected"
+                f"policy.select returned {type(selection).__name__}, where hf_slospec.Selection was expected; return "
+                "Selection(trees, expected), with one tree per request"
             )
         if not len(selection.trees) == len(selection.expected) == len(requests):
             raise InvalidInputError(
@@ -119,8 +123,8 @@ class CheckedPolicy(Policy):
             )
         if not np.isfinite(np.array([*selection.expected, selection.step_s], dtype=np.float64)).all():
             raise InvalidInputError(
-                "policy.select returned expected tokens or seconds that are not finite numbers; step_s is 0.0 "
-                "where it is not known"
+                "policy.select returned expected tokens or seconds that are not finite numbers; return finite ones, "
+                "and 0.0 as step_s if it is not known"
             )
         for request, tree in zip(requests, selection.trees, strict=True):
             check_tree("policy.select", request, tree, self.vocab_size)

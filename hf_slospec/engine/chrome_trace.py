@@ -13,10 +13,10 @@ PHASES = ("draft", "select", "verify", "host")
 
 
 def write_chrome_trace(steps: Iterable[StepEvent], path: Path | str) -> None:
-    """Write steps into a JSON file, to be opened in a trace viewer.
+    """Write steps into a JSON file for a trace viewer.
 
     Args:
-        steps: what ``output.steps`` holds, of one call or of several.
+        steps: ``output.steps`` of one or several calls.
         path: the file, which is overwritten.
     """
     Path(path).write_text(json.dumps({"traceEvents": list(_events(steps)), "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -26,7 +26,7 @@ def _events(steps: Iterable[StepEvent]) -> Iterable[dict[str, Any]]:
     for number, step in enumerate(steps):
         begun_s = step.begun_s
         shape = {"step": number, "depth": step.depth, "width": step.width, "predicted_ms": step.predicted_s * 1e3}
-        # Planning happens before drafting; both kinds of selection are shown as one, after it.
+        # select_s also contains planning, which happens before drafting; it is shown after it.
         for phase in PHASES:
             duration_s = getattr(step.phases, f"{phase}_s")
             name = "prefill" if step.is_prefill and phase == "verify" else phase
@@ -41,5 +41,5 @@ def _events(steps: Iterable[StepEvent]) -> Iterable[dict[str, Any]]:
 def _span(
     name: str, process: str, lane: str, begun_s: float, duration_s: float, args: dict[str, Any]
 ) -> dict[str, Any]:
-    place = {"pid": process, "tid": lane, "ts": begun_s * 1e6, "dur": duration_s * 1e6}
-    return {"name": name, "ph": "X", **place, "args": args}
+    times_us = {"ts": begun_s * 1e6, "dur": duration_s * 1e6}
+    return {"name": name, "ph": "X", "pid": process, "tid": lane, **times_us, "args": args}

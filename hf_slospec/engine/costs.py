@@ -1,11 +1,11 @@
-"""The calibrated cost model: seconds of a step, from a profile and from every step since."""
+"""The cost model: seconds of a step, from a profile that every measured step corrects."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -14,14 +14,15 @@ from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 
 Count = IntArray | FloatArray | float
-OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and what takes its place
+Seconds = TypeVar("Seconds", float, FloatArray)
+OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and its replacement
 
 WEIGHT = 0.1  # weight of one step in the averages over recent steps
-FLOW_MEMORY = 100.0  # steps over which the arrival of prompts is averaged
-FLOW_PRIOR = 16.0  # steps without any prompt that the average begins with
-MAX_CATCH_UP = 64  # tokens per request; drafters spread longer stretches over several steps
+ARRIVAL_MEMORY = 100.0  # steps over which the arrival of prompts is averaged
+ARRIVAL_PRIOR = 16.0  # initial weight, in steps, of the prior that no prompts arrive
+MAX_CATCH_UP = 64  # tokens per request; drafters spread more over several steps, so such a step is not typical
 FAR, PATIENCE = math.log(1.5), 64  # a correction that stayed this far from 1 for so many steps replaces the profile
-LEAST = 1e-3  # factor of a replaced draft cost, which must not become free
+MIN_FACTOR = 1e-3  # factor of a replaced draft cost, which must not become 0
 ROUNDING = 0.05  # relative rounding of `step_curve`, so that equal curves recur and results for them can be cached
 
 
@@ -29,9 +30,9 @@ class RecentSteps:
     """Exponential averages over the recent steps that decoded."""
 
     def __init__(self) -> None:
-        self.tokens = 1.0  # committed per request and step (acceptance length)
-        self.nodes = 1.0  # verified per request and step, roots included
-        self.requests = 1.0  # decoding per step
+        self.tokens = 1.0  # tokens committed per request and step (acceptance length)
+        self.nodes = 1.0  # nodes verified per request and step, roots included
+        self.requests = 1.0  # decoding requests per step
         self.keys = 0.0  # tokens of context per request
         self.depth = 0.0  # planned draft levels
         self.draft_s = 0.0
@@ -39,16 +40,16 @@ class RecentSteps:
         self._prefilled = self._elapsed_s = 0.0  # tokens and seconds of recent steps
 
     def observe(self, step: StepEvent) -> None:
-        """Take one step into the averages; those per request leave out steps that only prefill."""
-        if self.step_s:  # prompts of requests that begin together are no flow of prompts
+        """Add one step to the averages; averages per request leave out steps that only prefill."""
+        if self.step_s:  # prompts before the first decoding step do not tell how many arrive later
             self._prefilled += step.prefill_tokens
             self._elapsed_s += step.phases.total_s
         if not (number := step.num_decoding):
             return
         if not self.step_s:
-            self._elapsed_s = FLOW_PRIOR * step.phases.total_s
-        self._prefilled *= 1.0 - 1.0 / FLOW_MEMORY
-        self._elapsed_s *= 1.0 - 1.0 / FLOW_MEMORY
+            self._elapsed_s = ARRIVAL_PRIOR * step.phases.total_s
+        self._prefilled *= 1.0 - 1.0 / ARRIVAL_MEMORY
+        self._elapsed_s *= 1.0 - 1.0 / ARRIVAL_MEMORY
         decoding = step.decoding
         self.tokens += WEIGHT * (sum([request.committed for request in decoding]) / number - self.tokens)
         self.nodes += WEIGHT * (sum([request.nodes for request in decoding]) / number - self.nodes)
@@ -60,7 +61,7 @@ class RecentSteps:
 
     @property
     def prefill_rate(self) -> float:
-        """Return the prompt tokens per second that arrive, which a draft that takes part in all steps processes, too.
+        """Return the prompt tokens per second that arrive, which the draft has to prefill as well.
 
         Requests arrive whether steps are fast or slow, so they are counted by time and not by committed tokens.
         """
@@ -68,15 +69,15 @@ class RecentSteps:
 
     @property
     def acceptance(self) -> float:
-        """Return the acceptance rate a of endless chains that commit as much: 1 / (1 - a) tokens per step."""
+        """Return the acceptance rate a at which infinitely long chains commit as much: 1 / (1 - a) tokens per step."""
         return 1.0 - 1.0 / max(self.tokens, 1.0)
 
 
 class SizeCorrection:
     """Ratio of measured to profiled seconds of recent forwards, by the forward's size in powers of two.
 
-    A size that was not observed lately follows the average over all sizes. Observations fade, so that a change of the
-    machine's speed is known after some dozen forwards.
+    A size that was not observed lately follows the average over all sizes. Observations fade, so a change of the
+    machine's speed is learned within some dozens of forwards.
     """
 
     MEMORY = 40.0  # observations
@@ -94,26 +95,26 @@ class SizeCorrection:
         return np.exp(np.interp(octaves, self._octaves, self._log_factors))
 
     def at(self, num_tokens: float) -> float:
-        """Return the factor for forwards of one size."""
+        """Return the factor for forwards of one size, as a call does, but faster."""
         octave = min(math.log2(max(num_tokens, 1.0)), 15.0)
         below, above = self._log_factors[int(octave)], self._log_factors[math.ceil(octave)]
         return math.exp(below + (octave - int(octave)) * (above - below))
 
     @property
     def overall_log(self) -> float:
-        """The average log ratio over all sizes; 0 before any observation."""
+        """Average log ratio over all sizes; 0 before any observation."""
         return self._log_sum / self._count_sum if self._count_sum else 0.0
 
     def observe(self, num_tokens: int, profiled_s: float, measured_s: float) -> None:
         """Learn from one forward; ``profiled_s`` is the profile's prediction without any correction."""
-        at = min(round(math.log2(max(num_tokens, 1))), 15)
-        now = float(self._log_factors[at])
-        log_ratio = min(max(math.log(measured_s / profiled_s), now - self.LIMIT), now + self.LIMIT)
+        octave = min(round(math.log2(max(num_tokens, 1))), 15)
+        current = float(self._log_factors[octave])
+        log_ratio = min(max(math.log(measured_s / profiled_s), current - self.LIMIT), current + self.LIMIT)
         fade = 1.0 - 1.0 / self.MEMORY
         self._logs *= fade
         self._counts *= fade
-        self._logs[at] += log_ratio
-        self._counts[at] += 1.0
+        self._logs[octave] += log_ratio
+        self._counts[octave] += 1.0
         self._log_sum = fade * self._log_sum + log_ratio
         self._count_sum = fade * self._count_sum + 1.0
         self._log_factors = (self._logs + self.TRUST * self.overall_log) / (self._counts + self.TRUST)
@@ -127,21 +128,21 @@ class DraftCorrection:
     """
 
     MEMORY = 40.0  # observations
-    PRIOR = 2.0  # observations that the prior factor of 1 weighs at first
-    RIDGE = 0.5  # observations that the prior constant of 0 weighs
+    PRIOR = 2.0  # initial weight, in observations, of the prior factor 1
+    RIDGE = 0.5  # weight, in observations, of the prior constant 0
     LIMIT = 4.0  # largest ratio of one observation to the current prediction: it may contain a pause of the machine
 
     def __init__(self) -> None:
         self.constant_s, self.factor = 0.0, 1.0
-        # Sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s; they begin with the prior.
+        # Sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s, from the prior on.
         self._sums = [self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0]
 
     def __call__(self, profiled_s: FloatArray) -> FloatArray:
-        """Return corrected seconds; drafting that the profile calls free stays free."""
+        """Return corrected seconds; a profiled 0, as of prompt lookup, stays 0."""
         return np.where(profiled_s > 0.0, self.constant_s + self.factor * profiled_s, 0.0)
 
     def at(self, profiled_s: float) -> float:
-        """Return the corrected seconds of one step's drafting."""
+        """Return the corrected seconds of one step's drafting, as a call does, but faster."""
         return self.constant_s + self.factor * profiled_s if profiled_s > 0.0 else 0.0
 
     def observe(self, profiled_s: float, measured_s: float) -> None:
@@ -154,10 +155,8 @@ class DraftCorrection:
         count, sum_u, sum_uu, sum_v, sum_uv = self._sums
         ridged_uu = sum_uu * (1.0 + self.RIDGE / count)
         determinant = count * ridged_uu - sum_u * sum_u  # positive, as sum_u^2 <= count * sum_uu
-        factor, constant_s = (
-            (sum_v * ridged_uu - sum_u * sum_uv) / determinant,
-            (count * sum_uv - sum_u * sum_v) / determinant,
-        )
+        factor = (sum_v * ridged_uu - sum_u * sum_uv) / determinant
+        constant_s = (count * sum_uv - sum_u * sum_v) / determinant
         if constant_s < 0.0 or factor < 0.0:
             factor, constant_s = sum_v / count, 0.0
         self.factor, self.constant_s = factor, constant_s
@@ -167,35 +166,35 @@ class StepCosts:
     """Seconds of a step's parts: draft levels, then one verify forward with everything else a step does.
 
     The costs come from a profile. The engine passes every step to :meth:`observe`, which corrects them; policies and
-    schedulers read them. A profile taken on a busy machine heals: once corrections have stayed far from 1, what was
-    measured takes the profile's place.
+    schedulers read them. Once corrections have stayed far from 1, as after profiling on a busy machine, measured costs
+    replace the profile. Methods that end in ``_at`` compute the same for single numbers, faster.
     """
 
     def __init__(self, verify: ForwardCost, draft_level: ForwardCost, on_replaced: OnReplaced = lambda old, new: None):
-        """Start from profiled costs; ``on_replaced`` is called with a cost that took the place of a profile's."""
+        """Start from profiled costs; ``on_replaced`` is called when a measured cost replaces a profiled one."""
         self.verify, self.draft_level, self.on_replaced = verify, draft_level, on_replaced
         self.recent = RecentSteps()
         self._verify_correction, self._draft_correction = SizeCorrection(), DraftCorrection()
         self._num_far = {"verify": 0, "draft": 0}  # observations in a row with a correction far from 1
 
     def for_own_engine(self) -> StepCosts:
-        """Return the same cost model with averages over recent steps of its own, for an engine beside others."""
-        own = copy.copy(self)
-        own.recent = RecentSteps()
-        return own
+        """Return a copy with separate averages over recent steps, for one of several engines on the same models."""
+        costs = copy.copy(self)
+        costs.recent = RecentSteps()
+        return costs
 
     def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> FloatArray:
-        """Return the seconds of everything in a step but drafting, by the tokens of its forward.
+        """Return the seconds of everything in a step but drafting.
 
         Args:
-            num_tokens: nodes verified, roots included, and prefill tokens.
-            num_requests: requests that decode.
-            num_keys: their cached tokens, all together.
+            num_tokens: tokens of the forward: nodes verified, roots included, and prefill tokens.
+            num_requests: decoding requests.
+            num_keys: sum of their cached tokens.
         """
         return self.verify(num_tokens, num_requests, num_keys) * self._verify_correction(num_tokens)
 
     def verify_at(self, num_tokens: float, num_requests: float = 1, num_keys: float = 0) -> float:
-        """Return the seconds of one forward, as :meth:`verify_s` does, but faster."""
+        """Return the seconds of one step without drafting, as :meth:`verify_s` does, but faster."""
         return self.verify.at(num_tokens, num_requests, num_keys) * self._verify_correction.at(num_tokens)
 
     def draft_s(
@@ -216,7 +215,9 @@ class StepCosts:
         """
         if num_catch_up is None:
             num_catch_up = num_requests * self.recent.tokens
-        return self._draft_correction(self._profiled_draft_s(num_requests, depth, width, num_keys, num_catch_up))
+        depths, widths = np.asarray(depth), np.asarray(width)
+        profiled_s = _levels_s(self.draft_level, num_requests, depths, widths, num_keys, num_catch_up)
+        return self._draft_correction(np.where(depths > 0, profiled_s, 0.0))
 
     def draft_at(self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float) -> float:
         """Return the seconds of one step's drafting, as :meth:`draft_s` does, but faster."""
@@ -232,9 +233,9 @@ class StepCosts:
         verify_s: FloatArray,
         prompt_len: float,
     ) -> FloatArray:
-        """Return the mean seconds of drafting in steps that each commit so many tokens, while prompts keep arriving.
+        """Return the mean seconds of drafting in steps that commit ``num_committed`` tokens, while prompts arrive.
 
-        The draft processes a prompt as a whole, in the step in which it drafts for the request first.
+        The draft processes a prompt as a whole, in the first step in which it drafts for the request.
 
         Args:
             num_committed: tokens of all requests.
@@ -251,7 +252,7 @@ class StepCosts:
         return seconds
 
     def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
-        """Return the seconds of one further draft level."""
+        """Return the seconds of one more draft level."""
         return self._draft_correction.factor * self.draft_level.at(num_requests * width, num_requests, num_keys)
 
     def step_s(self, num_decoding: IntArray | int, num_prefill_tokens: IntArray | int = 0) -> FloatArray:
@@ -270,14 +271,14 @@ class StepCosts:
 
     def step_curve(self, max_tokens: int) -> LatencyCurve:
         """Return the seconds of steps by tokens, drafting excluded, at the recent number of requests and keys."""
-        known = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
-        sizes = sorted({*known, *(2**power for power in range(max_tokens.bit_length())), max_tokens})
+        profiled = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
+        sizes = sorted({*profiled, *(2**power for power in range(max_tokens.bit_length())), max_tokens})
         recent = self.recent
         seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
         return LatencyCurve(tuple(sizes), tuple(map(rounded, np.maximum.accumulate(seconds).tolist())))
 
     def predicted(self, step: StepEvent) -> PhaseTimes:
-        """Return the seconds that a step of this size is expected to take, all but drafting as ``verify_s``."""
+        """Return the predicted seconds of a step of this size, everything but drafting as ``verify_s``."""
         sizes = step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
         verify_s = self.verify_at(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
         return PhaseTimes(draft_s=self.draft_at(*sizes) if step.num_drafted_for else 0.0, verify_s=verify_s)
@@ -297,7 +298,7 @@ class StepCosts:
         measured_s = step.phases.total_s - step.phases.draft_s
         if profiled_s > 0.0 and measured_s > 0.0:
             self._verify_correction.observe(num_tokens, profiled_s, measured_s)
-            self._heal("verify", self._verify_correction.overall_log)
+            self._replace_wrong("verify", self._verify_correction.overall_log)
 
     def _observe_draft(self, step: StepEvent) -> None:
         profiled_s = self._profiled_draft_at(
@@ -306,28 +307,18 @@ class StepCosts:
         if profiled_s > 0.0 and step.phases.draft_s > 0.0:
             self._draft_correction.observe(profiled_s, step.phases.draft_s)
             ratio = self._draft_correction.at(profiled_s) / profiled_s
-            logs = (math.log(max(factor, LEAST)) for factor in (self._draft_correction.factor, ratio))
-            self._heal("draft", min(logs, key=abs))  # a constant cost of drafting is no fault of the profile
-
-    def _profiled_draft_s(
-        self, num_requests: int, depth: IntArray | int, width: IntArray | int, num_keys: int, num_catch_up: Count
-    ) -> FloatArray:
-        first_s = self.draft_level(num_catch_up, num_requests, num_keys)
-        level_s = self.draft_level(num_requests * np.asarray(width), num_requests, num_keys)
-        return np.where(np.asarray(depth) > 0, first_s + level_s * (np.asarray(depth) - 1), 0.0)
+            logs = (math.log(max(factor, MIN_FACTOR)) for factor in (self._draft_correction.factor, ratio))
+            self._replace_wrong("draft", min(logs, key=abs))  # the profile does not contain constant costs of drafting
 
     def _profiled_draft_at(
         self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float
     ) -> float:
         if not depth:
             return 0.0
-        first_s, level_s = (
-            self.draft_level.at(n, num_requests, num_keys) for n in (num_catch_up, num_requests * width)
-        )
-        return first_s + level_s * (depth - 1)
+        return _levels_s(self.draft_level.at, num_requests, depth, width, num_keys, num_catch_up)
 
-    def _heal(self, which: Literal["verify", "draft"], log_factor: float) -> None:
-        """Replace a profiled cost by what was measured once its correction has stayed far from 1."""
+    def _replace_wrong(self, which: Literal["verify", "draft"], log_factor: float) -> None:
+        """Replace a profiled cost by the measured one if its correction has stayed far from 1."""
         self._num_far[which] = self._num_far[which] + 1 if abs(log_factor) > FAR else 0
         if self._num_far[which] < PATIENCE:
             return
@@ -340,13 +331,22 @@ class StepCosts:
             self._verify_correction = SizeCorrection()
         else:
             old = self.draft_level
-            factor, constant_s = max(self._draft_correction.factor, LEAST), self._draft_correction.constant_s
+            factor, constant_s = max(self._draft_correction.factor, MIN_FACTOR), self._draft_correction.constant_s
             self.draft_level = cost = old.scaled([factor] * len(old.curve.num_tokens), factor)
             self._draft_correction = DraftCorrection()
             self._draft_correction.constant_s = constant_s
         self.on_replaced(old, cost)
 
 
+def _levels_s(
+    cost: Callable[..., Seconds], num_requests: int, depth: Any, width: Any, num_keys: int, num_catch_up: Count
+) -> Seconds:
+    """Return the profiled seconds of ``depth`` draft levels, at least one; ``cost`` takes arrays or numbers."""
+    first_s, level_s = cost(num_catch_up, num_requests, num_keys), cost(num_requests * width, num_requests, num_keys)
+    seconds: Seconds = first_s + level_s * (depth - 1)
+    return seconds
+
+
 def rounded(value: float) -> float:
-    """Return the nearest of values that lie 5 % apart; 0 and inf stay."""
+    """Return the value rounded to a grid of steps of 5 %; 0 and inf stay."""
     return math.exp(round(math.log(value) / ROUNDING) * ROUNDING) if 0.0 < value < math.inf else value

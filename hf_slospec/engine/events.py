@@ -1,4 +1,4 @@
-"""Records of what a step did, for metrics, plots, traces and the cost model."""
+"""Records of steps, for metrics, plots, traces and the cost model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds of one step, or of several together, by phase."""
+    """Seconds by phase of one step, or summed over several."""
 
     draft_s: float = 0.0  # the drafter's forwards
     select_s: float = 0.0  # planning and selection
@@ -30,12 +30,12 @@ class PhaseTimes:
 
 
 class Commit(NamedTuple):
-    """A request's state after one of its steps. Of the tokens that a step added, accepted draft tokens come first."""
+    """Tokens that one step committed for a request. Accepted draft tokens come first, then the bonus token."""
 
-    num_emitted: int  # new tokens of the request so far
+    num_emitted: int  # new tokens of the request so far, those of the step included
     at_s: float  # on the engine's clock
-    num_nodes: int  # verified in the step, root included
-    num_accepted: int  # added tokens that the draft had proposed
+    num_nodes: int  # nodes verified in the step, root included
+    num_accepted: int  # accepted draft tokens of the step
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class RequestStep:
     """One request's part in a step."""
 
     index: int  # the request's index
-    nodes: int  # verified, root included
+    nodes: int  # nodes verified, root included
     committed: int  # tokens
     expected: float  # tokens that the policy expected
-    tpot_slo_s: float | None  # TPOT SLO of its stage, in seconds
-    elapsed_s: float  # since its stage began
-    emitted: int  # tokens since its stage began
+    tpot_slo_s: float | None  # TPOT SLO of the request's stage; None: no SLO
+    elapsed_s: float  # since the stage began
+    emitted: int  # tokens since the stage began
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class StepEvent:
     """One step of the engine. Times are seconds of the engine's monotonic clock."""
 
     begun_s: float
-    num_decoding: int  # decoding requests, which come first; the others chose the first token after their prompts
+    num_decoding: int  # decoding requests
     depth: int  # draft levels planned; 0: no speculation
     width: int  # planned beam width per request
     phases: PhaseTimes
-    predicted_s: float  # seconds that the policy expected; 0 where it makes no prediction
-    requests: tuple[RequestStep, ...]  # those that chose tokens
+    predicted_s: float  # seconds that the policy expected; 0: it made no prediction
+    requests: tuple[RequestStep, ...]  # requests that chose tokens: decoding ones, then those that finished prefill
     prefill_tokens: int = 0  # in the same forward
-    num_keys: int = 0  # cached tokens of the requests that decode
-    num_drafted_for: int = 0  # requests that the drafter was asked for
-    num_catch_up: int = 0  # committed tokens of these that the drafter had not been given before
+    num_keys: int = 0  # cached tokens of the decoding requests
+    num_drafted_for: int = 0  # requests passed to the drafter
+    num_catch_up: int = 0  # their committed tokens that were new to the drafter
     draft_levels: int = 0  # depth of the deepest candidate tree
 
     @property
@@ -75,12 +75,12 @@ class StepEvent:
 
     @property
     def decoding(self) -> tuple[RequestStep, ...]:
-        """The requests that had emitted tokens before."""
+        """Requests that decoded; the others finished their prefill."""
         return self.requests[: self.num_decoding]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the target's forward: nodes of the requests that decode, and prefill."""
+        """Tokens of the target's forward: nodes of decoding requests, and prefill tokens."""
         return sum(request.nodes for request in self.decoding) + self.prefill_tokens
 
     @property
@@ -90,5 +90,5 @@ class StepEvent:
 
     @property
     def nodes(self) -> int:
-        """Nodes verified over all requests, roots included: what counts against the token budget."""
+        """Nodes verified over all requests, roots included, as the token budget counts them."""
         return sum(request.nodes for request in self.requests)

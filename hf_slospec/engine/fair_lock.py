@@ -1,4 +1,4 @@
-"""A lock for threads that run the same models step by step."""
+"""First-come, first-served lock for threads that run the same models step by step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import TracebackType
 
 
 class FairLock:
-    """A lock that is handed on in the order of asking, so that a thread in a tight loop does not starve others.
+    """Reentrant lock that threads acquire in the order of their requests, so that no thread starves.
 
-    The thread that holds it may enter it again. In a forked child it is free.
+    In a forked child process it is free.
     """
 
     def __init__(self, on_idle: Callable[[], None] = lambda: None):
@@ -34,15 +34,15 @@ class FairLock:
             if self._owner in (None, me):
                 self._owner, self._depth = me, self._depth + 1
                 return
-            mine = threading.Lock()
-            mine.acquire()
-            self._waiting.append(mine)
+            ticket = threading.Lock()
+            ticket.acquire()
+            self._waiting.append(ticket)
         try:
-            mine.acquire()  # released by the thread that hands the lock on
-        except BaseException:  # interrupted: hand on what may have been handed to this thread
+            ticket.acquire()  # blocks until _hand_on releases it
+        except BaseException:  # interrupted, perhaps after this thread was made the owner
             with self._guard:
-                if mine in self._waiting:
-                    self._waiting.remove(mine)
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
                 else:
                     self._hand_on()
             raise
@@ -61,7 +61,7 @@ class FairLock:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Pass the lock to the thread that waits longest; it is not free in between, so no other gets it first."""
+        """Pass the lock to the thread that waits longest, without freeing it for others in between."""
         if self._waiting:
             self._owner = -1
             self._waiting.popleft().release()
@@ -73,7 +73,7 @@ _locks: weakref.WeakSet[FairLock] = weakref.WeakSet()
 
 
 def _free_all() -> None:
-    """Free every lock in a forked child, where the threads that held or asked for them do not exist."""
+    """Free every lock in a forked child, where the threads that held or awaited them do not exist."""
     for lock in _locks:
         lock._free()
 

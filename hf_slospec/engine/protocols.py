@@ -1,4 +1,4 @@
-"""Interfaces between the engine and its models, policies and schedulers: real, toy and simulated ones fit alike."""
+"""Interfaces between the engine and its target, drafter, policy and scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_slospec.algo.tree import FloatArray, TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request
 
-Chooser = Callable[[int], int]  # node of the verified tree -> the token plain decoding would choose after it
+Chooser = Callable[[int], int]  # node of the verified tree -> the token that plain decoding would choose after it
 Clock = Callable[[], float]  # monotonic seconds
 
 
@@ -29,11 +29,11 @@ class Plan:
     min_path_prob: float = 0.0  # a node of lower path probability is not worth its share of the verify step
     min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in sum
     min_confidence: float = 0.0  # stop drafting once every path holds a token that is less probable than this
-    goes_on: Callable[[FloatArray], bool] | None = None  # asked for the next level, see below; None: no further rule
+    goes_on: Callable[[FloatArray], bool] | None = None  # see above; None: no such rule
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
 
 
-READ_CHUNK = 64  # tokens of a prompt whose logits are read: each costs as much as a node that is verified
+READ_CHUNK = 64  # tokens per chunk of a prompt whose logits are read, each of which costs as much as a verified node
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Chunk:
 
     request: Request
     num_tokens: int
-    is_last: bool  # it ends with the root, so the next token is chosen in this step
+    is_last: bool  # the chunk ends with the root, so the next token is chosen in this step
 
     @classmethod
     def of(cls, request: Request, limit: int) -> Chunk:
-        """Return the request's next uncached tokens, at most ``limit`` of them; all of a prompt that is one piece."""
+        """Return at most ``limit`` of the request's uncached tokens; all if its prompt must be prefilled whole."""
         if request.prefill is not None and not request.num_cached:
             limit = request.num_uncached
         if request.num_unread:
@@ -59,7 +59,7 @@ class Schedule:
     """The requests of one step."""
 
     decoding: Sequence[Request]
-    chunks: Sequence[Chunk] = ()  # stretches of requests in prefill
+    chunks: Sequence[Chunk] = ()  # prefill of other requests
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -68,12 +68,12 @@ class Schedule:
 
     @property
     def num_keys(self) -> int:
-        """Tokens of context of the decoding requests, all together."""
+        """Sum of the tokens of the decoding requests."""
         return sum(len(request.tokens) for request in self.decoding)
 
     @property
     def finishing_prefill(self) -> list[Request]:
-        """Requests whose prefill ends in this step, so that their next token is chosen."""
+        """Requests whose prefill ends in this step, so their next token is chosen."""
         return [chunk.request for chunk in self.chunks if chunk.is_last]
 
     @property
@@ -89,19 +89,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Selection:
-    """The draft trees of a step, and what the policy expects of it."""
+    """The draft trees of a step, and the policy's predictions."""
 
     trees: Sequence[TokenTree]
-    expected: Sequence[float]  # tokens each request should commit
-    step_s: float = 0.0  # seconds the step should take, drafting included; 0: no prediction
+    expected: Sequence[float]  # expected committed tokens per request
+    step_s: float = 0.0  # predicted seconds of the step, drafting included; 0: no prediction
 
     @classmethod
     def of_roots(cls, trees: Sequence[TokenTree]) -> Selection:
-        """Return a selection for plain decoding: one token each."""
+        """Return a selection for plain decoding: one token per request."""
         return cls(trees, [1.0] * len(trees))
 
     def with_roots(self, trees: Sequence[TokenTree]) -> Selection:
-        """Return this selection and trees of further requests that hold only roots."""
+        """Return this selection with the trees of further requests, which hold only roots."""
         return Selection([*self.trees, *trees], [*self.expected, *[1.0] * len(trees)], self.step_s)
 
 
@@ -110,7 +110,7 @@ class Target(ABC):
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Forwards so far that took longer than later ones of their size will, such as captures."""
+        """Forwards so far with one-off costs, such as the capture of a CUDA graph."""
         return 0
 
     @abstractmethod
@@ -119,15 +119,14 @@ class Target(ABC):
     ) -> Sequence[Chooser]:
         """Forward every request's uncached tokens and its draft tree, and some chunks.  -> one chooser per request.
 
-        The ``prompt_reader`` of a request gets the logits of its prompt's places.
-
-        A chooser reads the request's ``tokens`` as they stand when it is called, so that processors see the path.
+        The ``prompt_reader`` of a request gets the logits of the prompt's positions.
+        A chooser reads the request's ``tokens`` when it is called, so that processors see the accepted path.
 
         Args:
-            chunks: prefill of other requests that does not end their prompts; its K/V stays cached.
+            chunks: prefill of other requests, not up to the ends of their prompts; :meth:`commit` keeps its K/V.
 
         Raises:
-            MemoryError: there is no memory for so much at a time; nothing has changed.
+            MemoryError: memory does not suffice for the step; nothing has changed.
         """
 
     @abstractmethod
@@ -137,38 +136,38 @@ class Target(ABC):
         """Keep the K/V of committed tokens and of chunks, and drop that of rejected nodes.
 
         Raises:
-            MemoryError: there is no memory to do so; every request has the K/V that it had before the step.
+            MemoryError: memory does not suffice; every request has the K/V that it had before the step.
         """
 
     @abstractmethod
     def release(self, request: Request) -> None:
-        """Drop or keep the K/V of a request that finished, was cancelled or preempted; unknown ones are ignored."""
+        """Release the K/V of a finished, cancelled or preempted request, for reuse or for good; ignore unknown ones."""
 
     def reuse(self, request: Request) -> int:
-        """Give a request that has no K/V that of a text which begins alike, if there is one.
+        """Give a request without K/V the K/V of the longest common prefix with a kept or running request, if any.
 
         Returns:
-            The request's tokens whose K/V is cached now; never all.
+            The number of the request's tokens whose K/V is cached now; never all.
         """
         return request.num_cached
 
     def num_reusable(self, request: Request) -> int:
-        """Return how many tokens ``reuse`` would find now; 0 for a request that has K/V."""
+        """Return the number of tokens whose K/V ``reuse`` would give now; 0 for a request that has K/V."""
         return 0
 
     @property
     def num_kept(self) -> int:
-        """Tokens of requests that are over whose K/V is kept."""
+        """Tokens of finished requests whose K/V is kept for reuse."""
         return 0
 
     def lend(self, num_slots: int) -> None:
-        """Use so many slots beyond the target's from now on, and drop those of an earlier call."""
+        """Use ``num_slots`` slots of the drafter from now on, in place of those of an earlier call."""
 
     def close(self) -> None:
         """Release all K/V."""
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise AssertionError unless exactly the K/V of these requests is taken and the rest is free."""
+        """Raise AssertionError unless exactly these requests hold K/V and the rest is free."""
 
 
 class Scheduler(Protocol):
@@ -181,7 +180,7 @@ class Scheduler(Protocol):
         """Slots of the drafter that the target may use in the next step, which then must not draft."""
 
     def enter(self, now_s: float) -> Sequence[Request]:
-        """Give room to waiting requests; return those that lose their K/V to them, before the step."""
+        """Give slots to waiting requests before a step; return the requests that are preempted for them."""
 
     def schedule(self, now_s: float) -> Schedule:
         """Return which requests decode and which prompts are prefilled in the step that begins now."""
@@ -194,11 +193,11 @@ class Scheduler(Protocol):
 
 
 class Drafter(ABC):
-    """Proposes candidate trees: an assistant model, prompt lookup, or an object of your own (``drafter=``).
+    """Proposes candidate trees: an assistant model, prompt lookup, or a user's object (``drafter=``).
 
     The output is always what the target would have written; good proposals make it faster. Several threads may call
-    one drafter at the same time. The methods that are not abstract do nothing by default. An object of your own may
-    also be of a class of its own, with those that it needs.
+    one drafter at the same time. The methods that are not abstract do nothing by default. A user's drafter need not
+    inherit from this class; it may define only the methods that it needs.
     """
 
     @property
@@ -208,78 +207,77 @@ class Drafter(ABC):
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Forwards so far that took longer than later ones of their size will, such as captures."""
+        """Forwards so far with one-off costs, such as the capture of a CUDA graph."""
         return 0
 
     @property
     def num_feature_bytes(self) -> int:
-        """Bytes of features that wait to be processed."""
+        """Bytes of features that are not processed yet."""
         return 0
 
     @abstractmethod
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
-        """Propose how each request's text continues.
+        """Propose continuations of each request.
 
         Args:
-            requests: those that decode in this step; ``request.tokens`` is the text so far, prompt included, and
-                ``request.noise`` the noise that will choose the next tokens, where it is known.
+            requests: decoding requests; ``request.tokens`` holds prompt and output so far, and ``request.noise`` the
+                noise that will choose the next tokens, if it is known.
             plan: trees may be at most ``plan.depth`` deep, with ``plan.width`` nodes per level on average.
 
         Returns:
             One tree per request, its root the request's last token. ``TokenTree.chain`` makes a tree of one path,
-            ``TokenTree.root_only`` one without proposals. A node's ``path_probs`` entry is the probability you give to
-            the path that ends there: nodes are verified in the order of these, and nodes that cannot pay are left out.
+            ``TokenTree.root_only`` one without proposals. A node's ``path_probs`` entry is the probability that the
+            path to it is accepted: nodes are verified in descending order, and nodes that cannot pay are left out.
         """
 
     def release(self, request: Request) -> None:
-        """Let go of what is kept for a request that has finished or was cancelled, or will be seen again.
+        """Free the state of a request that has finished, was cancelled, or has lost its K/V and will come again.
 
-        The drafter may not have drafted for it before.
+        The request may be unknown to the drafter.
         """
 
     def take_features(self, request: Request, begin: int, features: Any) -> None:
         """Take the hidden states of committed tokens, each token once, in order, after the step that processed them.
 
-        A request whose K/V was loaded or reused begins behind its first token.
+        For a request whose K/V was loaded or reused, they begin after the reused tokens.
 
         Args:
-            begin: the first token's index in ``request.tokens``; the token behind the last one is known as well.
-            features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states side by side.
+            begin: index in ``request.tokens`` of the first token; the token after the last one is known as well.
+            features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states concatenated.
         """
 
     def read_kv_of(self, sequences: Any) -> None:
         """Take the target's sequences, for drafters that read its K/V."""
 
     def reuse(self, request: Request) -> int:
-        """Give a request what is kept of a text that begins alike; return the number of its tokens known then."""
+        """Give a request the state kept for a common prefix; return the number of its tokens processed then."""
         return 0
 
     def relieve(self) -> bool:
-        """Free memory that only saves time; return whether there was any."""
+        """Free memory whose content can be computed again; return whether there was any."""
         return False
 
     def close(self) -> None:
-        """Release what the drafter keeps, as an engine that used it ends."""
+        """Release all state, when an engine that used the drafter ends."""
 
 
-# A policy's part of one step. It yields a Plan and is sent the candidate trees with the plan in force, which drafts
-# nothing (depth 0) where the engine has paused drafting; it yields a Selection and is sent the accepted nodes of each
-# verified tree with the PhaseTimes of the step, and ends.
+# Decisions of one step. The generator yields a Plan and is sent (candidate trees, plan in force); that plan has depth 0
+# if the engine has paused drafting. Then it yields a Selection and is sent (accepted nodes of each tree, PhaseTimes).
 PolicyStep = Generator[Plan | Selection, Any, None]
 
 
 class Policy:
     """Decides how a step's token budget is spent.
 
-    Define ``plan``, ``select`` and, to learn from outcomes, ``observe``: they are called in this order, once each per
-    step. A policy that needs data of its plan later defines ``step`` in place of them.
+    Define ``plan``, ``select`` and, to learn from outcomes, ``observe``; each is called once per step, in this order. A
+    policy that passes data from its plan to its selection defines ``step`` in place of them.
     """
 
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         """Make the decisions of one step: yield a plan, then a selection, and learn from the outcome.
 
         It is sent ``(candidates, plan)`` for its plan and ``(accepted, phases)`` for its selection, as ``select`` and
-        ``observe`` get them. It is dropped where the step fails.
+        ``observe`` get them. If the step fails, the generator is dropped.
         """
         candidates, plan = yield self.plan(requests, begun_s, num_prefill_tokens)
         accepted, phases = yield self.select(requests, candidates, plan)
@@ -289,14 +287,14 @@ class Policy:
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         """Return how deep and wide to draft for these requests, in a step that began at ``begun_s``.
 
-        ``num_prefill_tokens`` of other requests go through the same forward.
+        ``num_prefill_tokens`` tokens of other requests are prefilled in the same forward.
         """
         raise NotImplementedError
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        """Return the draft trees to verify, parts of the candidate trees, with the draft's own path probabilities.
+        """Return the draft trees to verify: subtrees of the candidate trees, with unchanged path probabilities.
 
-        The plan has depth 0 where the engine has paused drafting.
+        The plan has depth 0 if the engine has paused drafting.
         """
         raise NotImplementedError
 
@@ -305,12 +303,12 @@ class Policy:
     ) -> None:
         """Learn which nodes of the verified draft trees were accepted, and how long the step took.
 
-        A policy of your own may leave ``plan`` out.
+        The parameter ``plan`` may be omitted.
         """
 
 
 class StepDecisions:
-    """The decisions of one step, as a policy's generator makes them. Each method is called once, in this order."""
+    """Decisions of one step, from a policy's generator. Each method is called once, in this order."""
 
     def __init__(self, step: PolicyStep):
         self._step = step
@@ -320,11 +318,11 @@ class StepDecisions:
         return cast(Plan, self._send(None))
 
     def select(self, candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        """Return the selection of these candidates, drafted by ``plan``."""
+        """Return the selection from these candidates, drafted by ``plan``."""
         return cast(Selection, self._send((candidates, plan)))
 
     def observe(self, accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
-        """Pass the outcome."""
+        """Pass the outcome to the policy."""
         self._send((accepted, phases))
 
     def _send(self, value: Any) -> Plan | Selection | None:

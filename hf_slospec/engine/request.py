@@ -11,13 +11,13 @@ from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
 
-IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether a text or stage ends with the last one
+IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether its output or stage ends with the last one
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of a request with a TPOT SLO of its own."""
+    """Part of a request's output with a TPOT SLO."""
 
     tpot_slo_s: float | None  # seconds per output token; None: no SLO
     num_tokens: int | None = None  # the stage ends after so many tokens
@@ -28,7 +28,7 @@ class Noise(Protocol):
     """Noise that will choose a sampled request's tokens, for drafters that use it."""
 
     def after(self, depth: int) -> Any:
-        """Return the noise of the token after a draft node at this depth; the root's is 0.  -> [vocab] f32 tensor
+        """Return the noise of the token after a draft node at this depth (root: 0).  -> [vocab] f32 tensor
 
         It is Exp(1) noise: the target takes the token with the highest ``probability / noise``. A proposal that the
         target takes with probability p without knowing its noise q is taken with exp(-q (1 - p) / p) once q is known.
@@ -36,65 +36,64 @@ class Noise(Protocol):
 
 
 class PromptReader(Protocol):
-    """Takes the logits of a prompt's own places while the target processes it."""
+    """Takes the logits of a prompt's positions while the target prefills it."""
 
     @property
     def num_read(self) -> int:
-        """Return behind how many tokens of the prompt the logits were taken."""
+        """Return the number of prompt positions whose logits were taken."""
 
     def take(self, logits: Any) -> None:
-        """Take the logits behind the next tokens of the prompt, [num_tokens, vocab] in the model's dtype."""
+        """Take the logits of the prompt's next positions, [num_tokens, vocab] in the model's dtype."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """An output so far, with which the request can be resumed by another engine."""
+    """Output so far of a request, with which another engine can resume it."""
 
-    tokens: list[int]  # the new ones
+    tokens: list[int]  # new tokens
     elapsed_s: float = 0.0  # since the request arrived
     decoding_s: float = 0.0  # since its first token
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    has_missed: bool = False  # a stage that has ended missed its SLO
+    steps: int = 0  # verify steps
+    drafted: int = 0  # nodes verified, roots not counted
+    accepted: int = 0  # nodes that were committed
+    has_missed: bool = False  # a finished stage missed its SLO
 
 
 @dataclass(eq=False)
 class Request:
     """A sequence being decoded. ``tokens`` holds the prompt and every committed token."""
 
-    index: int  # its row of the batch, or its number since the start; fixes the order of ties
+    index: int  # row of the batch, or number since the batcher's start; breaks ties
     tokens: list[int]
     max_new_tokens: int
     stages: tuple[Stage, ...] = (Stage(None),)
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     arrived_s: float = 0.0
     is_sampled: bool = False
-    noise: Noise | None = None  # noise of a sampled request; None where it cannot be known ahead of time
+    noise: Noise | None = None  # noise of a sampled request; None if it cannot be known in advance
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # lower goes first
-    is_guaranteed: bool = False  # the batcher guarantees its SLOs
-    is_best_effort: bool = False  # it uses leftover budget, and may be preempted
-    cache_salt: str = ""  # it shares K/V with requests of the same one only
-    must_guarantee: bool = False  # it is refused unless its SLOs are guaranteed when it arrives
-    num_padding: int = 0  # tokens by which its prompt is shorter than the longest one of its batch
-    prefill: Callable[[], Any] | None = None  # processes its prompt as a whole, where that cannot be done in chunks
-
-    prompt_reader: PromptReader | None = None  # of a prompt whose log probabilities are wanted
+    is_guaranteed: bool = False  # the batcher guarantees the SLOs
+    is_best_effort: bool = False  # uses leftover budget, and may be preempted
+    cache_salt: str = ""  # K/V is shared only between requests of equal salt
+    must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
+    num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
+    prefill: Callable[[], Any] | None = None  # prefills the whole prompt, if that cannot be done in chunks
+    prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
 
     num_resumed: int = 0  # new tokens that another engine had committed
     num_cached: int = 0  # tokens whose K/V the target holds
-    num_draft_seen: int = 0  # tokens that the drafter was given
+    num_draft_seen: int = 0  # tokens that the drafter has processed
     first_token_s: float | None = None
     last_token_s: float = 0.0
     finish_reason: FinishReason | None = None
-    error: BaseException | None = None  # raised by its own processors or criteria, which ended it
+    error: BaseException | None = None  # error of the request's processors or criteria, which ended it
     num_reused: int = 0  # tokens of the prompt whose K/V another request had computed
-    num_preempted: int = 0  # times it lost its K/V to another request
+    num_preempted: int = 0  # times the request was preempted
     num_steps: int = 0  # verify steps, prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
     num_accepted: int = 0  # drafted nodes that were committed
-    expected_tokens: float = 0.0  # that the policy expected of those steps
+    expected_tokens: float = 0.0  # sum over its verify steps of the tokens that the policy expected
     phases: PhaseTimes = field(default_factory=PhaseTimes)  # sum over its steps
     commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens
     prompt_len: int = field(init=False)
@@ -102,7 +101,7 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
         self._stage, self._stage_emitted_before, self._stage_ended = 0, 0, False
-        self._stage_begin: tuple[float, int] | None = None  # when the stage began, and the tokens emitted before it
+        self._stage_begin: tuple[float, int] | None = None  # time in seconds, and tokens emitted before
         self._missed_stage = False
 
     @property
@@ -112,12 +111,12 @@ class Request:
 
     @property
     def drawing(self) -> Drawing:
-        """Way in which its tokens are chosen; acceptance statistics differ by it."""
+        """Way in which the request's tokens are chosen, by which acceptance differs."""
         return Drawing.GREEDY if not self.is_sampled else Drawing.SAMPLED if self.noise is None else Drawing.COUPLED
 
     @property
     def tpot_slo_s(self) -> float | None:
-        """TPOT SLO of the present stage, in seconds; None: no SLO."""
+        """TPOT SLO of the current stage, in seconds; None: no SLO."""
         return self.stages[self._stage].tpot_slo_s
 
     @property
@@ -132,12 +131,12 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and output at their longest."""
+        """Maximum tokens of prompt and output together."""
         return self.prompt_len + self.max_new_tokens
 
     @property
     def num_left_in_stage(self) -> int:
-        """Tokens to the end of the present stage, as far as that is known."""
+        """Tokens to the end of the current stage, if its length is known, else of the request."""
         num_tokens = self.stages[self._stage].num_tokens
         if num_tokens is None or self._stage + 1 == len(self.stages):  # no stage follows the last one
             return self.num_left
@@ -145,31 +144,31 @@ class Request:
 
     @property
     def num_uncached(self) -> int:
-        """Tokens that the target has not processed; the last one, the root, among them."""
+        """Tokens that the target has not processed, the root included."""
         return len(self.tokens) - self.num_cached
 
     @property
     def num_draft_behind(self) -> int:
-        """Committed tokens that the drafter was not given yet."""
+        """Committed tokens that the drafter has not processed."""
         return len(self.tokens) - self.num_draft_seen
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the root is uncached and this engine has chosen it; otherwise it is in prefill."""
+        """Return whether only the root is uncached and this engine has chosen it; if not, the request is in prefill."""
         return self.num_emitted > self.num_resumed and self.num_uncached == 1
 
     @property
     def num_unread(self) -> int:
-        """Tokens of the prompt behind which logits are still to be taken; none is wanted behind the last."""
+        """Prompt positions whose logits are still to be taken; those of the last position are not needed."""
         return 0 if self.prompt_reader is None else max(self.prompt_len - 1 - self.prompt_reader.num_read, 0)
 
     @property
     def has_slo(self) -> bool:
-        """Return whether it has a TTFT SLO or a TPOT SLO in any stage."""
+        """Return whether there is a TTFT SLO, or a TPOT SLO in any stage."""
         return self.ttft_slo_s is not None or any(stage.tpot_slo_s is not None for stage in self.stages)
 
     def emit(self, token: int) -> bool:
-        """Commit one token, and return whether the request is finished with it."""
+        """Commit one token, and return whether the request has finished."""
         self.tokens.append(token)
         if self.is_stop(self.tokens):
             self.finish_reason = "stop"
@@ -182,24 +181,25 @@ class Request:
         return self.is_finished
 
     def resume(self, progress: Progress, now_s: float) -> None:
-        """Continue, at ``now_s``, an output that another engine began; the request must be new.
+        """Continue at ``now_s`` the output of another engine; the request must be new.
 
-        A stage counts its time from here on, unless it is the first, which counts from the first token.
+        The first stage counts time and tokens from the first token on, a later stage from ``now_s`` on.
 
         Raises:
-            InvalidInputError: there is nothing left to do.
+            InvalidInputError: the output is finished.
         """
         self.arrived_s = now_s - progress.elapsed_s
         for token in progress.tokens:
             if self.emit(token):
                 self.finish_reason = None
-                raise InvalidInputError(f"progress has a finished output, of {self.num_emitted} tokens")
+                raise InvalidInputError(
+                    f"progress has a finished output, of {self.num_emitted} tokens; resume only unfinished requests"
+                )
             if self._stage_ended:
                 self._next_stage(now_s)
         self.num_resumed = self.num_emitted
         if self.num_resumed:
             self.first_token_s, self.last_token_s = now_s - progress.decoding_s, now_s
-            # A later stage counts its tokens, too, from here on.
             self._stage_begin = (now_s, self.num_emitted) if self._stage else (self.first_token_s, 1)
         self.num_steps, self.num_drafted, self.num_accepted = progress.steps, progress.drafted, progress.accepted
         self._missed_stage = progress.has_missed
@@ -236,18 +236,18 @@ class Request:
         self._stage_begin = now_s, self.num_emitted
 
     def decoded(self, now_s: float) -> tuple[float, int]:
-        """Return seconds and tokens since the stage began; the first stage begins with the first token."""
+        """Return seconds and tokens since the current stage began; the first stage begins with the first token."""
         if self._stage_begin is None:
             return 0.0, 0
-        begun_s, before = self._stage_begin
-        return now_s - begun_s, self.num_emitted - before
+        begun_s, num_before = self._stage_begin
+        return now_s - begun_s, self.num_emitted - num_before
 
     def _is_late(self, now_s: float) -> bool:
         elapsed_s, emitted = self.decoded(now_s)
         return is_attained(elapsed_s / emitted if emitted else None, self.tpot_slo_s) is False
 
     def end(self, error: BaseException | None) -> None:
-        """End the request early: failed with an error, or cancelled without one."""
+        """End the request early, as failed with an error or, without one, as cancelled."""
         self.error, self.finish_reason = error, "cancelled" if error is None else "error"
 
     def metrics(self) -> RequestMetrics:
@@ -284,23 +284,23 @@ class Request:
 class RequestMetrics:
     """SLOs and measurements of a request."""
 
-    tpot_slo_s: float | None  # seconds per output token, of its last stage
+    tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
     tpot_s: float | None  # seconds, (last - first token) / (tokens - 1); None for fewer than two tokens
     ttft_s: float | None  # seconds from arrival to the first token; None before it
     attained: bool | None  # TPOT SLOs of every stage and the TTFT SLO were met; None without an SLO or a token
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
-    drafted: int  # nodes verified, roots not counted
+    drafted: int  # draft tokens verified: nodes of all verified trees, roots not counted
     accepted: int  # drafted nodes that were committed
-    slack_s: float | None  # seconds left to the deadline of its last token in the last stage; negative when late
-    worst_tpot_s: float | None  # highest seconds per token over 10 tokens in a row (SLOs-Serve); None below 11
-    expected_tokens: float  # that the policy expected the steps to commit, prefill not counted
-    phases: PhaseTimes  # seconds of its steps by phase; steps are shared with other requests
+    slack_s: float | None  # seconds by which the last token was early, by the last stage's SLO; negative: late
+    worst_tpot_s: float | None  # highest seconds per token over 10 consecutive tokens (SLOs-Serve); None below 11
+    expected_tokens: float  # tokens that the policy expected the steps to commit, prefill not counted
+    phases: PhaseTimes  # seconds by phase of the request's steps, which other requests share
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     guaranteed: bool = False  # the batcher guaranteed its SLOs
-    preempted: int = 0  # times it lost its K/V to another request, in the batcher
-    reused: int = 0  # tokens of the prompt whose K/V another request had computed, in the batcher
-    resumed: int = 0  # tokens that another engine had committed before this one went on
+    preempted: int = 0  # times the batcher preempted the request
+    reused: int = 0  # tokens of the prompt whose K/V another request of the batcher had computed
+    resumed: int = 0  # tokens that another engine had committed before this one resumed the request
 
     @property
     def acceptance_length(self) -> float | None:

@@ -46,15 +46,15 @@ class Engine(Generic[S]):
     ):
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
-        self._num_paused = 0  # steps to come without drafting
-        self._lent_slots = 0  # slots lent by the drafter to the target
+        self._num_paused = 0  # further steps without drafting
+        self._lent_slots = 0  # slots of the drafter that the target uses
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
 
-        An error that a request's own processors or criteria raise ends that request only. A MemoryError of the models
-        is raised before any token is chosen. One that comes later ends nothing: chosen tokens stay, as processors and
-        criteria have seen them, and K/V that could not be kept is computed again.
+        An error in a request's processors or criteria ends that request only. A MemoryError of the models is raised
+        only before tokens are chosen. After that, chosen tokens stay, since processors and criteria have seen them, and
+        K/V that could not be kept is computed again.
         """
         watch, num_one_offs = _Stopwatch(self.clock), self._num_one_offs()
         self.forget(self.scheduler.enter(watch.begun_s))
@@ -85,17 +85,17 @@ class Engine(Generic[S]):
             num_catch_up=num_catch_up,
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
         )
-        # A step with captures takes longer than later ones of its size will, so its time teaches nothing.
+        # The time of a step with one-off costs, such as graph captures, says nothing about later steps.
         is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
-        with contextlib.suppress(MemoryError):  # what is learned saves time, and finished requests have to leave
+        with contextlib.suppress(MemoryError):  # learning is optional, removing finished requests is not
             self._learn(learned, schedule, decisions, accepted)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
 
     def _lend(self, num_slots: int) -> None:
-        """Let the target use the memory of the drafter's K/V for so many slots; with 0 the drafter has it again."""
+        """Let the target use the memory of the drafter's K/V as ``num_slots`` slots; 0 returns it to the drafter."""
         if num_slots == self._lent_slots:
             return
         if num_slots:
@@ -104,7 +104,7 @@ class Engine(Generic[S]):
         self._lent_slots = num_slots
 
     def _free_drafts(self) -> bool:
-        """Free what the drafter keeps for requests; return whether there was anything."""
+        """Free the drafter's memory for requests; return whether there was any."""
         has_freed = self.drafter.relieve()
         if has_freed:
             for request in self.scheduler.running:
@@ -112,7 +112,7 @@ class Engine(Generic[S]):
         return has_freed
 
     def _reuse(self) -> None:
-        """Give requests that have room, but no K/V of their own, that of texts which begin alike."""
+        """Give running requests without computed K/V the K/V of common prefixes."""
         for request in self.scheduler.running:
             has_only_reused = not request.num_emitted and request.num_cached == request.num_reused
             if not request.num_cached or has_only_reused:
@@ -127,7 +127,7 @@ class Engine(Generic[S]):
         return _without_decoding()
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
-        """Return the plan to follow: depth 0 while drafting is paused, so that the policy learns nothing of drafts."""
+        """Return the plan to follow: that of the policy, with depth 0 while drafting is paused."""
         if schedule.decoding and (self._num_paused or self._lent_slots):
             self._num_paused = max(self._num_paused - 1, 0)
             plan = replace(plan, depth=0, drafting=())
@@ -135,12 +135,12 @@ class Engine(Generic[S]):
         return plan
 
     def _draft(self, schedule: Schedule, plan: Plan, watch: _Stopwatch) -> tuple[Sequence[TokenTree], int]:
-        """Return a candidate tree per decoding request, and the committed tokens that were new to the drafter."""
+        """Return a candidate tree per decoding request, and how many committed tokens were new to the drafter."""
         drafting = _drafting(schedule, plan)
         drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True)) if drafting else {}
         num_catch_up = sum(request.num_draft_behind for request in drafting)
         for request, tree in drafted.items():
-            if tree.max_depth:  # drafters that still process the request's prompt return a root
+            if tree.max_depth:  # a lone root may mean that the drafter has not processed the whole prompt yet
                 request.num_draft_seen = len(request.tokens)
         watch.lap("draft_s")
         trees = [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in schedule.decoding]
@@ -160,18 +160,18 @@ class Engine(Generic[S]):
         return choosers
 
     def _accept(self, schedule: Schedule, selection: Selection, choosers: Sequence[Chooser]) -> list[Sequence[int]]:
-        parts = zip(schedule.choosing, selection.trees, choosers, strict=True)
-        return [_accepted(request, tree, choose) for request, tree, choose in parts]
+        rows = zip(schedule.choosing, selection.trees, choosers, strict=True)
+        return [_accepted(request, tree, choose) for request, tree, choose in rows]
 
     def _commit(self, schedule: Schedule, accepted: Sequence[Sequence[int]], watch: _Stopwatch) -> None:
         pairs = zip(schedule.choosing, accepted, strict=True)
-        sound = {request: nodes for request, nodes in pairs if request.error is None}
+        committed = {request: nodes for request, nodes in pairs if request.error is None}
         try:
-            self.target.commit(list(sound), list(sound.values()), schedule.partial_chunks)
-        except MemoryError:  # these requests are in prefill again, behind the K/V that they had
+            self.target.commit(list(committed), list(committed.values()), schedule.partial_chunks)
+        except MemoryError:  # these requests are in prefill again, and keep the K/V from before the step
             self.relieve()
         else:
-            for request in sound:
+            for request in committed:
                 request.num_cached = len(request.tokens) - 1
             for chunk in schedule.partial_chunks:
                 chunk.request.num_cached += chunk.num_tokens
@@ -194,7 +194,7 @@ class Engine(Generic[S]):
         for request, tree, nodes, expected, before in zip(
             schedule.choosing, selection.trees, accepted, selection.expected, num_emitted, strict=True
         ):
-            tpot_slo_s, (elapsed_s, emitted) = request.tpot_slo_s, request.decoded(now_s)  # a stage may end here
+            tpot_slo_s, (elapsed_s, emitted) = request.tpot_slo_s, request.decoded(now_s)  # before the stage ends
             if request.num_emitted:  # otherwise it failed before its first token
                 request.record_step(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
             committed = request.num_emitted - before
@@ -214,13 +214,13 @@ class Engine(Generic[S]):
         return self.target.num_one_off_forwards + self.drafter.num_one_off_forwards
 
     def retire(self, finished: Sequence[Request]) -> None:
-        """Remove requests that are finished, for whatever reason."""
+        """Remove finished requests."""
         for request in finished:
             self.scheduler.remove(request)
         self.forget(finished)
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Let go of the K/V of requests; their tokens stay."""
+        """Release the K/V of requests; their tokens stay."""
         for request in requests:
             self.target.release(request)
             self.drafter.release(request)
@@ -229,10 +229,10 @@ class Engine(Generic[S]):
     def relieve(self) -> bool:
         """Free the drafter's memory after a MemoryError, and pause drafting, which only saves time.
 
-        The slots of requests that run together hold their texts, and not always the trees that were drafted for them.
+        Pausing helps since running requests have slots for their tokens, but not always for draft trees.
 
         Returns:
-            Whether there was memory to free, or drafting was not paused yet, so that the step is worth another try.
+            True if there was memory to free or drafting was not paused yet, so that the step should be tried again.
         """
         has_freed = self._free_drafts()
         if not has_freed and self._num_paused:
@@ -241,7 +241,7 @@ class Engine(Generic[S]):
         return True
 
     def close(self) -> None:
-        """Release what the models keep for this engine."""
+        """Release the models' state of this engine."""
         self.target.close()
         self.drafter.close()
 
@@ -259,7 +259,7 @@ def _without_decoding() -> PolicyStep:
 
 
 def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:
-    """Return the decoding requests that the drafter is asked for."""
+    """Return the decoding requests that are drafted for."""
     if not plan.depth:
         return ()
     return schedule.decoding if plan.drafting is None else plan.drafting
@@ -268,7 +268,7 @@ def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:
 def _accepted(request: Request, tree: TokenTree, choose: Chooser) -> list[int]:
     try:
         return accept(tree, choose, request.emit)
-    except BaseException as error:  # noqa: BLE001  an error of the request's own processors or criteria ends it alone
+    except BaseException as error:  # noqa: BLE001  an error of a request's processors or criteria ends that request
         request.end(error)
         return []
 

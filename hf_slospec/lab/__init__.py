@@ -1,6 +1,6 @@
 """Simulation of serving with the real engine, schedulers and policies, and policies after papers.
 
-Importing it registers these policies; the package's entry point does so on first use of a name.
+Importing this package registers these policies; its entry point imports it when one of them is named first.
 """
 
 from hf_slospec.lab.comparison import Load, compare, draw, table

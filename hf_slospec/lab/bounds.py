@@ -1,4 +1,4 @@
-"""Bounds that no schedule and no policy exceeds on a load, from what its requests cost at the very least."""
+"""Bounds on latency, throughput and attainment of a load that no schedule and no policy can beat."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.texts import Library
 from hf_slospec.lab.workload import Job
 
-BLOCK = 8  # requests; groups whose on-time requests are bounded together begin at multiples of it
-ROUNDING = 1.0 + 1e-9  # factor on times allowed, so that rounding never counts against a schedule
+BLOCK = 8  # groups of requests whose on-time number is bounded begin at multiples of it
+ROUNDING = 1.0 + 1e-9  # factor on allowed times, so that rounding never makes a bound too tight
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a forward of n tokens are at least ``fixed_s + per_token_s * n``; neither is negative."""
+    """Lower bound of the seconds of a forward of n tokens: ``fixed_s + per_token_s * n``, neither negative."""
 
     fixed_s: float
     per_token_s: float
 
 
 def lines_below(cost: ForwardCost) -> list[Line]:
-    """Return lines that a forward's cost by tokens never falls below, of ascending slope: its lower convex hull.
+    """Return the lower convex hull of a forward's cost by tokens as lines, in order of ascending slope.
 
-    The flat line is the first one, and the last one passes through the origin.
+    The first line is horizontal; the last one passes through the origin.
     """
     x = [1.0, *(float(tokens) for tokens in cost.curve.num_tokens if tokens > 1)]
     y = [cost.curve.at(tokens) for tokens in x]
@@ -58,22 +58,22 @@ def _slope(x: Sequence[float], y: Sequence[float], left: int, right: int) -> flo
 
 
 class Bounds:
-    """Least seconds and work of each request of a load on one replica, and the bounds that follow from them.
+    """Minimum seconds and work of each request of a load on one replica, and the bounds that follow from them.
 
-    They hold for every policy and every schedule of the simulator's engine, with knowledge of all texts and arrivals,
-    as long as requests draft at most ``max_depth`` levels and ``max_width`` children per token, at most ``max_batch``
-    of them run at a time, and each reserves K/V for its whole text. Two relaxations are used:
+    They hold for every policy and schedule of the simulator's engine, even with knowledge of all texts and arrivals, as
+    long as requests draft at most ``max_depth`` levels and ``max_width`` children per token, at most ``max_batch`` of
+    them run at a time, and each reserves K/V for its maximum length. Two relaxations are used:
 
-    - A request is never faster than alone, drafting only for what will be accepted, each step at the best depth.
-    - A step's seconds are shared among its requests by a line below the cost of its forward, the fixed part by their
-      number or by their share of the K/V. The sum of what a request must be given, its *work*, is as if every forward
-      had the most favourable size; a replica does one second of work per second.
+    - A request is never faster than alone, drafting only tokens that will be accepted, each step at the best depth.
+    - A line below the cost of the forward divides a step's seconds among its requests, the fixed part by their number
+      or by their share of the K/V. The sum of a request's parts, its *work*, is as if every forward had the most
+      favourable size; a replica does one second of work per second.
 
     Args:
-        library: the texts of the requests, in their order.
+        library: the texts of the requests, in order.
 
     Raises:
-        InvalidInputError: the number of texts differs from that of requests, or a limit is out of its range.
+        InvalidInputError: the numbers of texts and requests differ, or a limit is out of its range.
     """
 
     def __init__(
@@ -100,25 +100,25 @@ class Bounds:
     # ---- alone
 
     def _alone_prefill_s(self) -> FloatArray:
-        """Return the least seconds from arrival to the first token, in chunks of whichever size is best.  -> [n] f64"""
+        """Return the minimum seconds from arrival to the first token, in chunks of the best size.  -> [n] f64"""
         target, host_s = self.hardware.target, self.hardware.host_s
         sizes = np.array([1, *(tokens for tokens in target.curve.num_tokens if tokens > 1)])
-        rates = (target.curve(sizes) + host_s) / sizes
-        own = target.curve(self.prompts) + host_s
-        # Between two points the seconds per token are lowest at one of them, or at the end of the prompt.
-        best = np.minimum.accumulate(rates)[np.searchsorted(sizes, self.prompts, side="right") - 1]
-        least = np.maximum(np.minimum(self.prompts * best, own), float(target.curve(1) + host_s))
-        seconds: FloatArray = least + target.per_key_s * self.prompts
+        per_token_s = (target.curve(sizes) + host_s) / sizes
+        whole_s = target.curve(self.prompts) + host_s  # the prompt as one chunk
+        # Between two points of the curve the seconds per token are lowest at one of them, or at the prompt's length.
+        best_s = np.minimum.accumulate(per_token_s)[np.searchsorted(sizes, self.prompts, side="right") - 1]
+        min_s = np.maximum(np.minimum(self.prompts * best_s, whole_s), float(target.curve(1) + host_s))
+        seconds: FloatArray = min_s + target.per_key_s * self.prompts
         return seconds
 
     def decode_left_s(self, ends: IntArray) -> FloatArray:
-        """Return the least seconds to decode the last tokens of each request alone, its texts cut at ``ends``.
+        """Return the minimum seconds to decode the last tokens of each request alone, with outputs cut at ``ends``.
 
         Args:
-            ends: output tokens at which a request counts as finished.  [num_requests] int64
+            ends: [num_requests] int64, output tokens at which a request counts as finished.
 
         Returns:
-            ``[j, r]``: seconds for the last ``j`` of the ``ends[r]`` tokens of request ``r``.  [max(ends) + 1, n] f64
+            [max(ends) + 1, num_requests] f64; ``[j, r]``: seconds for the last ``j`` of ``ends[r]`` tokens of ``r``.
         """
         hardware, levels = self.hardware, self._levels.astype(np.float64)
         draft = hardware.draft.curve(1) * levels + hardware.drafting_request_s * (levels > 0)
@@ -127,32 +127,33 @@ class Bounds:
         return self._least_left_s(ends, np.repeat(costs[:, None], len(self.jobs), axis=1), slopes)
 
     def _least_left_s(self, ends: IntArray, costs: FloatArray, slopes: FloatArray) -> FloatArray:
-        """Return the least cost of the last tokens, by dynamic programming over the depth of each step.
+        """Return the minimum cost of the last tokens, by dynamic programming over the depth of each step.
 
         Args:
-            costs: of a step that commits ``d + 1`` tokens, [max_depth + 1, num_requests] f64.
-            slopes: likewise, per cached token.  [max_depth + 1] f64
+            ends: [num_requests] int64, output tokens at which a request counts as finished.
+            costs: [max_depth + 1, num_requests] f64, seconds of a step that commits ``depth + 1`` tokens.
+            slopes: [max_depth + 1] f64, seconds of such a step per cached token.
         """
         longest, columns = int(ends.max()), np.arange(len(ends))
         left = np.zeros((longest + 1, len(ends)))
         for num_left in range(1, longest):
-            places = np.maximum(ends - num_left, 0)  # requests shorter than this are not looked at
+            positions = np.maximum(ends - num_left, 0)  # results of shorter requests are not used
             depths = self._levels[:num_left]
-            hits = self._hits[self.library.places(columns, places)]
+            hits = self._hits[self.library.rows(columns, positions)]
             after = left[num_left - 1 - depths]
-            seconds = costs[depths] + slopes[depths][:, None] * (self.prompts + places) + after
+            seconds = costs[depths] + slopes[depths][:, None] * (self.prompts + positions) + after
             left[num_left] = np.where(depths[:, None] <= hits, seconds, np.inf).min(axis=0)
         return left
 
     # ---- work
 
     def _works(self) -> Iterator[tuple[FloatArray, FloatArray]]:
-        """Yield the work of prefill and of decoding, [num_requests] f64 each, for every way to share the steps."""
+        """Yield the work of prefill and of decoding, [num_requests] f64 each, for every way to divide the steps."""
         hardware, levels = self.hardware, self._levels.astype(np.float64)
-        texts = self.prompts + np.array([job.max_output_tokens for job in self.jobs])
+        max_lens = self.prompts + np.array([job.max_output_tokens for job in self.jobs])
         draft = max(lines_below(hardware.draft), key=lambda line: line.fixed_s + line.per_token_s * self.max_batch)
         for line in lines_below(hardware.target):
-            for share in (np.full(len(self.jobs), 1.0 / self.max_batch), texts / hardware.kv_tokens):
+            for share in (np.full(len(self.jobs), 1.0 / self.max_batch), max_lens / hardware.kv_tokens):
                 fixed_s = (line.fixed_s + hardware.host_s) * share
                 draft_s = (draft.fixed_s * share + draft.per_token_s) * levels[:, None]
                 draft_s += hardware.drafting_request_s * (levels > 0)[:, None]
@@ -166,8 +167,8 @@ class Bounds:
     def latency_s(self) -> float:
         """Return a lower bound of the mean seconds from arrival to the last token.
 
-        It is the larger of the mean alone, and of the mean with which shortest remaining work first, the optimal rule
-        for one machine, would finish the work.
+        It is the larger of the mean of requests served alone, and the mean of shortest remaining work first, the
+        optimal rule for one machine.
         """
         alone_s = float((self.prefill_s + self.decode_s).mean())
         return max(
@@ -180,7 +181,7 @@ class Bounds:
         end_s = float((self.arrivals_s + self.prefill_s + self.decode_s).max())
         order = np.argsort(self.arrivals_s, kind="stable")
         for prefill, decode in self._works():
-            after = np.cumsum((prefill + decode)[order][::-1])[::-1]  # of a request and those that arrive later
+            after = np.cumsum((prefill + decode)[order][::-1])[::-1]  # work of a request and all that arrive later
             end_s = max(end_s, float((self.arrivals_s[order] + after).max()))
         return end_s - first_s
 
@@ -195,11 +196,10 @@ class Bounds:
     def attainment(self, metric: str) -> float | None:
         """Return an upper bound of the share of requests that attain their SLOs; None if none has an SLO.
 
-        A request attains its SLOs only if it would alone. Where TTFT SLOs count, not all of these need to fit: a group
-        of them finishes no more in time than Moore and Hodgson's rule finds if all of its members arrived with the
-        first of them. The groups follow one another, and those with the lowest sum are used. Without TTFT SLOs the
-        bound is exact, apart from beams that lose a path and prompts that the draft processes: to wait misses no SLO,
-        so that a schedule which serves one request at a time attains it.
+        A request attains its SLOs only if it would alone. With TTFT SLOs, the requests are divided into consecutive
+        groups; of each, at most as many finish in time as Moore and Hodgson's rule allows if all arrived with the first
+        one. The division with the lowest sum is used. Without TTFT SLOs the bound is exact, apart from beams that lose
+        a path and prompts that the draft prefills: waiting misses no SLO, so serving one request at a time reaches it.
         """
         judged = self._judged(metric)
         if not judged.any():
@@ -216,10 +216,10 @@ class Bounds:
         return best / int(judged.sum())
 
     def attainable(self, metric: str) -> BoolArray:
-        """Return which requests may attain their SLOs at all, being served alone.  -> [num_requests] bool"""
+        """Return a mask of the requests that attain their SLOs when served alone.  -> [num_requests] bool"""
         ends, allowed_s = self._allowed(metric)
-        least_s = self.decode_left_s(ends)[ends - 1, np.arange(len(ends))]
-        can: BoolArray = self._judged(metric) & (least_s <= allowed_s)
+        min_s = self.decode_left_s(ends)[ends - 1, np.arange(len(ends))]
+        can: BoolArray = self._judged(metric) & (min_s <= allowed_s)
         if metric != "adaserve":
             can &= self.arrivals_s + self.prefill_s <= self._ttft_due_s()
         return can
@@ -238,7 +238,7 @@ class Bounds:
         return due_s
 
     def _allowed(self, metric: str) -> tuple[IntArray, FloatArray]:
-        """Return by how many tokens, and how many seconds after the first one, a TPOT SLO needs each request to be."""
+        """Return the tokens that the metric counts, and the seconds after the first one within which they are due."""
         slos_s = np.array([np.inf if job.tpot_slo_s is None else job.tpot_slo_s for job in self.jobs])
         ends = self.outputs
         if metric == "slos-serve":  # whole windows, each of which must be fast enough
@@ -249,7 +249,7 @@ class Bounds:
 
 
 def _run_lengths(library: Library, max_width: int) -> IntArray:
-    """Return for every place of all texts how many tokens from there on the draft has among its first ``max_width``."""
+    """Return for every position how many tokens from it on are among the draft's first ``max_width``.  -> [num_rows]"""
     size = len(library.ranks)
     ends = np.repeat(library.starts + library.lengths, library.lengths)
     is_missed = library.ranks >= min(max_width, library.num_children)
@@ -262,14 +262,14 @@ def _shortest_first_s(arrivals_s: FloatArray, works: FloatArray) -> float:
     """Return the mean flow time of preemptive shortest remaining work first on one machine."""
     order = np.argsort(arrivals_s, kind="stable").tolist()
     waiting: list[float] = []  # remaining works
-    now_s, finished_s, place = 0.0, 0.0, 0
-    while place < len(order) or waiting:
+    now_s, finished_s, num_arrived = 0.0, 0.0, 0
+    while num_arrived < len(order) or waiting:
         if not waiting:
-            now_s = max(now_s, float(arrivals_s[order[place]]))
-        while place < len(order) and arrivals_s[order[place]] <= now_s:
-            heapq.heappush(waiting, float(works[order[place]]))
-            place += 1
-        until_s = float(arrivals_s[order[place]]) if place < len(order) else np.inf
+            now_s = max(now_s, float(arrivals_s[order[num_arrived]]))
+        while num_arrived < len(order) and arrivals_s[order[num_arrived]] <= now_s:
+            heapq.heappush(waiting, float(works[order[num_arrived]]))
+            num_arrived += 1
+        until_s = float(arrivals_s[order[num_arrived]]) if num_arrived < len(order) else np.inf
         work = heapq.heappop(waiting)
         if now_s + work <= until_s:
             now_s += work
@@ -295,8 +295,8 @@ def _most_in_time(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, 
 
 
 def _moore_hodgson(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, begin: int, end: int) -> int:
-    """Return the most requests of a group that are finished in time if all arrive with its first one."""
-    now_s, taken = float(arrivals_s[begin]), list[float]()  # negative works
+    """Return the maximum number of requests of a group that finish in time if all arrive with the first one."""
+    now_s, taken = float(arrivals_s[begin]), list[float]()  # negative works, as a heap of the largest
     for index in (begin + np.argsort(due_s[begin:end], kind="stable")).tolist():
         if not np.isfinite(due_s[index]):
             return len(taken) + int(np.isinf(due_s[begin:end]).sum())

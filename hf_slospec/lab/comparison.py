@@ -28,15 +28,15 @@ from hf_slospec.lab.workload import Job, check_rate
 class Load:
     """Requests with their texts, the same for all systems."""
 
-    label: str  # its name in tables and on the axes of plots
+    label: str  # name in tables and on axes of plots
     jobs: tuple[Job, ...]
     library: Library
 
     @classmethod
     def of(cls, label: str, jobs: Sequence[Job], source: TextModel | Recording, rng: np.random.Generator) -> Load:
-        """Return the requests with texts that are synthetic or drawn from a recording.
+        """Return the requests with synthetic texts or with texts drawn from a recording.
 
-        Recorded texts were decoded greedily; one that is shorter than a request's output shortens the output.
+        Recorded texts were decoded greedily; a text that is shorter than the request's output shortens the output.
         """
         if isinstance(source, TextModel):
             texts = [source.write(rng, job.output_tokens) for job in jobs]
@@ -49,7 +49,7 @@ class Load:
 
 
 def num_children_for(systems: Sequence[str]) -> int:
-    """Return the number of children per place that synthetic texts need for these systems."""
+    """Return the number of children per position that synthetic texts need for these systems."""
     return max(NUM_CHILDREN, *(config_of(system).max_width for system in systems))
 
 
@@ -62,7 +62,7 @@ def at_rate(jobs: Sequence[Job], rate: float) -> list[Job]:
     check_rate(rate)
     first_s, span_s = jobs[0].arrival_s, jobs[-1].arrival_s - jobs[0].arrival_s
     if len(jobs) > 1 and span_s <= 0.0:
-        raise InvalidInputError("all requests arrive at the same time, so their rate cannot be changed")
+        raise InvalidInputError("all requests arrive at the same time, so their rate cannot be changed; leave it out")
     factor = 1.0 if len(jobs) == 1 else (len(jobs) - 1) / rate / span_s
     return [replace(job, arrival_s=first_s + (job.arrival_s - first_s) * factor) for job in jobs]
 
@@ -121,8 +121,8 @@ def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Tab
     for heading in ("attained", "goodput", "tok/s", "TPOT", "TTFT", "tok/step", "nodes"):
         result.add_column(heading, justify="right", no_wrap=True)
     for index, load in enumerate(loads):
-        for system, own in runs.items():
-            figures = own[index].summary(METRICS[metric])
+        for system, system_runs in runs.items():
+            figures = system_runs[index].summary(METRICS[metric])
             attained = figures["attainment"]
             result.add_row(
                 load.label, system, "" if attained is None else f"{attained:.1%}", f"{figures['goodput']:.0f}",
@@ -136,9 +136,9 @@ def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Tab
 def records(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> list[dict[str, Any]]:
     """Return the figures of every load and system, as ``--json`` writes them."""
     return [
-        {"load": load.label, "system": system, **own[index].summary(METRICS[metric])}
+        {"load": load.label, "system": system, **system_runs[index].summary(METRICS[metric])}
         for index, load in enumerate(loads)
-        for system, own in runs.items()
+        for system, system_runs in runs.items()
     ]
 
 
@@ -155,7 +155,7 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     from matplotlib import pyplot
 
     pyplot.rcParams["text.parse_math"] = False  # class names may contain dollar signs
-    figures = {system: [run.summary(METRICS[metric]) for run in own] for system, own in runs.items()}
+    summaries = {name: [run.summary(METRICS[metric]) for run in system_runs] for name, system_runs in runs.items()}
     figure, panels = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
     titles = {
         "attainment": "requests that attained, %",
@@ -164,17 +164,17 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     }
     x = np.arange(len(loads))
     for panel, (key, title) in zip(panels.flat, titles.items(), strict=False):
-        for index, (system, own) in enumerate(figures.items()):
-            values = [np.nan if f[key] is None else f[key] * (100.0 if key == "attainment" else 1.0) for f in own]
+        for index, (system, by_load) in enumerate(summaries.items()):
+            values = [np.nan if s[key] is None else s[key] * (100.0 if key == "attainment" else 1.0) for s in by_load]
             colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
             panel.plot(x, values, marker=marker, color=colour, label=system, linewidth=1.5, markersize=5)
         panel.set(title=title, ylim=(0, 103 if key == "attainment" else None))
         panel.set_xticks(x, [load.label for load in loads])
         panel.grid(alpha=0.3)
     kinds = sorted({job.kind for job in loads[-1].jobs})
-    width = 0.8 / len(figures)
-    for index, own in enumerate(figures.values()):
-        shares = [own[-1]["kinds"][kind]["attainment"] for kind in kinds]
+    width = 0.8 / len(summaries)
+    for index, by_load in enumerate(summaries.values()):
+        shares = [by_load[-1]["kinds"][kind]["attainment"] for kind in kinds]
         values = [np.nan if share is None else 100.0 * share for share in shares]
         panels[1, 1].bar(np.arange(len(kinds)) + index * width - 0.4 + width / 2, values, width,
                          color=COLOURS[index % len(COLOURS)])  # fmt: skip

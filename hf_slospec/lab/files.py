@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from hf_slospec.errors import InvalidFileError, describe_fault
 
 Model = TypeVar("Model", bound=BaseModel)
-MAX_FAULTS = 5  # faults of a file that an error lists; the others are counted
+MAX_FAULTS = 5  # faults of a file that an error lists; further ones are counted
 
 
 def read_text(path: Path) -> str:
@@ -25,7 +25,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
-            raise InvalidFileError(f"{path}: is not UTF-8 text (byte {error.start})") from error
+            raise InvalidFileError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
         raise InvalidFileError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
@@ -53,12 +53,12 @@ def validated(model: type[Model], path: Path, text: str, data: Any) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        listed = found[:MAX_FAULTS]
-        faults = [f"{path}:{line_and_column(text, fault['loc'])}: {describe_fault(fault)}" for fault in listed]
-        if len(found) > MAX_FAULTS:
-            faults.append(f"{path}: and {len(found) - MAX_FAULTS} more faults")
-        raise InvalidFileError("\n".join(faults)) from error
+        faults = error.errors(include_url=False)
+        listed = faults[:MAX_FAULTS]
+        lines = [f"{path}:{line_and_column(text, fault['loc'])}: {describe_fault(fault)}" for fault in listed]
+        if len(faults) > MAX_FAULTS:
+            lines.append(f"{path}: and {len(faults) - MAX_FAULTS} more faults")
+        raise InvalidFileError("\n".join(lines)) from error
 
 
 _SEPARATORS = re.compile(r"[\s,:]*")  # between two JSON values
@@ -68,32 +68,32 @@ def line_and_column(text: str, location: tuple[int | str, ...]) -> str:
     """Return line and column, from 1, of a value in valid JSON text.
 
     Args:
-        location: the keys and list indices that lead to the value. If it is missing, its parent's place is returned.
+        location: the keys and list indices that lead to the value. If it is missing, its parent is located.
     """
     at = _skip_separators(text, 0)
     for key in location:
-        found = _child(text, at, key)
-        if found is None:
+        child = _child(text, at, key)
+        if child is None:
             break
-        at = found
+        at = child
     return f"{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
 
 
 def _child(text: str, at: int, key: int | str) -> int | None:
-    """Return where the value of ``key`` begins in the object or list that begins at ``at``; None if there is none."""
-    decode, is_object, found, count = json.JSONDecoder().raw_decode, text[at] == "{", None, 0
+    """Return the offset of the value of ``key`` in the object or list at offset ``at``; None if there is none."""
+    decode, is_object, child, count = json.JSONDecoder().raw_decode, text[at] == "{", None, 0
     if text[at] not in "[{":
         return None
     at = _skip_separators(text, at + 1)
     while text[at] not in "]}":
-        own_key: int | str = count
+        current_key: int | str = count
         if is_object:
-            own_key, end = decode(text, at)
+            current_key, end = decode(text, at)
             at = _skip_separators(text, end)
-        if own_key == key:
-            found = at  # of a repeated key the last value counts
+        if current_key == key:
+            child = at  # the last value of a repeated key counts
         at, count = _skip_separators(text, decode(text, at)[1]), count + 1
-    return found
+    return child
 
 
 def _skip_separators(text: str, at: int) -> int:

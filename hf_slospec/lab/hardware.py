@@ -23,23 +23,23 @@ class Hardware:
     """Latencies of a target and a draft, and the further costs of a step."""
 
     target: ForwardCost
-    draft: ForwardCost  # of one draft level
+    draft: ForwardCost  # one draft level
     mixed_s: float = 0.0  # added to a step that processes prompts beside decoding
     host_s: float = 0.0  # added to every step
-    drafting_request_s: float = 0.0  # added for every request of a step that drafts
-    kv_tokens: int = 400_000  # capacity of the K/V cache
+    drafting_request_s: float = 0.0  # added per request that is drafted for
+    kv_tokens: int = 400_000  # slots of the K/V cache
     draft_kv_share: float = 0.0  # bytes of the draft's K/V per token, relative to the target's
 
     def costs(self) -> StepCosts:
-        """Return the step costs that policies begin with and correct by measured steps."""
+        """Return the initial step costs, which measured steps correct."""
         return StepCosts(self.target, self.draft)
 
 
 def lines(*parts: tuple[float, float], per_request_ms: float = 0.0, per_key_ms: float = 0.0) -> ForwardCost:
-    """Return the maximum of straight lines, each (milliseconds at 0 tokens, milliseconds per token), as a cost."""
+    """Return the maximum of lines, each given as (milliseconds at 0 tokens, milliseconds per token), as a cost."""
     knots = {1, MAX_TOKENS, *(2**power for power in range(1, 15))}
-    for at, (base, slope) in enumerate(parts):
-        for other_base, other_slope in parts[at + 1 :]:
+    for index, (base, slope) in enumerate(parts):
+        for other_base, other_slope in parts[index + 1 :]:
             if slope != other_slope:
                 crossing = (base - other_base) / (other_slope - slope)
                 knots |= {math.floor(crossing), math.ceil(crossing)}
@@ -49,11 +49,11 @@ def lines(*parts: tuple[float, float], per_request_ms: float = 0.0, per_key_ms: 
 
 
 def curve(points: dict[int, float]) -> ForwardCost:
-    """Return a cost of these points, milliseconds by tokens."""
+    """Return a cost from milliseconds by number of tokens."""
     return ForwardCost(LatencyCurve(tuple(points), tuple(ms / 1e3 for ms in points.values())))
 
 
-# Published figures; docs/simulator.md has their sources and what they leave out.
+# Published figures; docs/simulator.md has their sources and limits.
 HARDWARE: dict[str, Hardware] = {
     "llama-70b-4xh100": Hardware(lines((18.345, 0.064), per_key_ms=6.24e-5), lines((1.7, 0.004))),
     "llama-70b-4xa100": Hardware(
@@ -76,7 +76,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class ForwardFile(BaseModel):
-    """Milliseconds of a forward by its number of tokens, as latency files have them."""
+    """Milliseconds of a forward by its number of tokens, in latency files."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -94,7 +94,7 @@ class ForwardFile(BaseModel):
         return self
 
     def cost(self) -> ForwardCost:
-        """Return the curve and its terms in seconds."""
+        """Return the cost in seconds."""
         seconds = tuple(ms / 1e3 for ms in self.ms)
         per_request_s, per_key_s = self.ms_per_further_request / 1e3, self.ms_per_1000_keys / 1e6
         return ForwardCost(LatencyCurve(tuple(self.tokens), seconds), per_request_s, per_key_s)
@@ -142,7 +142,7 @@ class Profiled(BaseModel):
 
 
 class ProfiledTarget(BaseModel):
-    """Likewise for the target."""
+    """Results of ``profile`` for the target."""
 
     fit: TargetFile
 
@@ -160,7 +160,7 @@ class ProfileFile(BaseModel):
     results: ProfiledModels
 
     def hardware(self) -> Hardware:
-        """Return the latencies in seconds, without further costs of a step."""
+        """Return the latencies in seconds; further costs of a step are 0."""
         return HardwareFile(target=self.results.target.fit, draft=self.results.draft.fit).hardware()
 
 
@@ -177,7 +177,7 @@ def hardware_of(name: str) -> Hardware:
         raise InvalidInputError(f"there is no file {name!r}, and known hardware is: {', '.join(HARDWARE)}")
     path = Path(name)
     if path.is_dir():
-        raise InvalidFileError(f"{path}: is a folder, not a latency file")
+        raise InvalidFileError(f"{path}: is a folder, not a latency file; give the path of the file")
     text, data = read_json(path)
     if isinstance(data, dict) and "results" in data:
         return validated(ProfileFile, path, text, data).hardware()

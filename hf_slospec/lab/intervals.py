@@ -1,4 +1,4 @@
-"""Means of repeated runs with 95 % intervals, their plot, and the share of a distance that a system closes."""
+"""Means of repeated runs with 95 % intervals, their plot, and the share of a gap that a system closes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.30
 def t_quantile(degrees: int) -> float:
     """Return the two-sided 95 % quantile of Student's t distribution, within 0.2 % of the exact value.
 
-    Beyond the table it is the expansion around the normal quantile (Abramowitz and Stegun, 26.7.5).
+    Beyond the table, the expansion around the normal quantile is used (Abramowitz and Stegun, 26.7.5).
     """
     if degrees <= len(T):
         return T[degrees - 1]
@@ -42,10 +42,9 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 def wilson(num_attained: int, number: int) -> Interval:
-    """Return the share of requests that attained, over all runs, and its Wilson interval.
+    """Return the share of requests that attained their SLOs, over all runs, and its Wilson interval.
 
-    It takes requests for independent of each other. Those that meet the same burst are not, so that the interval is
-    rather too narrow.
+    Requests are taken to be independent. Requests in the same burst are not, so the interval is rather too narrow.
     """
     if not 0 <= num_attained <= number or not number:
         raise InvalidInputError(
@@ -57,12 +56,12 @@ def wilson(num_attained: int, number: int) -> Interval:
     return {"mean": share, "low": max(middle - half, 0.0), "high": min(middle + half, 1.0)}
 
 
-def share_closed(base: float, own: float, best: float) -> float | None:
-    """Return the share of the distance from ``base`` to ``best`` that ``own`` closes; None where there is none.
+def share_closed(base: float, value: float, best: float) -> float | None:
+    """Return the share of the gap from ``base`` to ``best`` that ``value`` closes; None if there is no gap.
 
-    It is negative for a system on the far side of ``base``, and above 1 for one beyond ``best``.
+    It is negative if the value is worse than ``base``, and above 1 if it is better than ``best``.
     """
-    return None if math.isclose(base, best, rel_tol=1e-9, abs_tol=1e-12) else (own - base) / (best - base)
+    return None if math.isclose(base, best, rel_tol=1e-9, abs_tol=1e-12) else (value - base) / (best - base)
 
 
 def scaled(interval: Interval, factor: float) -> Interval:
@@ -74,7 +73,7 @@ def draw(panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x_label: st
     """Plot figures with their intervals by rate.
 
     Args:
-        panels: by the label of the axis, the system's name and the rate.
+        panels: intervals by label of the axis, then by system, then by rate.
     """
     import matplotlib
 
@@ -84,11 +83,11 @@ def draw(panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x_label: st
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), layout="constrained", squeeze=False)
     for panel, (label, systems) in zip(axes.flat, panels.items(), strict=True):
         rates = [float(rate) for rate in next(iter(systems.values()))]
-        apart = 0.007 * (max(rates) - min(rates))  # so that intervals do not hide each other
-        for index, (name, own) in enumerate(systems.items()):
-            is_bound, means = name.endswith("bound"), np.array([interval["mean"] for interval in own.values()])
-            x = np.array(rates) + (0.0 if is_bound else apart * (index - len(systems) / 2.0))
-            ends = [[interval.get(end, interval["mean"]) for interval in own.values()] for end in ("low", "high")]
+        spacing = 0.007 * (max(rates) - min(rates))  # so that intervals do not hide each other
+        for index, (name, by_rate) in enumerate(systems.items()):
+            is_bound, means = name.endswith("bound"), np.array([interval["mean"] for interval in by_rate.values()])
+            x = np.array(rates) + (0.0 if is_bound else spacing * (index - len(systems) / 2.0))
+            ends = [[interval.get(end, interval["mean"]) for interval in by_rate.values()] for end in ("low", "high")]
             panel.errorbar(
                 x, means, None if is_bound else np.abs(np.array(ends) - means), label=name, capsize=2, markersize=4,
                 elinewidth=1.0, color="grey" if is_bound else COLOURS[index % len(COLOURS)],

@@ -1,4 +1,4 @@
-"""Simulated target and drafter: tokens from given texts, durations from given costs."""
+"""Simulated target and drafter: tokens come from given texts, durations from given latencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_slospec.lab.texts import Library
 
 
 class VirtualClock:
-    """A clock that advances only when ``now_s`` is set."""
+    """Clock that advances only when ``now_s`` is set."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,7 +26,10 @@ class VirtualClock:
 
 
 class SlowedClock(VirtualClock):
-    """A clock of a machine at half speed for a while: what begins within these seconds takes twice as long."""
+    """Clock of a machine that runs at half speed from ``begin_s`` to ``end_s``.
+
+    Forwards that begin in this interval take twice as long.
+    """
 
     def __init__(self, begin_s: float, end_s: float) -> None:
         self.begin_s, self.end_s = begin_s, end_s
@@ -40,7 +43,7 @@ class SlowedClock(VirtualClock):
 
 
 class SimulatedTarget(Target):
-    """Chooses the tokens of each request's text and advances the clock by the cost of each forward."""
+    """Target that chooses the tokens of each request's text and advances the clock by the cost of each forward."""
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock):
         self.library, self.hardware, self.clock = library, hardware, clock
@@ -50,12 +53,10 @@ class SimulatedTarget(Target):
     ) -> Sequence[Chooser]:
         """Advance the clock by one forward of the trees and the chunks.  -> one chooser per request"""
         num_nodes = sum(tree.num_nodes for tree in trees)
-        num_prefill_tokens = sum(request.num_uncached - 1 for request in requests) + sum(
-            chunk.num_tokens for chunk in chunks
-        )
-        keys = sum(len(r.tokens) for r in requests) + sum(c.request.num_cached + c.num_tokens for c in chunks)
+        num_prefill_tokens = sum(r.num_uncached - 1 for r in requests) + sum(chunk.num_tokens for chunk in chunks)
+        num_keys = sum(len(r.tokens) for r in requests) + sum(c.request.num_cached + c.num_tokens for c in chunks)
         is_mixed = num_prefill_tokens > 0 and any(request.is_decoding for request in requests)
-        seconds = float(self.hardware.target(num_nodes + num_prefill_tokens, len(requests) + len(chunks), keys))
+        seconds = float(self.hardware.target(num_nodes + num_prefill_tokens, len(requests) + len(chunks), num_keys))
         self.clock.now_s += seconds + self.hardware.host_s + self.hardware.mixed_s * is_mixed
         return [functools.partial(self._choose, request) for request in requests]
 
@@ -72,27 +73,27 @@ class SimulatedTarget(Target):
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """One level of all requests' beams; every field is [num_requests, beam]."""
+class _Level:
+    """One level of the beams of all requests; every field is [num_requests, width]."""
 
     path_probs: FloatArray
     min_probs: FloatArray  # conditional probability of the least probable token on the path
-    is_true: BoolArray  # whether the target would choose every token of the path
+    is_correct: BoolArray  # the target would choose every token of the path
     tokens: IntArray
-    parents: IntArray  # index in the layer before
+    parents: IntArray  # index in the level above
 
 
 class SimulatedDrafter(Drafter):
-    """Beam search over the draft's probabilities of the texts.
+    """Drafter that runs beam search over the draft probabilities stored with the texts.
 
-    On the path that the target will take they are those of the text's own places. On all other paths, where nothing is
-    accepted, they are those of random places of the same text: wrong proposals look as good as right ones.
+    Nodes on the target's path get the probabilities of their position in the text. All other nodes, which are never
+    accepted, get those of a random position of the same text, so that wrong proposals look as probable as correct ones.
     """
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock, seed: int = 0):
         self.library, self.hardware, self.clock = library, hardware, clock
         self._rng = np.random.default_rng(seed)
-        self._num_cached: dict[Request, int] = {}  # tokens in the draft's K/V cache
+        self._num_cached: dict[Request, int] = {}  # tokens whose K/V the draft holds
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
         """Advance the clock by the forwards of all draft levels.  -> one candidate tree per request"""
@@ -100,66 +101,69 @@ class SimulatedDrafter(Drafter):
         num_uncached = num_keys - sum(self._num_cached.get(request, 0) for request in requests)
         self._num_cached.update((request, len(request.tokens)) for request in requests)
         seconds = float(self.hardware.draft(num_uncached, num_requests, num_keys))
-        layers = [self._expand(requests, None, 0, plan.width)]
-        for depth in range(1, plan.depth):
-            paths = layers[-1].path_probs
-            if plan.min_gain and np.maximum(paths - plan.min_path_prob, 0.0).sum() < plan.min_gain:
-                break  # the rules of the real drafters
-            if plan.goes_on is not None and not plan.goes_on(paths):
+        levels = [self._expand(requests, None, 0, plan.width)]
+        for depth in range(1, plan.depth):  # with the stopping rules of the real drafters
+            path_probs = levels[-1].path_probs
+            if plan.min_gain and np.maximum(path_probs - plan.min_path_prob, 0.0).sum() < plan.min_gain:
                 break
-            if plan.min_confidence and not (layers[-1].min_probs > plan.min_confidence).any():
+            if plan.goes_on is not None and not plan.goes_on(path_probs):
                 break
-            seconds += float(self.hardware.draft(layers[-1].tokens.size, num_requests, num_keys))
-            layers.append(self._expand(requests, layers[-1], depth, plan.width))
+            if plan.min_confidence and not (levels[-1].min_probs > plan.min_confidence).any():
+                break
+            seconds += float(self.hardware.draft(levels[-1].tokens.size, num_requests, num_keys))
+            levels.append(self._expand(requests, levels[-1], depth, plan.width))
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
-        trees = self._trees(requests, layers)
+        trees = self._trees(requests, levels)
         if self.library.matched == 1.0:
             return trees
-        is_matched = self._rng.random(len(requests)) < self.library.matched
-        return [tree if found else tree.up_to(0) for tree, found in zip(trees, is_matched, strict=True)]
+        is_matched = self._rng.random(len(requests)) < self.library.matched  # as if prompt lookup had a match
+        return [tree if has_match else tree.up_to(0) for tree, has_match in zip(trees, is_matched, strict=True)]
 
     def release(self, request: Request) -> None:
-        """Drop the request's draft K/V cache."""
+        """Drop the request's K/V of the draft."""
         self._num_cached.pop(request, None)
 
-    def _expand(self, requests: Sequence[Request], last: _Layer | None, depth: int, width: int) -> _Layer:
-        """Return the ``width`` most probable children of a layer, or of the roots if ``last`` is None."""
-        if last is None:
-            column = np.ones((len(requests), 1))
-            last = _Layer(column, column, column > 0.0, column.astype(np.int64), column.astype(np.int64))
-        library, beam = self.library, last.tokens.shape[1]
+    def _expand(self, requests: Sequence[Request], above: _Level | None, depth: int, width: int) -> _Level:
+        """Return the ``width`` most probable children of each request's nodes of a level.
+
+        Args:
+            above: the level; None: the roots.
+            depth: depth of the level.
+        """
+        if above is None:
+            ones = np.ones((len(requests), 1))
+            above = _Level(ones, ones, ones > 0.0, ones.astype(np.int64), ones.astype(np.int64))
+        library, beam = self.library, above.tokens.shape[1]
         indices = np.array([request.index for request in requests])
-        on_path = np.array([request.num_emitted + depth for request in requests])
-        elsewhere = (self._rng.random(last.tokens.shape) * library.lengths[indices][:, None]).astype(np.int64)
-        places = np.where(last.is_true, on_path[:, None], elsewhere)
-        rows = library.places(np.repeat(indices, beam), places.ravel())
+        next_positions = np.array([request.num_emitted + depth for request in requests])
+        random_positions = (self._rng.random(above.tokens.shape) * library.lengths[indices][:, None]).astype(np.int64)
+        positions = np.where(above.is_correct, next_positions[:, None], random_positions)
+        rows = library.rows(np.repeat(indices, beam), positions.ravel())
         num_children = min(width, library.num_children)
         probs = library.child_probs[rows, :num_children].reshape(len(requests), beam, num_children)
         ranks = library.ranks[rows].reshape(len(requests), beam, 1)
-        paths = (last.path_probs[..., None] * probs).reshape(len(requests), -1)
-        min_probs = np.minimum(last.min_probs[..., None], probs).reshape(len(requests), -1)
-        is_true = (last.is_true[..., None] & (ranks == np.arange(num_children))).reshape(len(requests), -1)
-        order = np.argsort(-paths, axis=1, kind="stable")[:, :width]
-        return _Layer(
-            np.take_along_axis(paths, order, axis=1),
+        path_probs = (above.path_probs[..., None] * probs).reshape(len(requests), -1)
+        min_probs = np.minimum(above.min_probs[..., None], probs).reshape(len(requests), -1)
+        is_correct = (above.is_correct[..., None] & (ranks == np.arange(num_children))).reshape(len(requests), -1)
+        order = np.argsort(-path_probs, axis=1, kind="stable")[:, :width]
+        return _Level(
+            np.take_along_axis(path_probs, order, axis=1),
             np.take_along_axis(min_probs, order, axis=1),
-            np.take_along_axis(is_true, order, axis=1),
+            np.take_along_axis(is_correct, order, axis=1),
             order % num_children,
             order // num_children,
         )
 
-    def _trees(self, requests: Sequence[Request], layers: Sequence[_Layer]) -> list[TokenTree]:
+    def _trees(self, requests: Sequence[Request], levels: Sequence[_Level]) -> list[TokenTree]:
         """Return one candidate tree per request, its nodes level by level."""
-        widths = [layer.tokens.shape[1] for layer in layers]
-        depths = np.repeat(np.arange(len(layers) + 1), [1, *widths])
-        firsts = np.repeat(np.cumsum([0, 1, *widths])[: len(layers)], widths)
-        column = np.ones((len(requests), 1))
+        widths = [level.tokens.shape[1] for level in levels]
+        depths = np.repeat(np.arange(len(levels) + 1), [1, *widths])
+        firsts = np.repeat(np.cumsum([0, 1, *widths])[: len(levels)], widths)  # first node of the level above
+        ones = np.ones((len(requests), 1))
         roots = np.array([[request.tokens[-1]] for request in requests])
-        tokens = np.concatenate([roots, *(layer.tokens for layer in layers)], axis=1)
-        parents = np.concatenate([layer.parents for layer in layers], axis=1) + firsts
-        parents = np.concatenate([-column.astype(np.int64), parents], axis=1)
-        path_probs = np.concatenate([column, *(layer.path_probs for layer in layers)], axis=1)
-        return [
-            TokenTree(own_tokens, own_parents, depths, own_probs)
-            for own_tokens, own_parents, own_probs in zip(tokens, parents, path_probs, strict=True)
-        ]
+        tokens = np.concatenate([roots, *(level.tokens for level in levels)], axis=1)
+        parents = np.concatenate([level.parents for level in levels], axis=1) + firsts
+        parents = np.concatenate([-ones.astype(np.int64), parents], axis=1)
+        path_probs = np.concatenate([ones, *(level.path_probs for level in levels)], axis=1)
+        rows = zip(tokens, parents, path_probs, strict=True)
+        return [TokenTree(row_tokens, row_parents, depths, row_probs) for row_tokens, row_parents, row_probs in rows]

@@ -1,4 +1,4 @@
-"""An oracle policy: drafts for and verifies exactly what will be accepted, in the shape with the most tokens/s."""
+"""Oracle policy, which knows the target's texts and verifies only nodes that will be accepted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_slospec.policies.limits import max_useful_depth
 
 
 class OraclePolicy(Policy):
-    """Policy with access to the texts, which drafts every step in all widths on a separate clock first.
+    """Policy with access to the texts, which tries all widths of every step on a separate clock first.
 
-    It drafts only for requests of which some token will be accepted, and knows what their drafting costs. Prompts that
-    the draft has to process first are left out of that: they pay in later steps. It chooses the most tokens per second
-    of each step by itself and knows neither SLOs nor arrivals, so it shows what unknown acceptance costs. It is no
-    bound, which :mod:`hf_slospec.lab.bounds` has; the best of several settings comes closer to that.
+    It drafts only for requests with tokens that will be accepted, and knows the cost of drafting. The draft's prefill
+    of prompts is not counted, since it pays in later steps. It maximises the tokens per second of each single step and
+    knows neither SLOs nor arrivals, so it shows the cost of not knowing acceptance. It is not an upper bound (see
+    :mod:`hf_slospec.lab.bounds`); the best of several settings comes closer to one.
     """
 
     def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, seed: int):
@@ -30,7 +30,7 @@ class OraclePolicy(Policy):
         self._trial = SimulatedDrafter(library, hardware, VirtualClock(), seed)
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        """Return the shape with the most committed tokens per second, by trials of this step's drafting."""
+        """Return the shape with the most committed tokens per second in trials of this step's drafting."""
         max_depth = max_useful_depth(requests, self.config.max_depth)
         if not max_depth:
             return Plan(0, 1)
@@ -42,7 +42,7 @@ class OraclePolicy(Policy):
         """Return the best plan of one width, and its committed tokens per second."""
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         trees = self._trial.draft(requests, Plan(max_depth, width))
-        hits = np.array([len(self._true(*pair)) - 1 for pair in zip(requests, trees, strict=True)])
+        hits = np.array([len(self._correct(*pair)) - 1 for pair in zip(requests, trees, strict=True)])
         drafting = [request for request, hit in zip(requests, hits.tolist(), strict=True) if hit]
         if not drafting:
             return num_requests / float(self.costs.verify_s(num_requests, num_requests, num_keys)), Plan(0, 1)
@@ -59,15 +59,15 @@ class OraclePolicy(Policy):
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         """Return the candidates that will be accepted."""
-        trees = [tree.subtree(self._true(request, tree)) for request, tree in zip(requests, candidates, strict=True)]
+        trees = [tree.subtree(self._correct(request, tree)) for request, tree in zip(requests, candidates, strict=True)]
         return Selection(trees, [float(tree.num_nodes) for tree in trees])
 
-    def _true(self, request: Request, tree: TokenTree) -> IntArray:
+    def _correct(self, request: Request, tree: TokenTree) -> IntArray:
         """Return the nodes that will be accepted, the root first.  -> [num_accepted + 1] int64"""
         nodes = [ROOT]
         while len(nodes) < request.num_left:
-            place = request.num_emitted + len(nodes) - 1
-            child = tree.child(nodes[-1], self.library.token(request.index, place))
+            position = request.num_emitted + len(nodes) - 1
+            child = tree.child(nodes[-1], self.library.token(request.index, position))
             if child is None:
                 break
             nodes.append(child)

@@ -29,45 +29,45 @@ class Outcome:
     tpot_slo_s: float | None
     ttft_slo_s: float | None
     first_token_s: float
-    decode_begun_s: float  # beginning of the first step that decoded it
+    decode_begun_s: float  # beginning of the first decode step
     finish_s: float
-    steps: int
-    drafted: int
-    accepted: int
+    steps: int  # verify steps after the prefill
+    drafted: int  # nodes verified, roots not counted
+    accepted: int  # drafted nodes that were committed
     guaranteed: bool
-    preempted: int
-    reroutes: int  # replicas that did not guarantee its SLOs and passed it on
+    preempted: int  # times the request was preempted
+    reroutes: int  # replicas that refused to guarantee its SLOs
     tpot_s: float | None  # measured
     ttft_s: float
-    worst_tpot_s: float | None  # over any 10 tokens
+    worst_tpot_s: float | None  # maximum over any 10 consecutive tokens
     attained: bool | None  # by the definition of RequestMetrics
 
     @classmethod
     def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, reroutes: int) -> Outcome:
         """Return the result of a finished request."""
-        own = request.metrics()
+        metrics = request.metrics()
         return cls(
             index=request.index,
             kind=job.kind,
             replica=replica,
             arrival_s=job.arrival_s,
             input_tokens=job.input_tokens,
-            output_tokens=own.tokens,
-            tpot_slo_s=own.tpot_slo_s,
-            ttft_slo_s=own.ttft_slo_s,
+            output_tokens=metrics.tokens,
+            tpot_slo_s=metrics.tpot_slo_s,
+            ttft_slo_s=metrics.ttft_slo_s,
             first_token_s=math.nan if request.first_token_s is None else request.first_token_s,
             decode_begun_s=decode_begun_s,
             finish_s=request.last_token_s,
-            steps=own.steps,
-            drafted=own.drafted,
-            accepted=own.accepted,
-            guaranteed=own.guaranteed,
-            preempted=own.preempted,
+            steps=metrics.steps,
+            drafted=metrics.drafted,
+            accepted=metrics.accepted,
+            guaranteed=metrics.guaranteed,
+            preempted=metrics.preempted,
             reroutes=reroutes,
-            tpot_s=own.tpot_s,
-            ttft_s=own.ttft_s if own.ttft_s is not None else math.nan,
-            worst_tpot_s=own.worst_tpot_s,
-            attained=own.attained,
+            tpot_s=metrics.tpot_s,
+            ttft_s=metrics.ttft_s if metrics.ttft_s is not None else math.nan,
+            worst_tpot_s=metrics.worst_tpot_s,
+            attained=metrics.attained,
         )
 
 
@@ -77,7 +77,7 @@ Metric = Callable[[Outcome], bool | None]
 def attained(outcome: Outcome) -> bool | None:
     """Return whether the request attained its SLOs by this package's definition.
 
-    TPOT is (last token - first token) / (tokens - 1); TTFT counts where the request has a TTFT SLO.
+    TPOT is (last token - first token) / (tokens - 1); TTFT counts if the request has a TTFT SLO.
     """
     return outcome.attained
 
@@ -85,7 +85,7 @@ def attained(outcome: Outcome) -> bool | None:
 def adaserve_attained(outcome: Outcome) -> bool | None:
     """Return whether (finish - first decode iteration) / tokens is within the TPOT SLO (AdaServe).
 
-    Waiting and prefill do not count.
+    Queueing and prefill do not count.
     """
     if outcome.tpot_slo_s is None:
         return None
@@ -107,13 +107,13 @@ METRICS: dict[str, Metric] = {"tpot": attained, "adaserve": adaserve_attained, "
 
 @dataclass
 class Totals:
-    """Sums over all steps of a run. Except for prefills, only steps with decoding requests count."""
+    """Sums over the decoding steps of a run, and number and seconds of the steps that only prefill."""
 
     num_steps: int = 0
-    num_prefills: int = 0  # steps without decoding requests
-    prefill_s: float = 0.0  # seconds of these
+    num_prefills: int = 0
+    prefill_s: float = 0.0
     requests: int = 0  # decoding requests
-    nodes: int = 0  # verified for decoding requests, roots included
+    nodes: int = 0  # nodes verified for decoding requests, roots included
     committed: int = 0  # tokens of decoding requests
     expected: float = 0.0  # tokens that the policy expected to commit
     depth: int = 0  # draft levels
@@ -189,7 +189,7 @@ def write_requests(runs: Sequence[tuple[str, Run]], metric: Metric, path: Path) 
 
     Args:
         runs: each run with the label of its load.
-        metric: defines the column ``attained``.
+        metric: metric of the column ``attained``.
     """
     names = [field.name for field in fields(Outcome)]
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Routers of simulated replicas, by name: this package's, and those it is compared with."""
+"""Routers of simulated replicas by name: this package's, and baselines."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hf_slospec.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request at the router, and what routers may know."""
+    """A request at the router, with the information that routers may use."""
 
     request: Request
     need: Need
     loads: Sequence[ReplicaLoad]  # as reported by each replica
-    refused_by: Sequence[int]  # replicas
+    refused_by: Sequence[int]  # indices of replicas
     schedulers: Sequence[ContinuousScheduler]  # for the oracle only
     now_s: float
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The replica that a request is passed to."""
+    """The replica that a request is sent to."""
 
     replica: int
-    may_refuse: bool = False  # it is only offered, and returns to the router unless its SLOs are guaranteed
+    may_refuse: bool = False  # the replica may return the request to the router instead of guaranteeing its SLOs
 
 
 Router = Callable[[Arrival], Choice]
@@ -47,10 +47,10 @@ def by_guarantees(arrival: Arrival) -> Choice:
 
 
 def by_full_knowledge(arrival: Arrival) -> Choice:
-    """Return the replica whose requests come least close to missing their SLOs, this one included.
+    """Return the replica where the request brings all requests least closer to missing their SLOs.
 
-    It knows more than reports tell: the state of every replica at this moment, and of every request its progress and
-    the length of its output.
+    In addition to reports, the current state of every replica is used, and the progress and output length of every
+    request.
     """
     costs = [
         _closeness(arrival, index, True) - _closeness(arrival, index, False) for index in range(len(arrival.loads))
@@ -87,12 +87,12 @@ def _power_of_two(seed: int) -> Router:
 
 
 def shortest_queue(loads: Sequence[ReplicaLoad]) -> int:
-    """Return the first replica with the fewest unfinished requests, as ordinary routers do."""
+    """Return the first replica with the fewest unfinished requests."""
     return min(range(len(loads)), key=lambda index: (loads[index].num_requests, index))
 
 
 def power_of_two(loads: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
-    """Return the replica with fewer unfinished requests of two random ones."""
+    """Return the one of two random replicas with fewer unfinished requests."""
     if len(loads) == 1:
         return 0
     first, second = rng.choice(len(loads), 2, replace=False).tolist()
@@ -100,7 +100,7 @@ def power_of_two(loads: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
 
 
 OURS = "guarantees"
-ROUTERS: dict[str, Callable[[int], Router]] = {  # each is made with a seed
+ROUTERS: dict[str, Callable[[int], Router]] = {  # functions of a seed
     OURS: lambda seed: by_guarantees,
     "shortest-queue": lambda seed: lambda arrival: Choice(shortest_queue(arrival.loads)),
     "power-of-two": _power_of_two,

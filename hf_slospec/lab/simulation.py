@@ -31,7 +31,7 @@ MAX_REPLICAS = 1000
 
 @dataclass
 class _RoutedRequest:
-    """A request with the replica that serves it."""
+    """A request and the replica that serves it."""
 
     request: Request
     job: Job
@@ -46,10 +46,10 @@ class _RoutedRequest:
 
 
 class Replica:
-    """One engine with its own hardware and clock.
+    """One engine with hardware and clock.
 
-    The clock of a busy replica is the end of its present step, whose results are known before the virtual time of the
-    whole simulation gets there. It decides between two steps.
+    A step is simulated at once, so the clock of a busy replica is at the end of its current step, ahead of the
+    simulation. Requests that arrive meanwhile are admitted at that time.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class Replica:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether it has unfinished requests."""
+        """Return whether there are unfinished requests."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def load(self, now_s: float) -> ReplicaLoad:
-        """Return the load as a router knows it: after the last step that has ended, with what was sent since."""
+        """Return the load that a router knows: after the last finished step, plus the requests sent since."""
         return self._next_report if now_s >= self.clock.now_s else self._reported
 
     def need(self, request: Request) -> Need:
-        """Return what a request needs."""
+        """Return what a request needs from a replica."""
         return need_of(request, self.scheduler.limits)
 
     def add(self, request: Request, now_s: float) -> None:
@@ -98,15 +98,15 @@ class Replica:
         self.scheduler.add(request)
 
     def send(self, request: Request, now_s: float) -> None:
-        """Add a request that a router sent, which then knows of it."""
+        """Add a request of a router, which includes it in the loads that it knows."""
         self.add(request, now_s)
         self._count_in(request, request.is_guaranteed, now_s)
 
     def offer(self, request: Request, now_s: float) -> float | None:
-        """Queue a request if its SLOs are guaranteed, as decided at the end of the present step.
+        """Queue a request if its SLOs are guaranteed, which is decided at the end of the current step.
 
         Returns:
-            When it was refused; None if it was queued.
+            Time of the refusal in seconds; None if the request was queued.
         """
         self._wait_until(now_s)
         is_queued = self.scheduler.offer(request, self.clock.now_s)
@@ -114,7 +114,7 @@ class Replica:
         return None if is_queued else self.clock.now_s
 
     def _count_in(self, request: Request, is_guaranteed: bool, now_s: float, is_queued: bool = True) -> None:
-        """Add a request to the loads that the router knows; it learns of a refusal at the end of the step only."""
+        """Add a request to the loads that the router knows; a refusal becomes known at the end of the step."""
         need = self.need(request)
         if now_s < self.clock.now_s:
             self._reported = self._reported.with_request(need, is_guaranteed)
@@ -133,20 +133,20 @@ class Replica:
         return event
 
     def report(self) -> None:
-        """Publish the load after a step; until the step ends, the router knows the one before."""
+        """Publish the load after a step; until the step ends, the router knows the load before it."""
         self._reported, self._next_report = self._next_report, load_of(self.scheduler)
 
 
 class Simulation:
-    """A load served by one or several replicas of a system; deterministic for a given seed.
+    """Simulation of a load on one or several replicas of a system; deterministic for a given seed.
 
     Args:
-        library: the texts of the requests, in their order.
+        library: the texts of the requests, in order.
         router: one of :data:`~hf_slospec.lab.routers.ROUTERS`, for several replicas.
         oracle: use the oracle policy in place of the config's policy.
         make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
             ``max_depth`` and ``max_width``.
-        new_clock: makes the clock of a replica; one of your own may simulate a machine whose speed changes.
+        new_clock: makes the clock of a replica, for example of a machine whose speed changes.
 
     Raises:
         InvalidInputError: an argument is out of its range, or the arguments do not fit together.
@@ -167,7 +167,7 @@ class Simulation:
         new_clock: Callable[[], VirtualClock] = VirtualClock,
     ):
         if not jobs:
-            raise InvalidInputError("the load contains no requests")
+            raise InvalidInputError("the load contains no requests; give at least one")
         if oracle and make_policy is not None:
             raise InvalidInputError("oracle and make_policy exclude each other; give one of them")
         if not 1 <= replicas <= MAX_REPLICAS:
@@ -178,7 +178,8 @@ class Simulation:
             )
         if config.policy not in ("none", "auto") and config.max_width > library.num_children:
             raise InvalidInputError(
-                f"max_width is {config.max_width}, but the texts have only {library.num_children} children per place"
+                f"max_width is {config.max_width}, but the texts have only {library.num_children} children per "
+                "position; lower max_width, or write the texts with more num_children"
             )
         if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
             raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
@@ -193,7 +194,7 @@ class Simulation:
                 raise InvalidInputError(
                     f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for its prompt, "
                     f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft tree), "
-                    f"but the hardware has {limits.kv_tokens}"
+                    f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the request"
                 )
         self._router = router_of(router, seed)
         self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
@@ -202,7 +203,7 @@ class Simulation:
         """Serve the whole load.
 
         Args:
-            system: the name of the result.
+            system: name of the result.
             on_end: called after each finished request.
         """
         arrivals = [(routed.job.arrival_s, routed.request.index) for routed in self._requests]
@@ -232,16 +233,17 @@ class Simulation:
             for _ in range(num_ended):
                 on_end()
         outcomes = tuple(routed.outcome() for routed in self._requests)
-        return Run(system, outcomes, totals, sum(_is_not_guaranteed(routed.request) for routed in self._requests))
+        requests = [routed.request for routed in self._requests]
+        return Run(system, outcomes, totals, sum(r.has_slo and not r.is_guaranteed for r in requests))
 
     def _raise_errors(self, event: StepEvent) -> None:
-        """Raise the error of a request; the engine records it, but in a simulation it can only be an interrupt."""
+        """Raise the error that the engine recorded for a request; in a simulation it can only be an interrupt."""
         for part in event.requests:
             if (error := self._requests[part.index].request.error) is not None:
                 raise error
 
     def _route(self, routed: _RoutedRequest, now_s: float) -> float | None:
-        """Pass a request to a replica; return when it arrives again because the replica refused it, or None."""
+        """Send a request to a replica; return the time at which it comes back refused, or None."""
         request, need = routed.request, self.replicas[0].need(routed.request)
         if len(self.replicas) == 1:
             self.replicas[0].add(request, now_s)
@@ -257,10 +259,6 @@ class Simulation:
         if refused_s is not None:
             routed.refused_by.append(choice.replica)
         return refused_s
-
-
-def _is_not_guaranteed(request: Request) -> bool:
-    return request.has_slo and not request.is_guaranteed
 
 
 def _request(index: int, job: Job) -> Request:

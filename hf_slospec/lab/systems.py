@@ -17,7 +17,7 @@ ADASERVE: dict[str, Any] = dict(
     admission="fcfs", prefill="first", prefill_chunk=1024, max_batch=64,
 )  # fmt: skip
 
-ORACLE = "oracle"  # its policy is not in the config: it is made with the texts that the targets will write
+ORACLE = "oracle"  # its policy needs the texts, so the config cannot name it
 SYSTEMS: dict[str, dict[str, Any]] = {
     "auto": {},
     ORACLE: {},

@@ -1,4 +1,4 @@
-"""Output texts of simulated targets, with the draft's probabilities: synthetic, or recorded from real runs."""
+"""Outputs of simulated targets with the draft's probabilities, synthetic or recorded from real runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.errors import InputModel
 from hf_slospec.lab.files import read_json, validated
 
-NUM_CHILDREN = 4  # of synthetic texts, where nothing else is asked for
-MAX_SCALE = 50.0  # standard deviation of changes of log-probabilities; the distance is then as large as can be
-NUM_OTHERS = 28  # tokens besides the children, where the draft's probabilities differ from the target's
+NUM_CHILDREN = 4  # default number of children per position of synthetic texts
+MAX_SCALE = 50.0  # standard deviation of log-probability changes at which the distance reaches its maximum
+NUM_REST = 28  # tokens besides the children, if the draft's probabilities differ from the target's
 
 
 @dataclass(frozen=True)
 class Text:
     """Output of one request.
 
-    A token is identified by its rank among the draft's candidates at its place: token ``j`` is the draft's ``j``-th
-    most probable one there, token ``num_children`` one that the draft does not propose.
+    A token is identified by its rank among the draft's candidates for its position: token ``j`` is the draft's ``j``-th
+    most probable one, token ``num_children`` is one that the draft does not propose.
     """
 
-    child_probs: FloatArray  # [length, num_children] f64, the draft's most probable tokens at each place, descending
-    ranks: IntArray  # [length] int64, the one that the target chooses; num_children: none of them
+    child_probs: FloatArray  # [length, num_children] f64, probabilities of the draft's candidates, descending
+    ranks: IntArray  # [length] int64, rank of the target's token; num_children: none of the candidates
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -45,25 +45,25 @@ class Text:
 class TextModel(InputModel):
     """Random source of synthetic texts.
 
-    The probability of the draft's first choice at a place is drawn from a beta distribution around the request's mean,
-    which is drawn from a beta distribution around ``acceptance``. Further choices share the remaining probability. The
-    target's token is drawn with these probabilities, so a draft of ``sharpness`` 1 is calibrated.
+    The probability of the draft's first choice at a position is drawn from a beta distribution around the request's
+    mean, which is drawn from a beta distribution around ``acceptance``. Further choices share the remaining
+    probability. The target's token is drawn with these probabilities, so a draft of ``sharpness`` 1 is calibrated.
 
-    With a ``distance`` these are the target's probabilities, the rest shared by ``NUM_OTHERS`` more tokens, and the
-    draft's are log-normal around them. With ``coupled`` the draft ranks its tokens with the noise that the target draws
-    with.
+    With a ``distance`` these are the target's probabilities, ``NUM_REST`` more tokens share the rest, and the draft's
+    are log-normal around them. With ``coupled`` the draft ranks its tokens with the noise that the target samples with.
 
     Args:
         acceptance: mean probability that the target chooses the draft's first choice.
-        spread: sum of the parameters of the requests' beta distribution; the larger, the more alike requests are;
-            inf: all have the same mean.
-        evenness: likewise for the places within a request; small: the draft is either confident or clueless.
+        spread: sum of the parameters of the beta distribution over requests; larger: requests are more alike; inf: all
+            have the same mean.
+        evenness: sum of the parameters of the beta distribution over the positions of a request; small: the first
+            choice is either almost certain or almost impossible.
         sibling: share of the remaining probability that each further choice gets.
         sharpness: exponent of the probabilities that the draft reports; above 1: the draft is over-confident.
-        num_children: candidates per place.
+        num_children: candidates per position.
         matched: share of steps in which a request gets any proposal, as with prompt lookup.
         distance: mean total variation distance between the draft's and the target's probabilities in each text.
-        coupled: whether the draft knows the target's noise, as that of a sampled request does.
+        coupled: the draft knows the target's noise, as in coupled drafting of sampled requests.
 
     Raises:
         InvalidInputError: a parameter is out of its range.
@@ -79,13 +79,13 @@ class TextModel(InputModel):
     distance: float = Field(0.0, ge=0, lt=1)
     coupled: bool = False
 
-    def __init__(self, acceptance: float = 0.8, spread: float = 12.0, **others: float | bool) -> None:
-        super().__init__(acceptance=acceptance, spread=spread, **others)
+    def __init__(self, acceptance: float = 0.8, spread: float = 12.0, **parameters: float | bool) -> None:
+        super().__init__(acceptance=acceptance, spread=spread, **parameters)
 
     def write(self, rng: np.random.Generator, length: int) -> Text:
         """Return a random text of ``length`` tokens."""
-        own = _beta(rng, np.array(self.acceptance), self.spread)
-        first = _beta(rng, np.full(length, own), self.evenness)
+        mean = _beta(rng, np.array(self.acceptance), self.spread)
+        first = _beta(rng, np.full(length, mean), self.evenness)
         parts = self.sibling * (1.0 - self.sibling) ** np.arange(self.num_children - 1)
         probs = np.concatenate((first[:, None], (1.0 - first)[:, None] * parts), axis=1)
         if self.coupled or self.distance:
@@ -94,9 +94,9 @@ class TextModel(InputModel):
         return Text(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
 
     def _drawn_by_noise(self, rng: np.random.Generator, probs: FloatArray) -> Text:
-        """Return a text of the target with these probabilities, [length, num_children], and a draft at a distance."""
+        """Return a text from the target's probabilities, [length, num_children] f64, and a draft at a distance."""
         rest = np.maximum(1.0 - probs.sum(axis=1, keepdims=True), 0.0)
-        target = np.concatenate((probs, np.repeat(rest / NUM_OTHERS, NUM_OTHERS, axis=1)), axis=1)
+        target = np.concatenate((probs, np.repeat(rest / NUM_REST, NUM_REST, axis=1)), axis=1)
         draft = self._reported(_at_distance(target, rng.standard_normal(target.shape), self.distance))
         noise = rng.exponential(size=target.shape)
         if self.coupled:
@@ -118,7 +118,7 @@ def _at_distance(probs: FloatArray, change: FloatArray, distance: float) -> Floa
     Args:
         probs: [length, num_tokens] f64.
         change: [length, num_tokens] f64.
-        distance: mean over places.
+        distance: mean over positions.
     """
     low, high = 0.0, MAX_SCALE
     for _ in range(40):  # bisection
@@ -138,10 +138,15 @@ def _beta(rng: np.random.Generator, mean: FloatArray, total: float) -> FloatArra
 
 
 def _sorted_by_prob(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
-    """Return each place's children by descending probability, and the new positions of the chosen ones."""
+    """Return each position's probabilities in descending order, and the ranks of the chosen children.
+
+    Args:
+        probs: [length, num_children] f64.
+        chosen: [length] int64, indices of children; num_children: none.
+    """
     order = np.argsort(-probs, axis=1, kind="stable")
-    places = np.argsort(order, axis=1)
-    padded = np.concatenate((places, np.full((len(probs), 1), probs.shape[1])), axis=1)
+    ranks = np.argsort(order, axis=1)
+    padded = np.concatenate((ranks, np.full((len(probs), 1), probs.shape[1])), axis=1)
     return np.take_along_axis(probs, order, axis=1), np.take_along_axis(padded, chosen[:, None], axis=1)[:, 0]
 
 
@@ -157,31 +162,31 @@ class Library:
         self.matched = matched
         self.lengths = np.array([len(text) for text in texts])
         self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
-        self.child_probs = np.concatenate([text.child_probs for text in texts])  # [num_places, num_children]
-        self.ranks = np.concatenate([text.ranks for text in texts])  # [num_places]
+        self.child_probs = np.concatenate([text.child_probs for text in texts])  # [num_rows, num_children] f64
+        self.ranks = np.concatenate([text.ranks for text in texts])  # [num_rows] int64
 
     @property
     def num_children(self) -> int:
-        """Children of every place."""
+        """Children of every position."""
         return int(self.child_probs.shape[1])
 
     @cached_property
     def _tokens(self) -> list[list[int]]:
         return [self.ranks[b : b + n].tolist() for b, n in zip(self.starts, self.lengths, strict=True)]
 
-    def token(self, index: int, place: int) -> int:
-        """Return the target's token at a place of a text; beyond the end, the last token is repeated."""
-        own = self._tokens[index]
-        return own[min(place, len(own) - 1)]
+    def token(self, index: int, position: int) -> int:
+        """Return the target's token at a position of a text; beyond the end, the last token is repeated."""
+        tokens = self._tokens[index]
+        return tokens[min(position, len(tokens) - 1)]
 
-    def places(self, indices: IntArray, places: IntArray) -> IntArray:
-        """Return indices into :attr:`child_probs` and :attr:`ranks` of places in texts.  -> [len(indices)] int64"""
-        rows: IntArray = self.starts[indices] + np.minimum(places, self.lengths[indices] - 1)
+    def rows(self, indices: IntArray, positions: IntArray) -> IntArray:
+        """Return the rows of :attr:`child_probs` and :attr:`ranks` for positions in texts.  -> [len(indices)] int64"""
+        rows: IntArray = self.starts[indices] + np.minimum(positions, self.lengths[indices] - 1)
         return rows
 
 
 class RecordedText(BaseModel):
-    """One recorded output of a real run. ``input_tokens`` is its prompt's length, for information only."""
+    """One recorded output of a real run. ``input_tokens`` is the prompt's length, for information only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -197,7 +202,7 @@ class RecordedText(BaseModel):
         if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
             raise ValueError("child_probs must lie within 0..1")
         if any(sum(row) > 1.001 for row in self.child_probs):  # the recorded values are rounded
-            raise ValueError("child_probs of a place must not sum to more than 1")
+            raise ValueError("child_probs of a token must not sum to more than 1")
         if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
             raise ValueError("child_probs must be in descending order")
         if len(self.ranks) != len(self.child_probs) or any(not 0 <= rank <= width for rank in self.ranks):
@@ -226,7 +231,11 @@ class Recording(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        """Read a recording; raises InvalidFileError with line and column of each fault."""
+        """Read a recording.
+
+        Raises:
+            InvalidFileError: the file is invalid; the message has line and column of each fault.
+        """
         return validated(cls, path, *read_json(path))
 
     def write(self, path: Path) -> None:

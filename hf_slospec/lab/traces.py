@@ -50,23 +50,23 @@ def _jobs(path: Path, reader: csv.DictReader[str], base_tpot_s: float | None) ->
     if "slo_ratio" in names and base_tpot_s is None:
         raise InvalidInputError(f"{path} has SLOs as ratios (slo_ratio); give the seconds they multiply: --base-tpot")
     if len(set(names)) < len(names):
-        raise InvalidFileError(f"{path}:1: two columns have the same name")
+        raise InvalidFileError(f"{path}:1: two columns have the same name; rename one")
     jobs = [_job(_Line(path, reader.line_num, row), base_tpot_s) for row in reader]
     if not jobs:
-        raise InvalidFileError(f"{path}: contains no requests")
+        raise InvalidFileError(f"{path}: contains no requests; add a line for each")
     return sorted(jobs, key=lambda job: job.arrival_s)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Fields of one request, with their place for error messages."""
+    """Fields of one request, with file and line for error messages."""
 
     path: Path
     number: int
     fields: dict[str, str | None]
 
     def text(self, name: str) -> str:
-        """Return a field without surrounding whitespace; empty where it is missing."""
+        """Return a field without surrounding whitespace; empty if it is missing."""
         return (self.fields.get(name) or "").strip()
 
     def fault(self, name: str, message: str) -> InvalidFileError:
@@ -74,7 +74,7 @@ class _Line:
         return InvalidFileError(f"{self.path}:{self.number}: column {name}: {message}")
 
     def value(self, name: str, kind: type[int] | type[float], minimum: float, maximum: float) -> float | None:
-        """Return a number within limits; None where the field is empty."""
+        """Return a number within limits; None if the field is empty."""
         text = self.text(name)
         if not text:
             if name in REQUIRED:
@@ -90,12 +90,12 @@ class _Line:
         return value
 
     def count(self, name: str) -> int | None:
-        """Return a number of tokens; None where the field is empty."""
+        """Return a number of tokens; None if the field is empty."""
         value = self.value(name, int, 1, MAX_REQUEST_TOKENS)
         return None if value is None else int(value)
 
     def slo_s(self, name: str) -> float | None:
-        """Return an SLO in seconds; None where the field is empty."""
+        """Return an SLO in seconds; None if the field is empty."""
         value = self.value(name, float, 0.0, MAX_TIME_S)
         if value == 0.0:
             raise self.fault(name, "an SLO of 0 cannot be attained; leave the field empty for none")
@@ -104,7 +104,7 @@ class _Line:
 
 def _job(line: _Line, base_tpot_s: float | None) -> Job:
     if "" in line.fields:
-        raise InvalidFileError(f"{line.path}:{line.number}: has more fields than the header")
+        raise InvalidFileError(f"{line.path}:{line.number}: has more fields than the header; remove them")
     tpot_slo_s, ratio = line.slo_s("slo"), line.value("slo_ratio", float, -1e6, 1e6)
     if ratio == 0.0:
         raise line.fault("slo_ratio", "an SLO of 0 cannot be attained; leave the field empty for none")

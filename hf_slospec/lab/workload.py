@@ -21,10 +21,10 @@ class Job:
     output_tokens: int
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
-    kind: str = "all"  # its class, for tables and plots
+    kind: str = "all"  # class of the request, for tables and plots
     priority: int = 0
     max_new_tokens: int | None = None  # limit that the scheduler knows; None: output_tokens
-    is_sampled: bool = True  # whether its text was sampled, like synthetic ones, or chosen greedily
+    is_sampled: bool = True  # the text was sampled, like synthetic texts, not decoded greedily
 
     @property
     def max_output_tokens(self) -> int:
@@ -59,22 +59,22 @@ def on_off(
     Args:
         rate: arrivals per second on average.
         on_s: mean seconds at the high rate; durations are exponentially distributed.
-        off_s: likewise at the low rate.
+        off_s: mean seconds at the low rate.
         low: the low rate as a share of the high rate.
     """
     busy_rate = rate * (on_s + off_s) / (on_s + low * off_s)
     times, now_s, is_busy = list[float](), 0.0, True
     while len(times) < number:
         end_s = now_s + rng.exponential(on_s if is_busy else off_s)
-        own_rate = busy_rate * (1.0 if is_busy else low)
+        current_rate = busy_rate * (1.0 if is_busy else low)
         at_s = now_s
-        while len(times) < number and own_rate > 0.0 and (at_s := at_s + rng.exponential(1.0 / own_rate)) < end_s:
+        while len(times) < number and current_rate and (at_s := at_s + rng.exponential(1.0 / current_rate)) < end_s:
             times.append(at_s)
         now_s, is_busy = end_s, not is_busy
     return np.array(times)
 
 
-MAX_TIME_S = 1e10  # of the virtual clock: beyond it f64 seconds do not resolve a step
+MAX_TIME_S = 1e10  # limit of the virtual clock, beyond which f64 seconds do not resolve a step
 ARRIVALS = ("poisson", "gamma", "on-off")
 MAX_REQUESTS = 1_000_000
 MAX_SPAN_S = 1e7  # from the first arrival to the last
@@ -92,7 +92,7 @@ def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, vari
 
     Args:
         rate: arrivals per second on average.
-        variation: of ``gamma`` only, see :func:`gamma`.
+        variation: for ``gamma`` only, see :func:`gamma`.
 
     Raises:
         InvalidInputError: an argument is out of its range.
@@ -102,7 +102,8 @@ def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, vari
         raise InvalidInputError(f"the number of requests must be within 1..{MAX_REQUESTS}, got {number}")
     if number / rate > MAX_SPAN_S:
         raise InvalidInputError(
-            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more than {MAX_SPAN_S:g} s"
+            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more than {MAX_SPAN_S:g} "
+            "s; raise the rate, or simulate fewer requests"
         )
     if kind == "poisson":
         return poisson(rng, rate, number)
@@ -144,7 +145,7 @@ class Kind:
     output: Length
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
-    ttft_slowdown: float | None = None  # without ttft_slo_s: the TTFT SLO as a multiple of the prompt's time alone
+    ttft_slowdown: float | None = None  # without ttft_slo_s: TTFT SLO as a multiple of the prompt's prefill time alone
     priority: int = 0
 
 
@@ -186,8 +187,8 @@ def jobs_of(
     """Return requests of a mix with random classes and lengths.
 
     Args:
-        times_s: arrival times in seconds.  [num_requests] f64
-        prompt_s: seconds that a prompt of so many tokens takes alone; ``ttft_slowdown`` multiplies them.
+        times_s: [num_requests] f64, arrival times.
+        prompt_s: returns the prefill seconds of a prompt alone by its tokens; ``ttft_slowdown`` multiplies them.
     """
     shares = np.array([kind.share for kind in mix])
     jobs = []
@@ -202,17 +203,21 @@ def jobs_of(
 
 
 def mix_of(name: str) -> tuple[Kind, ...]:
-    """Return a mix of :data:`MIXES`; raises InvalidInputError if there is none of this name."""
+    """Return the mix of :data:`MIXES` with this name.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
     if name not in MIXES:
         raise InvalidInputError(f"unknown mix {name!r}; known are: {', '.join(MIXES)}")
     return MIXES[name]
 
 
 def early_ends(jobs: Sequence[Job], rng: np.random.Generator, full_share: float, min_tokens: int = 5) -> list[Job]:
-    """Return the requests with outputs that may end before ``max_new_tokens``, their lengths until now.
+    """Return the requests with outputs that may end early; the old lengths become ``max_new_tokens``.
 
     Args:
-        full_share: share of the requests that keep their length; those of the others are uniform below it.
+        full_share: share of the requests that keep their length; the lengths of all others are uniform below it.
         min_tokens: shortest output, unless the given length is shorter.
     """
     shortened = []

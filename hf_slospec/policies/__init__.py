@@ -1,4 +1,4 @@
-"""Policies: they decide depth, width and nodes of every step. One file each."""
+"""Policies, which decide depth, width and nodes of every step; one file each."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def new_policy(
     """Return the policy that the config names, or the user's own.
 
     Args:
-        config: settings; its ``policy`` does not count if ``make_policy`` is given.
+        config: settings; its ``policy`` is ignored if ``make_policy`` is given.
         costs: predicted step times.
-        history: statistics of former runs, which ``auto`` uses and updates; None: it begins without.
+        history: statistics of earlier runs, which ``auto`` uses and updates; None: none yet.
         make_policy: makes the user's policy, whose plans and selections are checked.
-        vocab_size: bound of the token ids in selections of the user's policy.
+        vocab_size: size of the vocabulary, for the check of the user's selections.
     """
     if make_policy is not None:
         return CheckedPolicy(make_policy(config, costs), max_nodes_per_request(config, make_policy), vocab_size)
@@ -42,7 +42,7 @@ def new_policy(
 def max_nodes_per_request(config: PolicySettings, make_policy: Callable[..., Policy] | None = None) -> int:
     """Return the maximum nodes of one request's draft tree, root not counted.
 
-    With ``make_policy``, the policy that the config names does not count.
+    With ``make_policy``, the config's ``policy`` is ignored.
     """
     kind = policy_named(config.policy) if make_policy is None else NamedPolicy
     return kind.max_nodes(config)

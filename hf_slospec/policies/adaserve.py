@@ -1,4 +1,4 @@
-"""AdaServe (arXiv 2501.12162): depth and width by equations 8 and 9, nodes by Algorithm 2, one fixed token budget."""
+"""AdaServe (arXiv 2501.12162): depth and width by equations 8 and 9, nodes by Algorithm 2, a fixed token budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AdaServeOptions(PolicyOptions):
 class AdaServePolicy(NamedPolicy):
     """Policy that selects nodes for TPOT SLOs first, and spends the whole token budget on every step.
 
-    As in the paper, it uses the draft's probabilities and its step times uncorrected, and learns nothing.
+    As in the paper, the draft's probabilities are not calibrated, and nothing is learned.
     """
 
     name, options = "adaserve", AdaServeOptions
@@ -62,4 +62,4 @@ class AdaServePolicy(NamedPolicy):
             max_slo_nodes=int(self.settings.max_slo_share * self.budget / len(requests)),
             order=self.settings.slo_order,
         )
-        yield selection_of([tree.subtree(own) for tree, own in zip(candidates, nodes, strict=True)], step_s)
+        yield selection_of([tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s)

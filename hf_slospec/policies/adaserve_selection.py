@@ -1,4 +1,4 @@
-"""Algorithms of AdaServe (arXiv 2501.12162): required tokens, the adaptive tree shape, and Algorithm 2.
+"""Algorithms of AdaServe (arXiv 2501.12162): required tokens, adaptive tree shape, and Algorithm 2.
 
 Budgets count nodes, roots included. Corrections to the printed algorithms are marked [FIX].
 """
@@ -44,19 +44,19 @@ def adaptive_shape(
 
 
 def count_until(needed: float, path_probs: FloatArray, at_most: int) -> int:
-    """Return how many of ``path_probs`` it takes until 1 + their sum reaches ``needed``; all if it is never reached.
+    """Return how many of ``path_probs`` are needed for 1 + their sum to reach ``needed``; all if they do not suffice.
 
     Args:
-        needed: expected tokens, that of the root included.
-        path_probs: [n] f64, best first.
-        at_most: number of path probabilities that may be used.
+        needed: expected tokens, the root's bonus token included.
+        path_probs: [n] f64, descending.
+        at_most: maximum number of path probabilities to use.
     """
     path_probs = path_probs[:at_most]
     return min(int(np.searchsorted(expected_tokens(path_probs), needed)), len(path_probs))
 
 
 def expected_tokens(path_probs: FloatArray) -> FloatArray:
-    """Return the expected tokens of a root after adding none, one, two, ... of the nodes.  -> [len(path_probs) + 1]"""
+    """Return the expected tokens of a root with the first 0, 1, 2, ... nodes.  -> [len(path_probs) + 1] f64"""
     return np.cumsum(np.concatenate(([1.0], path_probs)))
 
 
@@ -68,7 +68,7 @@ def select_nodes(
     max_slo_nodes: int,
     order: SLOOrder = "ascending",
 ) -> list[IntArray]:
-    """Select first the nodes that TPOT SLOs need, then the globally best ones (AdaServe, Algorithm 2).
+    """Select the nodes that TPOT SLOs need first, then the globally best nodes (AdaServe, Algorithm 2).
 
     Args:
         trees: one candidate tree per request.
@@ -87,11 +87,11 @@ def select_nodes(
     is_taken = np.zeros(len(ranked), dtype=np.bool_)
 
     for request in sorted(range(len(trees)), key=lambda i: required[i], reverse=order == "descending"):
-        own = np.flatnonzero(tree_of == request)
+        indices = np.flatnonzero(tree_of == request)
         # [FIX] the cap: no tree can commit more than depth + 1 tokens; sums path probabilities, not conditionals
         needed = min(required[request], trees[request].max_depth + 1)
-        count = count_until(needed, path_probs[own], min(max_slo_nodes, left))
-        is_taken[own[:count]] = True
+        count = count_until(needed, path_probs[indices], min(max_slo_nodes, left))
+        is_taken[indices[:count]] = True
         left -= count
 
     is_taken[np.flatnonzero(~is_taken)[:left]] = True

@@ -26,29 +26,29 @@ from hf_slospec.policies.settings import PolicySettings
 logger = logging.getLogger(__name__)
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
-UNATTAINABLE = 2.0  # an SLO is out of reach if it needs this many times the tokens of whole candidate trees
-MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as out of reach
+UNATTAINABLE = 2.0  # an SLO is unattainable if it needs this many times the tokens of whole candidate trees
+MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as unattainable
 FADE = 0.1  # weight of a step in running averages
-MAX_UNDERSTATED = 4.0  # ratio of a step's calibrated probabilities to the draft's own
-MAX_NEEDED = 1000.0  # tokens per step; more are as good as infinitely many
-SETTLED_STEPS = 32  # over which drafting must pay for what the draft has to process first
-PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay: drafting for all would prefill all prompts
+MAX_UNDERSTATED = 4.0  # largest ratio of a step's calibrated probabilities to the draft's
+MAX_NEEDED = 1000.0  # tokens per step; the warning reports a higher need as time that has passed
+SETTLED_STEPS = 32  # steps within which drafting must pay for what the draft has to prefill first
+PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay; for all, the draft would prefill all prompts
 BEST_EFFORT_WEIGHT = 0.5  # weight of a best-effort request
-LESSON_STEPS, LESSON_TREES = 4, 16  # learned from together, whichever is less, since numpy takes as long for one tree
+BATCH_STEPS, BATCH_TREES = 4, 16  # learned from at once, whichever is less: numpy takes as long for one tree as for 16
 
 
 class SpeculationHistory:
-    """Statistics that outlive a run: acceptance, and the shapes that paid.
+    """Statistics that are kept between runs: acceptance, and the shapes that paid.
 
-    Outcomes of a few steps are learned from together.
+    Outcomes of a few steps are learned from at once.
     """
 
     def __init__(self, config: PolicySettings):
         self._acceptance = Acceptance(config.max_depth)
         self.depths = DepthControl(config.max_depth, config.max_width)
-        self.variance = 1.0  # of committed tokens per request and step around their prediction
-        self.most_tokens = 2.0  # expected per request and step if all its candidates were verified
-        self.understated = 1.0  # calibrated path probabilities of candidates over the draft's own
+        self.variance = 1.0  # mean squared error of the predicted tokens per request and step
+        self.max_tokens = 2.0  # expected tokens per request and step if all its candidates were verified
+        self.understated = 1.0  # ratio of the candidates' calibrated path probabilities to the draft's
         self._outcomes = list[_Outcome]()
 
     @property
@@ -62,37 +62,38 @@ class SpeculationHistory:
         return self._acceptance.predict(requests, forest)
 
     def observe(self, outcome: _Outcome) -> None:
-        """Take in the outcome of a step that drafted."""
+        """Record the outcome of a step that drafted."""
         self._outcomes.append(outcome)
-        num_trees = sum(one.drafted.num_trees for one in self._outcomes)
+        num_trees = sum(outcome.drafted.num_trees for outcome in self._outcomes)
         is_warm = self.depths.num_trees >= self.depths.WARMUP_TREES and not self.depths.is_look
-        if not is_warm or len(self._outcomes) >= LESSON_STEPS or num_trees >= LESSON_TREES:
+        if not is_warm or len(self._outcomes) >= BATCH_STEPS or num_trees >= BATCH_TREES:
             self._learn()
 
     def _learn(self) -> None:
-        """Learn from the outcomes of the steps since the last time."""
+        """Learn from the outcomes recorded since the last call."""
         if not self._outcomes:
             return
         outcomes, self._outcomes = self._outcomes, []
-        prediction = Prediction.joined([one.prediction for one in outcomes])
-        is_verified = np.concatenate([one.is_verified for one in outcomes])
+        prediction = Prediction.joined([outcome.prediction for outcome in outcomes])
+        is_verified = np.concatenate([outcome.is_verified for outcome in outcomes])
         # Accepted nodes are numbered as in the verified trees.
-        in_forest, taken = np.flatnonzero(is_verified), [nodes for one in outcomes for nodes in one.accepted]
-        starts = np.searchsorted(in_forest, prediction.forest.starts).tolist()
-        own = [start + node for start, nodes in zip(starts, taken, strict=True) for node in nodes]
-        requests = [request() for one in outcomes for request in one.requests]
-        drafted, forest = [one.drafted for one in outcomes], prediction.forest
-        self._acceptance.observe(requests, prediction, is_verified, in_forest[np.array(own, np.int64)])
+        verified, accepted = np.flatnonzero(is_verified), [nodes for outcome in outcomes for nodes in outcome.accepted]
+        starts = np.searchsorted(verified, prediction.forest.starts).tolist()
+        indices = [start + node for start, nodes in zip(starts, accepted, strict=True) for node in nodes]
+        requests = [request() for outcome in outcomes for request in outcome.requests]
+        drafted, forest = [outcome.drafted for outcome in outcomes], prediction.forest
+        self._acceptance.observe(requests, prediction, is_verified, verified[np.array(indices, np.int64)])
         self.depths.observe(forest, prediction.path_probs, is_verified, drafted)
-        mass, own_mass = (float(probs.sum()) - len(taken) for probs in (prediction.path_probs, forest.path_probs))
+        # Sums of the path probabilities of all candidates, roots left out.
+        mass, draft_mass = (float(probs.sum()) - len(accepted) for probs in (prediction.path_probs, forest.path_probs))
         weight = 1.0 - (1.0 - FADE) ** len(outcomes)
-        if own_mass > 0.0:
-            ratio = min(max(mass / own_mass, 1.0 / MAX_UNDERSTATED), MAX_UNDERSTATED)
+        if draft_mass > 0.0:
+            ratio = min(max(mass / draft_mass, 1.0 / MAX_UNDERSTATED), MAX_UNDERSTATED)
             self.understated += weight * (ratio - self.understated)
-        error = np.array([1.0 + len(nodes) for nodes in taken]) - prediction.expected_tokens(is_verified)
+        error = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(is_verified)
         self.variance += weight * (float((error**2).mean()) - self.variance)
-        most_tokens = 1.0 + mass / sum(one.num_trees for one in drafted)
-        self.most_tokens += weight * (most_tokens - self.most_tokens)
+        max_tokens = 1.0 + mass / sum(step.num_trees for step in drafted)
+        self.max_tokens += weight * (max_tokens - self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,17 @@ class _Outcome:
     requests: Sequence[ref[Request]]
     prediction: Prediction
     is_verified: BoolArray  # [num_nodes]
-    accepted: Sequence[Sequence[int]]  # nodes of each verified tree
+    accepted: Sequence[Sequence[int]]  # accepted nodes of each verified tree
     drafted: Drafted
 
 
 class AutoPolicy(NamedPolicy):
     """Policy that maximises expected tokens per second, with higher weights for late requests.
 
-    The budget of a step is found with its nodes: they are added, best first, while the ratio rises. Depth and width
-    are those that pay by running averages, but no deeper than this step's trees are worth; if none pays, drafting
-    stops except for occasional probes. Path probabilities are calibrated by observed acceptance, step times corrected
-    by measured ones.
+    Nodes are added, best first, while the ratio of expected tokens to seconds rises, which also sets the budget of a
+    step. Depth and width are those that pay by running averages, but no deeper than this step's trees are worth; if
+    none pays, drafting stops except for occasional looks. Path probabilities are calibrated by observed acceptance,
+    step times corrected by measured ones.
     """
 
     name = "auto"
@@ -152,15 +153,15 @@ class AutoPolicy(NamedPolicy):
         expected = prediction.expected_tokens(is_verified)
         predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
-        # Where the drafter stopped because deeper levels were not worth it, these remain unknown.
-        seen = levels if _was_cut_short(forest, plan) else plan.depth
-        drafted = Drafted(seen, plan.width, len(drafting), plan.depth)
+        # If the drafter stopped because deeper levels were not worth it, nothing was learned about them.
+        depth = levels if _was_cut_short(forest, plan) else plan.depth
+        drafted = Drafted(depth, plan.width, len(drafting), plan.depth)
         self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
 
     def _plan(
         self, requests: Sequence[Request], urgencies: FloatArray, num_keys: int
     ) -> tuple[Plan, Sequence[Request]]:
-        """Return the plan, and the requests that it drafts for."""
+        """Return the plan and the requests that it drafts for."""
         num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
@@ -168,28 +169,28 @@ class AutoPolicy(NamedPolicy):
         probe_s = partial(self._probe_s, requests)
         depth, width = depths.best(max_depth, max_width, num_requests, shape_time, probe_s)
         drafting = requests if depths.is_on else _probed(requests)
-        if depth == 0 and (num_late := int((urgencies > 1.0).sum())):
-            # Speculation that does not pay for all may still be faster for late requests that get all of the nodes.
-            drafting, late_time = requests, self._shape_time(requests, num_late, num_keys)
-            depth, width, best, plain = depths.best_shape(max_depth, max_width, late_time)
+        if depth == 0 and (num_urgent := int((urgencies > 1.0).sum())):
+            # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
+            drafting, urgent_time = requests, self._shape_time(requests, num_urgent, num_keys)
+            depth, width, best, plain = depths.best_shape(max_depth, max_width, urgent_time)
             depth, width = (depth, width) if best > plain else (0, 1)
-        # A node or a level is worth its time while it may gain more tokens than that time would yield otherwise.
+        # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
-        few_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
+        roots_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
         level_s = self.costs.level_s(num_requests, width, num_keys)
-        # Drafters compare these with the draft's own probabilities, before calibration, of paths as they are until now.
-        own_probs = 1.0 / (self.history.understated * depths.continuation(width))
+        # Drafters compare these limits with uncalibrated path probabilities of the last level, not of its children.
+        to_draft_probs = 1.0 / (self.history.understated * depths.continuation(width))
         plan = Plan(
             depth,
             width,
-            min_path_prob=(more_s - few_s) / SPAN * goodput * own_probs,
-            min_gain=level_s * goodput * len(drafting) / num_requests * own_probs,
+            min_path_prob=(more_s - roots_s) / SPAN * goodput * to_draft_probs,
+            min_gain=level_s * goodput * len(drafting) / num_requests * to_draft_probs,
             drafting=drafting,
         )
         return plan, drafting
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
-        """Return the weights of requests by lateness, see :func:`~hf_slospec.algo.urgency.urgency`."""
+        """Return the weights of :func:`~hf_slospec.algo.urgency.urgency`.  -> [num_requests] f64"""
         if all(request.tpot_slo_s is None for request in requests):
             return np.ones(len(requests))
         history, recent = self.history, self.costs.recent
@@ -197,11 +198,11 @@ class AutoPolicy(NamedPolicy):
         progress = SLOProgress(*np.array(columns, np.float64).T)
         needed = progress.needed_rate(recent.step_s)
         has_history = history.depths.num_observed > MIN_DRAFTED_STEPS
-        is_unattainable = (needed > UNATTAINABLE * history.most_tokens) & has_history
+        is_unattainable = (needed > UNATTAINABLE * history.max_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
             self._warn_once(requests[index], float(needed[index]))
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
-        return urgency(progress.late(recent.step_s), cushion, is_unattainable, self.config.urgency)
+        return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
@@ -210,7 +211,7 @@ class AutoPolicy(NamedPolicy):
                 "request %d can no longer meet its TPOT SLO of %.4g s and continues without it: %s",
                 request.index,
                 request.tpot_slo_s,
-                f"it needs {needed:.1f} tokens per step, and whole candidate trees yield {self.history.most_tokens:.1f}"
+                f"it needs {needed:.1f} tokens per step, and whole candidate trees yield {self.history.max_tokens:.1f}"
                 if needed < MAX_NEEDED
                 else "the time that its SLO allows for all of its tokens has passed",
             )
@@ -222,19 +223,19 @@ class AutoPolicy(NamedPolicy):
         return self.costs.draft_at(len(probed), depth, width, num_keys, num_behind)
 
     def _shape_time(self, requests: Sequence[Request], num_drafting: int, num_keys: int) -> ShapeTime:
-        """Return the step time by shape, where ``num_drafting`` requests get nodes besides their roots.
+        """Return the step time by shape if ``num_drafting`` requests get nodes besides their roots.
 
-        The time of what the draft has to process first is spread over the next steps, so that speculation is not
-        switched on for less than that costs.
+        The time of what the draft has to prefill first is spread over ``SETTLED_STEPS`` steps, so that speculation is
+        not switched on unless it gains more than that.
         """
         num_requests = len(requests)
 
         def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
             num_behind = sum(request.num_draft_behind for request in requests)
-            behind_s, usual_s = (
+            catch_up_s, settled_s = (
                 self.costs.draft_at(num_requests, 1, 1, num_keys, first) for first in (num_behind, num_requests)
             )
-            first_s = max(behind_s - usual_s, 0.0) / SETTLED_STEPS
+            first_s = max(catch_up_s - settled_s, 0.0) / SETTLED_STEPS
             prompt_len = sum(request.prompt_len for request in requests) / num_requests
             num_committed = num_requests - num_drafting + num_drafting * tokens
             num_nodes = num_requests - num_drafting + num_drafting * nodes
@@ -248,7 +249,7 @@ class AutoPolicy(NamedPolicy):
 
 
 def _probed(requests: Sequence[Request]) -> list[Request]:
-    """Return the requests that are drafted for in a look: those of which the draft has least to prefill."""
+    """Return the requests to draft for in a look: those with the fewest tokens for the draft to prefill."""
     return sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]
 
 

@@ -1,4 +1,4 @@
-"""Baselines without decisions: the same beam on every step, or plain decoding."""
+"""Baselines: the same beam in every step, or plain decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_slospec.policies.settings import PolicySettings
 class FixedPolicy(NamedPolicy):
     """Policy that verifies whole beams of ``max_depth`` and ``max_width`` on every step; depth 0 is plain decoding.
 
-    A width of 1 makes chains, as vLLM's and transformers' own speculation does.
+    A width of 1 makes chains, as in vLLM's and transformers' speculation.
     """
 
     name = "fixed"
@@ -41,5 +41,5 @@ class PlainPolicy(FixedPolicy):
 
 
 def selection_of(trees: Sequence[TokenTree], step_s: float = 0.0) -> Selection:
-    """Return the selection of these trees, whose expected tokens are the sums of the draft's path probabilities."""
+    """Return the selection of these trees, with the sums of their path probabilities as expected tokens."""
     return Selection(trees, [float(tree.path_probs.sum()) for tree in trees], step_s)

@@ -1,4 +1,4 @@
-"""Limits that all policies share: what requests can still use, and what a step may cost."""
+"""Limits that policies share: depth by remaining tokens, and nodes by the cost of a step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request
 
 MAX_BUDGET = 1024  # tokens
-MAX_SLOWDOWN = 4.0  # without a token budget given, a step may cost this many times one token's step
+MAX_SLOWDOWN = 4.0  # without a given token budget, a step may take this many times as long as one of a single token
 
 
 def max_useful_depth(requests: Sequence[Request], max_depth: int) -> int:
-    """Return the largest depth up to ``max_depth`` whose tree could be committed whole: depth + 1 tokens."""
+    """Return the largest depth up to ``max_depth`` at which some request can commit a whole path: depth + 1 tokens."""
     return min(max_depth, max(request.num_left for request in requests) - 1)
 
 
 def without_useless_nodes(requests: Sequence[Request], candidates: Sequence[TokenTree]) -> list[TokenTree]:
-    """Return the candidate trees without nodes too deep to be committed before ``max_new_tokens`` is reached."""
+    """Return the candidate trees without nodes that are too deep to be committed within ``max_new_tokens``."""
     return [tree.up_to(request.num_left - 1) for tree, request in zip(candidates, requests, strict=True)]
 
 
 def affordable_tokens(costs: StepCosts) -> int:
-    """Return the most tokens whose verify step costs at most :data:`MAX_SLOWDOWN` times a single token's step."""
+    """Return the maximum tokens whose verify step costs at most :data:`MAX_SLOWDOWN` times a single token's step."""
     num_tokens = np.arange(1, MAX_BUDGET + 1)
-    times_s = np.maximum.accumulate(costs.verify_s(num_tokens))  # measured corrections differ by size
+    times_s = np.maximum.accumulate(costs.verify_s(num_tokens))  # corrections by size may break monotonicity
     return int(np.searchsorted(times_s, MAX_SLOWDOWN * times_s[0], side="right"))

@@ -1,4 +1,4 @@
-"""Policies by name. Each is one class with its name, options and limits; other packages register theirs."""
+"""Registry of policies by name. Each policy is one class with its name, options and limits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PolicyOptions(BaseModel):
 
 
 class NamedPolicy(Policy):
-    """Base of policies that ``SLOSpecConfig(policy=...)`` can name. The docstring of each describes it."""
+    """Base class of policies that ``SLOSpecConfig(policy=...)`` can name."""
 
     name: ClassVar[str]
-    options: ClassVar[type[PolicyOptions]] = PolicyOptions  # the settings that only this policy has
+    options: ClassVar[type[PolicyOptions]] = PolicyOptions  # settings of this policy only
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         self.config, self.costs = config, costs
@@ -43,7 +43,7 @@ _POLICIES: dict[str, type[NamedPolicy]] = {}
 
 
 def register(*policies: type[NamedPolicy]) -> None:
-    """Let configs name these policies.
+    """Add policies to the registry, under their names.
 
     Raises:
         InvalidInputError: another class has the name.
@@ -59,28 +59,28 @@ def register(*policies: type[NamedPolicy]) -> None:
 
 def all_policies() -> dict[str, type[NamedPolicy]]:
     """Return all policies by name, those of other packages included."""
-    _import_others()
+    _load_entry_points()
     return _POLICIES
 
 
 @functools.cache
-def _import_others() -> None:
+def _load_entry_points() -> None:
     for entry in metadata.entry_points(group=ENTRY_POINTS):
         entry.load()
 
 
 def policy_named(name: str) -> type[NamedPolicy]:
-    """Return the policy of this name; other packages are imported for names that are not known without them.
+    """Return the policy of this name; entry points are loaded only if the name is not registered yet.
 
     Raises:
         InvalidInputError: there is none.
     """
-    found = _POLICIES.get(name) or all_policies().get(name)
-    if found is None:
+    policy = _POLICIES.get(name) or all_policies().get(name)
+    if policy is None:
         raise InvalidInputError(f"there is no policy {name!r}; choose among {', '.join(map(repr, _POLICIES))}")
-    return found
+    return policy
 
 
 def policies_with(option: str) -> list[str]:
-    """Return the policies that have the option; none if there is no such option."""
+    """Return the names of the policies that have the option."""
     return [name for name, policy in all_policies().items() if option in policy.options.model_fields]

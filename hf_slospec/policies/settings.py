@@ -1,4 +1,4 @@
-"""Settings of policies, as far as policies read them."""
+"""Settings of policies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInf
 
 from hf_slospec.policies.registry import PolicyOptions, policies_with, policy_named
 
-MAX_DEPTH = 1024  # statistics and room for K/V grow with it
-MAX_COUNT = 10**9  # of tokens or requests; more is a mistake, and overflows sums
+MAX_DEPTH = 1024  # statistics and K/V slots grow with it
+MAX_COUNT = 10**9  # upper bound of numbers of tokens and requests, so that sums do not overflow
 
 Settings = TypeVar("Settings", bound="PolicySettings")
 Options = TypeVar("Options", bound=PolicyOptions)
@@ -61,7 +61,7 @@ class PolicySettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _gather_options(cls, data: Any) -> Any:
-        """Move settings of single policies that are given as fields into ``policy_options``."""
+        """Move policy options that are given as fields into ``policy_options``."""
         given = data.get("policy_options", {}) if isinstance(data, Mapping) else None
         if isinstance(given, PolicyOptions):
             given = given.model_dump()
@@ -74,8 +74,8 @@ class PolicySettings(BaseModel):
     @field_validator("policy_options", mode="before")
     @classmethod
     def _validate_options(cls, value: Any, info: ValidationInfo) -> Any:
-        """Validate the options as those of the named policy."""
-        if "policy" not in info.data:  # it is refused itself
+        """Validate the options of the named policy."""
+        if "policy" not in info.data:  # the policy is invalid, which has its own error
             return PolicyOptions()
         options = policy_named(info.data["policy"]).options
         if isinstance(value, PolicyOptions):
@@ -89,7 +89,7 @@ class PolicySettings(BaseModel):
         return options.model_validate(value)
 
     def model_copy(self: Settings, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Settings:
-        """Return a copy with ``update``, validated. With another policy, the options of this one are dropped."""
+        """Return a validated copy with ``update``. If the policy changes, the options of the old one are dropped."""
         update = update or {}
         is_other = update.get("policy", self.policy) != self.policy
         return type(self).model_validate(
@@ -97,5 +97,5 @@ class PolicySettings(BaseModel):
         )
 
     def options_of(self, kind: type[Options]) -> Options:
-        """Return the policy's own options; the defaults of ``kind`` if the settings name a policy without these."""
+        """Return the policy's options, or the defaults of ``kind`` if the named policy has other options."""
         return self.policy_options if isinstance(self.policy_options, kind) else kind()

@@ -121,7 +121,7 @@ def test_hot_and_cold_texts_are_told_apart() -> None:
     texts = [Text(heat) for heat in (-1.2, 0.0, 1.2)]
     acceptance = Acceptance(max_depth=DEPTH)
     run(acceptance, texts, 400)
-    cold, usual, hot = (acceptance.own[text] for text in texts)
+    cold, usual, hot = (acceptance.request_shifts[text] for text in texts)
     assert cold < usual < hot
 
 
@@ -129,20 +129,21 @@ def test_shifts_follow_surprises_and_stay_bounded() -> None:
     lucky, unlucky, new = Text(0.0), Text(0.0), Text(0.0)
     acceptance, forest = Acceptance(), one_child(0.5, 2)
     step(acceptance, [lucky, unlucky], forest, [1])  # node 1 is the first tree's child
-    assert acceptance.own[lucky] == -acceptance.own[unlucky] > 0.0
+    assert acceptance.request_shifts[lucky] == -acceptance.request_shifts[unlucky] > 0.0
     believed = acceptance.predict([lucky, unlucky, new], one_child(0.5, 3)).path_probs[[1, 3, 5]]
     assert believed[0] > believed[2] > believed[1]
     for _ in range(3000):  # a draft that says even odds of what always comes, and of what never does
         forget(acceptance)
         step(acceptance, [lucky, unlucky], forest, [1])
-    assert MAX_SHIFT >= acceptance.own[lucky] > 1.5 and -MAX_SHIFT <= acceptance.own[unlucky] < -1.5
+    assert MAX_SHIFT >= acceptance.request_shifts[lucky] > 1.5
+    assert -MAX_SHIFT <= acceptance.request_shifts[unlucky] < -1.5
 
 
 @pytest.mark.parametrize(("accepted", "sign"), [([1, 3], 1.0), ([], -1.0)])
 def test_texts_yet_unknown_follow_the_surprises_of_all(accepted: list[int], sign: float) -> None:
     texts, acceptance, forest = [Text(0.0), Text(0.0)], Acceptance(), one_child(0.5, 2)
     step(acceptance, texts, forest, accepted)
-    own, overall = sign * acceptance.own[texts[0]], sign * acceptance.overall
+    own, overall = sign * acceptance.request_shifts[texts[0]], sign * acceptance.overall
     assert own > 3 * overall > 0.0  # little of it: one text says more of itself than of others
     forget(acceptance)
     assert sign * (acceptance.predict([Text(0.0)], one_child(0.5)).path_probs[1] - 0.5) > 0.0
@@ -165,7 +166,7 @@ def test_texts_that_are_gone_leave_nothing_behind() -> None:
     for seed in range(5):
         run(acceptance, [Text(0.0), kept, Text(1.0)], 2, seed=seed)
     gc.collect()
-    assert list(acceptance.own) == [kept]
+    assert list(acceptance.request_shifts) == [kept]
 
 
 def test_books_by_depth_and_rank() -> None:
@@ -205,7 +206,7 @@ def test_each_way_of_drawing_has_a_calibration_of_its_own() -> None:
     coupled_child = 2 * texts.index(texts[Drawing.COUPLED]) + 1
     for _ in range(200):
         step(acceptance, texts, forest, [coupled_child])
-    acceptance.own.clear()
+    acceptance.request_shifts.clear()
     acceptance.overall = 0.0
     greedy, sampled, coupled = acceptance.predict(texts, forest).path_probs[1::2]
     assert greedy < 0.05 and sampled < 0.05 and coupled > 0.95
@@ -238,5 +239,5 @@ def test_steps_learned_together_teach_what_they_teach_one_by_one() -> None:
             assert getattr(together.calibrations[drawing], sums).tolist() == expected.tolist()
     assert together.overall == pytest.approx(one_by_one.overall)
     for text in texts[1:]:
-        assert together.own[text] == pytest.approx(one_by_one.own[text])
+        assert together.request_shifts[text] == pytest.approx(one_by_one.request_shifts[text])
     assert together.own[texts[0]] != one_by_one.own[texts[0]]

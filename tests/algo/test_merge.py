@@ -10,13 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.calibration import Conditionals
-from hf_slospec.algo.merge import merge_forests, merge_trees
+from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import Forest, TokenTree
 from tests.support.toys import SEEDS, TIED, UNEVEN, chain, grow, path_to, random_tree
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=3)  # one tree per source
 PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0)])
 Path = tuple[int, ...]
+
+
+def merge_trees(trees: Sequence[TokenTree], max_nodes: int | None = None) -> TokenTree:
+    forests = [Forest.of([tree]) for tree in trees]
+    [merged] = merge_forests(forests, [Conditionals.of(forest).probs for forest in forests], max_nodes)
+    return merged
 
 
 def brute_force(trees: Sequence[TokenTree]) -> dict[Path, float]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.urgency import CUSHION, MAX_LATE, SLOProgress, urgency
+from hf_slospec.algo.urgency import CUSHION, MAX_BEHIND, SLOProgress, urgency
 
 TOKENS = st.floats(-100, 100)
 
@@ -19,7 +19,7 @@ def standing(*requests: tuple[float, float, float, float]) -> SLOProgress:
 
 def test_lateness_counts_tokens_beyond_the_one_that_comes_anyway() -> None:
     requests = standing((0.5, 1.0, 2, 10), (0.5, 3.0, 2, 10), (0.5, 1.0, 9, 10), (np.inf, 9, 0, 1))
-    on_time, behind, ahead, unbound = requests.late(0.5)
+    on_time, behind, ahead, unbound = requests.behind(0.5)
     assert on_time == 0.0  # at 1.5 s it owes 3 tokens: 2 are there, and 1 comes
     assert behind == 4.0
     assert ahead == -7.0
@@ -27,7 +27,7 @@ def test_lateness_counts_tokens_beyond_the_one_that_comes_anyway() -> None:
 
 
 def test_lateness_is_tokens_per_target_time() -> None:
-    late = standing((0.5, 1.0, 2, 10), (0.25, 1.0, 2, 10)).late(0.0)
+    late = standing((0.5, 1.0, 2, 10), (0.25, 1.0, 2, 10)).behind(0.0)
     assert late.tolist() == [-1.0, 1.0]
 
 
@@ -51,11 +51,11 @@ def test_later_requests_never_count_less(late: list[tuple[float, float]], streng
     tokens, cushion = np.array(sorted(late, key=sum)).T
     weights = urgency(tokens, cushion, np.zeros(len(late), dtype=np.bool_), strength)
     assert (np.diff(weights) >= 0.0).all()
-    assert ((weights >= 1.0) & (weights <= 1.0 + strength * MAX_LATE)).all()
+    assert ((weights >= 1.0) & (weights <= 1.0 + strength * MAX_BEHIND)).all()
     assert (weights[tokens + cushion <= 0.0] == 1.0).all()
 
 
 def test_weights() -> None:
     late, cushion = np.array([-5.0, 0.0, 2.0, 2.0, 99.0]), np.array([1.0, 1.0, 0.0, 0.0, 0.0])
     is_unattainable = np.array([False, False, False, True, False])
-    assert urgency(late, cushion, is_unattainable, 0.5).tolist() == [1.0, 1.5, 2.0, 1.0, 1.0 + 0.5 * MAX_LATE]
+    assert urgency(late, cushion, is_unattainable, 0.5).tolist() == [1.0, 1.5, 2.0, 1.0, 1.0 + 0.5 * MAX_BEHIND]

@@ -130,7 +130,7 @@ def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:
     assert library.num_children == 3
     for index, text in enumerate(texts):
         for place in range(10):
-            row = library.places(np.array([index]), np.array([place]))[0]
+            row = library.rows(np.array([index]), np.array([place]))[0]
             own = min(place, len(text) - 1)
             assert (library.child_probs[row] == text.child_probs[own]).all()
             assert library.ranks[row] == text.ranks[own] == library.token(index, place)
@@ -167,7 +167,7 @@ GOOD = '{"texts": [\n {"input_tokens": 2,\n  "child_probs": [[0.9, 0.05], [0.5, 
         ("0.9, 0.05", "0.05, 0.9", r":2:2: texts\.0: child_probs must be in descending order"),
         ("0.9, 0.05", "0.9", r":2:2: texts\.0: child_probs must have the same number"),
         ("0.9, 0.05", "1.9, 0.05", r":2:2: texts\.0: child_probs must lie within 0\.\.1"),
-        ("0.9, 0.05", "0.9, 0.9", r":2:2: texts\.0: child_probs of a place must not sum"),
+        ("0.9, 0.05", "0.9, 0.9", r":2:2: texts\.0: child_probs of a token must not sum"),
         ("0.9, 0.05", "NaN, 0.05", r":2:2: texts\.0: child_probs must lie"),
         ("0.9, 0.05", '0.9, "x"', r":3:25: texts\.0\.child_probs\.0\.1: "),
         ("[0, 2]", "[0, 3]", r":2:2: texts\.0: ranks must be the index"),

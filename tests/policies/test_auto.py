@@ -17,7 +17,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import LESSON_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
+from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
 from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of
 from tests.support.toy_engine import policy_of, run
 from tests.support.toy_models import (
@@ -191,7 +191,7 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
         return history.depths.num_observed
 
     counts = [take_step() for _ in range(100)]
-    assert LESSON_STEPS in np.diff(counts) and 1 in np.diff(counts[: DepthControl.WARMUP_TREES])
+    assert BATCH_STEPS in np.diff(counts) and 1 in np.diff(counts[: DepthControl.WARMUP_TREES])
     while (now := take_step()) == counts[-1]:
         pass
     assert take_step() == now

@@ -37,7 +37,7 @@ class PlainScheduler(ContinuousScheduler):
         for requests in (self.waiting, self.running, self._undecided):
             if request in requests:
                 requests.remove(request)
-        for record in (self._waiting_since, self._sits):
+        for record in (self._waiting_since, self._num_skipped):
             record.pop(request, None)
         self._protected.discard(request)
 
@@ -53,7 +53,7 @@ class PlainScheduler(ContinuousScheduler):
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
-        kv_free = min(self.room.slots, self.room.own) - self._held(unmovable)
+        kv_free = min(self.room.slots, self.room.target_slots) - self._held(unmovable)
         found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
         found.sort(key=lambda request: (request.priority, prefill_deadline_s(request)))
         for request in found[:places]:

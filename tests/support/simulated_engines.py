@@ -18,7 +18,7 @@ from hf_slospec.engine.protocols import Plan as DraftPlan
 from hf_slospec.engine.protocols import Policy, PolicyStep, StepDecisions
 from hf_slospec.engine.protocols import Schedule as StepSchedule
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.continuous import MAX_SITS, ContinuousScheduler
+from hf_slospec.engine.scheduling.continuous import MAX_SKIPPED, ContinuousScheduler
 from hf_slospec.engine.step import Engine
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.target import PackedTarget
@@ -69,7 +69,7 @@ class CheckedScheduler(ContinuousScheduler):
         assert taking_part or not self.running, "a step does nothing"
         if self.prefill == "first":  # which leaves all others out as long as prompts come
             return schedule
-        most = (MAX_SITS + 1) * self.limits.max_batch  # each of them may be left out before one takes part
+        most = (MAX_SKIPPED + 1) * self.limits.max_batch  # each of them may be left out before one takes part
         for request in self.running:
             self.left_out[request] = 0 if request in taking_part else self.left_out.get(request, 0) + 1
             assert self.left_out[request] <= most, f"request {request.index} starves"

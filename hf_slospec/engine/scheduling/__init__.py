@@ -1,4 +1,4 @@
-"""Schedulers: which requests a step decodes and which prompts it prefills."""
+"""Schedulers, which choose the requests that a step decodes and the prompts that it prefills."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The batcher's scheduler: guarantees, room for K/V, and chunks of prefill beside the decoding requests."""
+"""Continuous batching: guarantees, slots of K/V, and chunked prefill beside the decoding requests."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 
 STARVING = 0  # first rank in the queue
 LAST_RANK = 2  # rank of requests that may preempt no other
-MIN_CHUNK = 8  # prefill tokens of a step for guaranteed requests, even if decoding requests become late
-OVERDUE_CHUNK = 16  # prefill tokens, in the same way, for a request that was left out for long
-AHEAD = 0.95  # share of its SLO that a guaranteed request is kept up to
-SAVES = 1.05  # factor of a step's seconds that leaving best-effort requests out must save
-WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be left out of one
-MAX_PREEMPTED = 3  # times a request is preempted before it keeps its room
+MIN_CHUNK = 8  # minimum prefill tokens of a step for guaranteed requests, even if decoding requests become late
+OVERDUE_CHUNK = 16  # minimum prefill tokens of a step for a request that was skipped MAX_SKIPPED times
+AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
+SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
+WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be skipped in one
+MAX_PREEMPTED = 3  # times a request is preempted before it keeps its slots
 OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
-MAX_SITS = 32  # steps in a row that a request is left out for others
+MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
 
 
 @dataclass(frozen=True)
 class Limits:
     """Resources of one engine."""
 
-    max_batch: int  # requests that hold K/V
-    kv_tokens: int  # slots of them together
-    max_nodes: int  # staged by a request in a step
-    prefill_chunk: int  # tokens of a step
-    starvation_s: float  # a request that waited so long, guaranteed or not, goes first
-    draft_slots: int = 0  # the target's slots that fit into the memory of the drafter's K/V, see KVRoom
+    max_batch: int  # running requests
+    kv_tokens: int  # slots of K/V of all running requests
+    max_nodes: int  # nodes of a request's draft tree
+    prefill_chunk: int  # prefill tokens of a step
+    starvation_s: float  # seconds after which a waiting request, guaranteed or not, goes first
+    draft_slots: int = 0  # further slots that fit into the memory of the drafter's K/V, see KVRoom
 
     def kv_needed(self, request: Request) -> int:
-        """Return the slots of the request's K/V at its longest, with the largest draft tree."""
+        """Return the slots of the request's K/V at its maximum length, with the largest draft tree."""
         return request.max_len + self.max_nodes
 
 
 class ContinuousScheduler:
     """Continuous batching with chunked prefill in the same forward as decoding.
 
-    Admission ``slo`` guarantees the SLOs of those requests for which SLOs-Serve's dynamic programme finds room;
-    ``edf``, ``fcfs`` and ``priority`` guarantee all and serve them by earliest deadline, arrival or priority. Other
-    requests are best effort: they use the leftover budget, and are preempted where a guaranteed request needs their
-    K/V; their tokens stay. A request that waited ``starvation_s`` goes first and is then never preempted.
+    Admission ``slo`` guarantees the SLOs of the requests that SLOs-Serve's dynamic programme selects; ``edf``, ``fcfs``
+    and ``priority`` guarantee all SLOs and serve requests by earliest deadline, arrival or priority. Other requests are
+    best effort: they use the leftover budget, and are preempted if a guaranteed request needs their K/V; their tokens
+    stay. A request that has waited ``starvation_s`` goes first and is then never preempted.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class ContinuousScheduler:
         prefill: PrefillName = "beside",
         num_reusable: Callable[[Request], int] = lambda request: 0,
     ):
-        """``num_reusable`` tells how much of a waiting request need not be prefilled, see :class:`Target`."""
+        """Create an empty scheduler; ``num_reusable`` is that of the :class:`Target`."""
         self.num_reusable = num_reusable
         self.limits, self.costs, self.admission, self.prefill = limits, costs, admission, prefill
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         self.running: list[Request] = []
-        # Best effort until their SLOs can be guaranteed.
+        # Requests that are best effort until their SLOs can be guaranteed.
         self._undecided = Undecided(planned_tpot_slo_s, prefill_deadline_s)
         self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
-        self._protected: set[Request] = set()  # best effort, and never preempted again
-        self._sits: dict[Request, int] = {}  # steps in a row that a running request was left out of
-        self._has_changed = False
-        self._share = 1.0  # share of a step's work that memory allows
+        self._protected: set[Request] = set()  # requests that are never preempted again
+        self._num_skipped: dict[Request, int] = {}  # consecutive steps in which a running request was skipped
+        self._has_changed = False  # requests came or left since the last decision on guarantees
+        self._share = 1.0  # share of a full step's work that memory allows
         self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
         self.output_tokens = 100.0  # per request, averaged over those that finished recently
 
@@ -109,7 +109,7 @@ class ContinuousScheduler:
         self._waiting_since.pop(request, None)
 
     def offer(self, request: Request, now_s: float) -> bool:
-        """Queue a request if its SLOs are guaranteed now, or it has none; return whether it was queued."""
+        """Queue a request if its SLOs can be guaranteed now or it has none; return whether it was queued."""
         self.add(request)
         if request in self._undecided and not self._guarantee([request], now_s):
             self._drop(request)
@@ -130,21 +130,21 @@ class ContinuousScheduler:
         self._undecided.remove(request)
         if request in self.running:
             self.running.remove(request)
-        self._sits.pop(request, None)
+        self._num_skipped.pop(request, None)
         self._protected.discard(request)
 
     def observe(self, step: StepEvent) -> None:
-        """Let a step that fitted into memory raise the share of work that is tried."""
+        """Raise the share of work again after a step that fitted into memory."""
         self._share = min(1.0, self._share * 1.05)
 
     def enter(self, now_s: float) -> list[Request]:
-        """Give guarantees and room to waiting requests, in order; return those preempted for them."""
+        """Give guarantees and slots to waiting requests, in order; return the requests preempted for them."""
         self.room.settle(self._held(self.running), not len(self.waiting))
         self.decide_guarantees(now_s)
         return self._enter(now_s)
 
     def schedule(self, now_s: float) -> Schedule:
-        """Return the next step of the running requests, shared between decoding and prefill."""
+        """Return the decoding requests and the prefill of the next step."""
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
         decoding = self._taking_part(decoding, allowed_s, now_s)
@@ -158,13 +158,13 @@ class ContinuousScheduler:
 
     @property
     def kv_held(self) -> int:
-        """Slots that the texts of running requests hold at their longest."""
+        """Slots that running requests hold at their maximum lengths."""
         return sum(request.max_len for request in self.running)
 
     def _kv_needed(self, request: Request) -> int:
-        """Return the slots of the request's text at its longest, and of as many nodes as steps verify lately.
+        """Return the slots of the request at its maximum length, and of as many nodes as recent steps verified.
 
-        Where speculation does not pay, requests need no room for trees, so that more of them run together.
+        If speculation does not pay, requests need no slots for trees, so more of them can run together.
         """
         return request.max_len + min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
 
@@ -174,20 +174,19 @@ class ContinuousScheduler:
     # ---- guarantees
 
     def decide_guarantees(self, now_s: float) -> None:
-        """Guarantee the SLOs of undecided requests where they can be met, and drop those whose TTFT SLO is lost."""
+        """Guarantee the SLOs of undecided requests that can be met; those whose TTFT SLO is lost stay best effort."""
         if not len(self._undecided):
             return
         is_lost = self._lost(now_s)
-        # Those that wait are checked when they are looked at: there may be many, and they do not change.
+        # Of waiting requests, which may be many, only the earliest are checked, in `Undecided.earliest`.
         for request in [request for request in self.running if request in self._undecided and is_lost(request)]:
             self._undecided.remove(request)
         if self._has_changed and len(self._undecided):
-            # More may wait than one decision takes.
             earliest = self._undecided.earliest(MAX_CANDIDATES, possible_slos(self.costs), is_lost)
             self._has_changed = self._guarantee(earliest, now_s)
 
     def _lost(self, now_s: float) -> Callable[[Request], bool]:
-        """Return a function that tells whether a request stays best effort, as its TTFT SLO cannot be met any more."""
+        """Return a function that returns whether a request's TTFT SLO cannot be met any more."""
         chunk = self.limits.prefill_chunk
         fastest = chunk / self.costs.step_at(0, chunk)  # tokens per second
 
@@ -195,36 +194,37 @@ class ContinuousScheduler:
             left_s = prefill_deadline_s(request) - now_s
             return (
                 not request.num_emitted
-                and request.num_uncached > fastest * left_s  # so that few are looked up
+                and request.num_uncached > fastest * left_s  # cheap test first, since num_reusable is slow
                 and request.num_uncached - self.num_reusable(request) > fastest * left_s
             )
 
         return is_lost
 
     def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
-        """Guarantee the SLOs of those requests for which there is room; return whether there was for any."""
+        """Guarantee the SLOs of the requests that can be admitted; return whether there are any."""
         if not undecided:
             return False
         before = [*(request for request in self.running if request.is_guaranteed), *self._guaranteed_waiting]
         protected = [r for r in self.running if r in self._protected and not r.is_guaranteed]
         unmovable = [*before, *protected]
-        places = self.limits.max_batch - len(unmovable)
-        if places <= 0:
+        max_admitted = self.limits.max_batch - len(unmovable)
+        if max_admitted <= 0:
             return False
-        kv_free = min(self.room.slots, self.room.own) - self._held(unmovable)  # a loan may end before they enter
-        found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
-        found.sort(key=lambda request: (request.priority, prefill_deadline_s(request)))
-        for request in found[:places]:
+        slots = min(self.room.slots, self.room.target_slots)  # a loan may end before the requests enter
+        kv_free = slots - self._held(unmovable)
+        admitted = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
+        admitted.sort(key=lambda request: (request.priority, prefill_deadline_s(request)))
+        for request in admitted[:max_admitted]:
             request.is_guaranteed, request.is_best_effort = True, False
             self._undecided.remove(request)
             if request in self.waiting:
                 self._queue(request, self._waiting_since[request])
-        return bool(found)
+        return bool(admitted)
 
-    # ---- room
+    # ---- slots
 
     def _enter(self, now_s: float) -> list[Request]:
-        """Give room to waiting requests, in order, and return the requests that were preempted for them."""
+        """Give slots to waiting requests, in order, and return the requests that were preempted for them."""
         preempted: list[Request] = []
         while (first := self.waiting.first(now_s)) is not None:
             rank, request = first
@@ -233,7 +233,7 @@ class ContinuousScheduler:
             may_preempt = rank[0] < LAST_RANK
             victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
             if victims is None:
-                break  # no request overtakes it, or a large one would never find room
+                break  # no request overtakes it, or a large request would never get enough slots
             for victim in victims:
                 self._stop_running(victim)
             preempted += victims
@@ -243,23 +243,23 @@ class ContinuousScheduler:
                 self._undecided.remove(request)
             if rank[0] == STARVING:
                 self._protected.add(request)
-        for victim in preempted:  # now, as none of them enters again before the step
+        for victim in preempted:  # only now, so that none of them enters again before the step
             self._queue(victim, now_s)
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
-        """Return the place in the queue: starving requests, guaranteed ones, the rest with those too late last."""
+        """Return the key in the queue: starving requests, guaranteed ones, the rest with those past their TTFT last."""
         due_s, waiting_since_s = prefill_deadline_s(request), self._waiting_since.get(request)
-        came_s = request.arrived_s if waiting_since_s is None else waiting_since_s
-        if waiting_since_s is not None and now_s >= came_s + self.limits.starvation_s:
-            return STARVING, request.priority, came_s, request.index
+        since_s = request.arrived_s if waiting_since_s is None else waiting_since_s
+        if waiting_since_s is not None and now_s >= since_s + self.limits.starvation_s:
+            return STARVING, request.priority, since_s, request.index
         if request.is_guaranteed:
-            return 1, request.priority, due_s if self.admission in ("slo", "edf") else came_s, came_s, request.index
+            return 1, request.priority, due_s if self.admission in ("slo", "edf") else since_s, since_s, request.index
         is_too_late = not request.num_emitted and now_s > due_s
-        return LAST_RANK, request.priority, is_too_late, came_s, request.index
+        return LAST_RANK, request.priority, is_too_late, since_s, request.index
 
     def _next_rank_s(self, request: Request, now_s: float) -> float:
-        """Return when the rank of a waiting request changes; inf if it does not any more."""
+        """Return the time at which the rank of a waiting request changes next; inf: never."""
         starves_s = self._waiting_since[request] + self.limits.starvation_s
         too_late_s = math.nextafter(prefill_deadline_s(request), math.inf)
         return min((change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf)
@@ -271,17 +271,17 @@ class ContinuousScheduler:
         return len(self.running) < self.limits.max_batch and self._slots_left() < self._kv_needed(request)
 
     def _victims(self, request: Request, spare: list[Request]) -> list[Request] | None:
-        """Return which of ``spare`` to preempt, in this order, so that the request fits; None if all do not suffice."""
-        places, slots = self.limits.max_batch - len(self.running), self._slots_left()
+        """Return the first requests of ``spare`` whose preemption lets the request fit; None if all do not suffice."""
+        num_free, slots = self.limits.max_batch - len(self.running), self._slots_left()
         for count in range(len(spare) + 1):
-            if places > 0 and slots >= self._kv_needed(request):
+            if num_free > 0 and slots >= self._kv_needed(request):
                 return spare[:count]
             if count < len(spare):
-                places, slots = places + 1, slots + self._kv_needed(spare[count])
+                num_free, slots = num_free + 1, slots + self._kv_needed(spare[count])
         return None
 
     def _spare(self, priority: float = math.inf) -> list[Request]:
-        """Return the running requests that one of this priority may preempt, in the order of preemption."""
+        """Return the running requests that a request of this priority may preempt, in order of preemption."""
         limit = priority if self.admission == "priority" else math.inf
         spare = [r for r in self.running if (r.is_best_effort or r.priority > limit) and r not in self._protected]
         return sorted(spare, key=lambda request: (-request.priority, -request.arrived_s, -request.index))
@@ -293,7 +293,7 @@ class ContinuousScheduler:
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self._sits.pop(request, None)
+        self._num_skipped.pop(request, None)
         request.num_preempted += 1
         if request.num_preempted >= MAX_PREEMPTED:
             self._protected.add(request)
@@ -301,43 +301,43 @@ class ContinuousScheduler:
     # ---- the step
 
     def _taking_part(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Request]:
-        """Return the requests that decode now: those that can wait are left out while they would make others late."""
-        if self._share < 1.0:  # after running out of memory: those left out longest first
-            in_order = sorted(decoding, key=lambda request: -self._sits.get(request, 0))
+        """Return the requests that decode now: requests that can wait are skipped if they would make others late."""
+        if self._share < 1.0:  # after running out of memory: the requests skipped longest first
+            in_order = sorted(decoding, key=lambda request: -self._num_skipped.get(request, 0))
             kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
         elif decoding and (all_s := self.costs.step_at(len(decoding))) > allowed_s:
             spare = [r for r in decoding if r.is_best_effort or self._due_s(r, now_s) > WAIT * all_s]
-            spare.sort(key=lambda request: -self._sits.get(request, 0))  # stable: otherwise in order of arrival
+            spare.sort(key=lambda request: -self._num_skipped.get(request, 0))  # stable: otherwise in order of arrival
             num_must = len(decoding) - len(spare)
             least_s = self.costs.step_at(max(num_must, 1))
             times_s = self.costs.step_s(num_must + np.arange(1, len(spare) + 1))
             num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
-            kept = set(decoding) - {r for r in spare[num_spare:] if self._sits.get(r, 0) < MAX_SITS}
+            kept = set(decoding) - {r for r in spare[num_spare:] if self._num_skipped.get(r, 0) < MAX_SKIPPED}
         else:
             kept = set(decoding)
         for request in decoding:
-            self._sits[request] = 0 if request in kept else self._sits.get(request, 0) + 1
+            self._num_skipped[request] = 0 if request in kept else self._num_skipped.get(request, 0) + 1
         return [request for request in decoding if request in kept]
 
     def _due_s(self, request: Request, now_s: float) -> float:
-        """Return the seconds within which a step with the request has to end for it to keep up with its TPOT SLO."""
+        """Return the seconds within which a step with the request must end to keep up with its TPOT SLO."""
         if request.tpot_slo_s is None:
             return math.inf
         elapsed_s, emitted = request.decoded(now_s)
         return AHEAD * request.tpot_slo_s * (emitted + self.costs.recent.tokens) - elapsed_s
 
     def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
-        """Return the seconds the step may take so that no guaranteed request falls behind; 0 where one has already.
+        """Return the seconds that the step may take so that no guaranteed request falls behind; 0 if one already has.
 
-        Requests whose SLO is lost even if they decode alone from now on do not count.
+        Requests that would miss their SLO even if they decoded alone from now on do not count.
         """
         if self.admission in ("fcfs", "priority"):
             return math.inf
-        bound = [request for request in decoding if request.is_guaranteed and request.tpot_slo_s is not None]
-        if not bound:
+        guaranteed = [request for request in decoding if request.is_guaranteed and request.tpot_slo_s is not None]
+        if not guaranteed:
             return math.inf
-        allowed_s, alone_s = math.inf, self.costs.step_at(1) / self.costs.recent.tokens
-        for request in bound:
+        allowed_s, alone_s = math.inf, self.costs.step_at(1) / self.costs.recent.tokens  # alone: seconds per token
+        for request in guaranteed:
             assert request.tpot_slo_s is not None
             elapsed_s, emitted = request.decoded(now_s)
             num_left = request.num_left_in_stage
@@ -346,17 +346,17 @@ class ContinuousScheduler:
         return allowed_s
 
     def _chunks(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Chunk]:
-        """Return the prefill: requests left out for long, guaranteed ones by deadline, then others by arrival."""
+        """Return the prefill: overdue requests, then guaranteed ones by deadline, then best effort by arrival."""
         prefilling = [request for request in self.running if not request.is_decoding]
         if not prefilling:
             return []
-        overdue = {request for request in prefilling if self._sits.get(request, 0) >= MAX_SITS}
+        overdue = {request for request in prefilling if self._num_skipped.get(request, 0) >= MAX_SKIPPED}
         prefilling.sort(key=lambda request: (request not in overdue, self._rank(request, now_s)))
         guaranteed = [request for request in prefilling if not request.is_best_effort]
-        most = max(int(self.limits.prefill_chunk * self._share), 1)
-        left = prefill_budget(self.prefill, self.costs, len(decoding), guaranteed, most, allowed_s, now_s)
+        max_tokens = max(int(self.limits.prefill_chunk * self._share), 1)
+        left = prefill_budget(self.prefill, self.costs, len(decoding), guaranteed, max_tokens, allowed_s, now_s)
         if overdue or guaranteed:
-            left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, most))
+            left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
         chunks = list[Chunk]()
         for request in prefilling:
             if left > 0:
@@ -364,7 +364,7 @@ class ContinuousScheduler:
                 left -= chunks[-1].num_tokens
         prefilled = {chunk.request for chunk in chunks}
         for request in prefilling:
-            self._sits[request] = 0 if request in prefilled else self._sits.get(request, 0) + 1
+            self._num_skipped[request] = 0 if request in prefilled else self._num_skipped.get(request, 0) + 1
         return chunks
 
     # ---- memory
@@ -373,7 +373,7 @@ class ContinuousScheduler:
         """Preempt half of the requests without a guarantee, and admit none until a request has finished.
 
         Returns:
-            The preempted requests; none if only guaranteed requests are left, or a single one.
+            The preempted requests; none if only guaranteed requests are left, or a single request.
         """
         spare = self._spare()
         victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
@@ -383,8 +383,8 @@ class ContinuousScheduler:
         return victims
 
     def shrink(self) -> bool:
-        """Halve the work of the next steps, and return False if one request per step is reached already."""
-        is_least = self._share * len(self.running) <= 1.0 and self._share * self.limits.prefill_chunk <= 1.0
-        if not is_least:  # or it would take many steps to get back
+        """Halve the work of the next steps; return False if it is already down to one request or token per step."""
+        is_minimal = self._share * len(self.running) <= 1.0 and self._share * self.limits.prefill_chunk <= 1.0
+        if not is_minimal:  # a smaller share would only take more steps to recover
             self._share /= 2.0
-        return not is_least
+        return not is_minimal

@@ -1,4 +1,4 @@
-"""Admission: which requests' SLOs are guaranteed, by SLOs-Serve's dynamic programme on the cost model."""
+"""Admission: requests whose SLOs can be guaranteed, by SLOs-Serve's dynamic programme on the cost model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_slospec.engine.costs import StepCosts, rounded
 from hf_slospec.engine.request import Request
 
 MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
-MAX_CANDIDATES = 16  # requests of one decision, those with the earliest deadlines
-MAX_PRIORITIES = 3  # distinct priorities of one decision, the lowest ones
-MAX_CHAIN = 8
+MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlines
+MAX_PRIORITIES = 3  # priorities that one decision tells apart; all higher numbers count as the last
+MAX_CHAIN = 8  # nodes of a chain, root included
 MAX_STEP = 1024  # tokens
-MARGIN = 0.85  # share of each SLO that is planned with, because the tokens per step vary
+MARGIN = 0.85  # share of each SLO that is planned with, since the tokens per step vary
 
 
 def tightest_tpot_slo_s(request: Request) -> float:
@@ -27,25 +27,25 @@ def tightest_tpot_slo_s(request: Request) -> float:
 
 
 def prefill_deadline_s(request: Request) -> float:
-    """Return when the TTFT SLO ends, on the engine's clock; inf without one, and for a resumed request."""
+    """Return the engine's time at which the TTFT SLO expires; inf without one and for a resumed request."""
     if request.ttft_slo_s is None or request.num_resumed:
         return math.inf
     return request.arrived_s + request.ttft_slo_s
 
 
 def planned_tpot_slo_s(request: Request) -> float:
-    """Return the seconds per token with which a request is planned, of which there are few different ones."""
+    """Return the planned seconds per token of a request, rounded so that few values differ."""
     return rounded(MARGIN * tightest_tpot_slo_s(request))
 
 
 def possible_slos(costs: StepCosts) -> Callable[[float], bool]:
-    """Return a function that tells whether a request alone can be decoded in so many seconds per token."""
-    known = _known(costs)
-    return lambda planned_s: _rate(*known, (planned_s,), (1,)) >= 0.0
+    """Return a function that returns whether a request alone can be decoded in these seconds per token."""
+    speed = _speed(costs)
+    return lambda planned_s: _rate(*speed, (planned_s,), (1,)) >= 0.0
 
 
-def _known(costs: StepCosts) -> tuple[LatencyCurve, float, float]:
-    """Return curve, seconds per draft level and acceptance, rounded so that cached rates are found again."""
+def _speed(costs: StepCosts) -> tuple[LatencyCurve, float, float]:
+    """Return step times, seconds per draft level and acceptance rate, rounded so that cached rates can be used."""
     level_s = costs.recent.draft_s / max(costs.recent.depth, 1.0)
     return costs.step_curve(MAX_STEP), rounded(level_s), round(costs.recent.acceptance, 1)
 
@@ -59,23 +59,23 @@ def guaranteeable(
     costs: StepCosts,
     now_s: float,
 ) -> list[Request]:
-    """Return the undecided requests whose SLOs can be met beside those guaranteed before.
+    """Return the undecided requests whose SLOs can be met in addition to those guaranteed before.
 
     Args:
-        guaranteed: guaranteed requests that are not finished, in prefill or decoding.
+        guaranteed: unfinished guaranteed requests, in prefill or decoding.
         kv_free: slots that no guaranteed request holds.
-        kv_needed: slots of a request.
-        num_reusable: tokens of a request that need no prefill, as their K/V is known from other requests.
+        kv_needed: returns the slots of a request.
+        num_reusable: returns the tokens of a request that need no prefill, since their K/V can be reused.
     """
-    known, is_possible = _known(costs), possible_slos(costs)
+    speed, is_possible = _speed(costs), possible_slos(costs)
     possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
     candidates = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in (*candidates, *guaranteed)])
     priorities = sorted({request.priority for request in (*candidates, *guaranteed)})
-    rank = {priority: min(place, MAX_PRIORITIES - 1) for place, priority in enumerate(priorities)}
+    rank = {priority: min(number, MAX_PRIORITIES - 1) for number, priority in enumerate(priorities)}
 
     def tier_of(request: Request) -> int:
-        """Return the loosest tier that is not looser than the request's SLO, so that the SLO is met."""
+        """Return the loosest tier that is not looser than the request's SLO."""
         return max(int(np.searchsorted(tiers, tightest_tpot_slo_s(request), side="right")) - 1, 0)
 
     def candidate(request: Request, is_forced: bool) -> Candidate:
@@ -91,7 +91,7 @@ def guaranteeable(
     planned_s = tuple(rounded(MARGIN * tpot_slo_s) for tpot_slo_s in tiers)
 
     def rate(counts: tuple[int, ...]) -> float:
-        return _rate(*known, planned_s, counts)
+        return _rate(*speed, planned_s, counts)
 
     chosen = admitted(jobs, rate, tuple(running), kv_free)
     return [candidates[index] for index in chosen if index < len(candidates)]
@@ -105,11 +105,11 @@ def _rate(
 
 
 def tiers_of(tpot_slos_s: Sequence[float]) -> list[float]:
-    """Return at most :data:`MAX_TIERS` SLOs, ascending, each standing for those from it up to the next."""
+    """Return at most :data:`MAX_TIERS` of the SLOs, ascending; each represents the SLOs from it up to the next."""
     distinct = sorted(set(tpot_slos_s))
     if len(distinct) <= MAX_TIERS:
         return distinct
     finite = [slo_s for slo_s in distinct if math.isfinite(slo_s)]
     edges = np.geomspace(finite[0], finite[-1], MAX_TIERS + (len(finite) == len(distinct)))[:-1]
-    standing = {min(slo_s for slo_s in finite if slo_s >= edge * (1 - 1e-9)) for edge in edges}
-    return sorted({*standing, *(slo_s for slo_s in distinct if math.isinf(slo_s))})
+    tiers = {min(slo_s for slo_s in finite if slo_s >= edge * (1 - 1e-9)) for edge in edges}
+    return sorted({*tiers, *(slo_s for slo_s in distinct if math.isinf(slo_s))})

@@ -1,4 +1,4 @@
-"""Slots of K/V that running requests may hold, among them those in the memory of a drafter's K/V."""
+"""Slots of K/V that running requests may hold, optionally in the memory of the drafter's K/V as well."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ from hf_slospec.engine.request import Request
 class KVRoom:
     """Slots that the running requests of an engine may hold together.
 
-    Where requests wait for slots, the target may decode more tokens per second with the memory of the drafter's K/V and
+    If requests wait for slots, the target may decode more tokens per second with the memory of the drafter's K/V and
     without drafts than with drafts. Then that memory is lent to the target, after Nightjar (arXiv 2512.22420), which
-    moves the draft model's weights away. The loan ends once running requests need less than the target's own slots,
-    and no request waits or the loan was recalled.
+    moves the draft model's weights away. The loan ends once running requests fit into the target's slots, and no
+    request waits or the loan was recalled.
     """
 
     GAIN = 1.1  # factor by which a loan must raise the tokens per second
-    GAP = 64  # steps between two loans, as the drafter has to process all texts again
+    GAP = 64  # steps between two loans, since the drafter has to process all requests again
     PATIENCE = 512  # steps without a loan after one that was recalled; doubled every time
 
-    def __init__(self, own: int, lendable: int, max_batch: int, costs: StepCosts):
-        """Set the slots there are.
+    def __init__(self, target_slots: int, draft_slots: int, max_batch: int, costs: StepCosts):
+        """Set the number of slots.
 
         Args:
-            own: slots of the target.
-            lendable: how many more fit into the memory of the drafter's K/V.
-            max_batch: requests that run together, at most.
+            target_slots: slots of the target.
+            draft_slots: further slots of the target that fit into the memory of the drafter's K/V.
+            max_batch: maximum number of running requests.
             costs: seconds of steps.
         """
-        self.own, self.lendable, self.max_batch, self.costs = own, lendable, max_batch, costs
+        self.target_slots, self.draft_slots, self.max_batch, self.costs = target_slots, draft_slots, max_batch, costs
         self.is_lent = self.is_recalled = False
-        self._most: int | None = None  # after memory ran out
+        self._max_slots: int | None = None  # set after memory ran out; None: no such limit
         self._num_steps, self._not_before, self._patience = 0, 0, self.PATIENCE
-        self._number, self._rate_before = 1.0, 0.0  # requests that the loan is for, and tokens per second before it
+        self._number, self._rate_before = 1.0, 0.0  # requests assumed for the loan; tokens per second before it
 
     @property
     def lent(self) -> int:
-        """The drafter's slots that the target may use now."""
-        return self.lendable if self.is_lent else 0
+        """Slots in the drafter's memory that the target may use now."""
+        return self.draft_slots if self.is_lent else 0
 
     @property
     def slots(self) -> int:
-        """Slots of all requests up to which further ones may enter."""
-        slots = self.own if self.is_recalled else self.own + self.lent
-        return slots if self._most is None else min(slots, self._most)
+        """Slots of all requests up to which further requests are admitted."""
+        slots = self.target_slots if self.is_recalled else self.target_slots + self.lent
+        return slots if self._max_slots is None else min(slots, self._max_slots)
 
     @property
     def may_lend(self) -> bool:
-        """Return whether there is memory to lend, and the last loan is over for long enough."""
-        is_free = bool(self.lendable) and not self.is_lent and self._most is None
+        """Return whether there is memory to lend and the last loan ended long enough ago."""
+        is_free = bool(self.draft_slots) and not self.is_lent and self._max_slots is None
         return is_free and self._num_steps >= self._not_before
 
     def consider(self, running: Iterable[Request], num_waiting: int) -> None:
-        """Lend the drafter's slots if plain decoding of the requests that they hold yields more than recent steps do.
+        """Lend the drafter's slots if plain decoding with the larger batch yields more tokens per second than now.
 
-        Requests whose TPOT SLO such steps would miss keep the drafter.
+        Nothing is lent if such steps would make a decoding request miss its TPOT SLO.
         """
         decoding = [request for request in running if request.is_decoding]
         if not self.may_lend or not decoding:
             return
         number = len(decoding)
-        more = min(number * (1.0 + self.lendable / self.own), number + num_waiting, self.max_batch)
-        plain, rate = self._plain_rate(more), number * self.costs.recent.tokens / float(self.costs.step_s(number))
-        if plain > self.GAIN * rate and more / plain <= min(request.tpot_slo_s or math.inf for request in decoding):
-            self.is_lent, self._number, self._rate_before = True, more, rate
+        larger = min(number * (1.0 + self.draft_slots / self.target_slots), number + num_waiting, self.max_batch)
+        plain_rate = self._plain_rate(larger)  # tokens per second, like rate
+        rate = number * self.costs.recent.tokens / float(self.costs.step_s(number))
+        tightest_s = min(request.tpot_slo_s or math.inf for request in decoding)
+        if plain_rate > self.GAIN * rate and larger / plain_rate <= tightest_s:
+            self.is_lent, self._number, self._rate_before = True, larger, rate
 
     def settle(self, held: int, is_enough: bool) -> None:
-        """Recall a loan where steps turned out to take longer than expected, and end it if that is possible.
+        """Recall a loan if steps turned out to take longer than expected, and end it as soon as possible.
 
         It is called once at the beginning of each step.
 
@@ -81,19 +83,19 @@ class KVRoom:
         if not self.is_lent:
             return
         self.is_recalled |= self._plain_rate(self._number) < self._rate_before
-        if held <= self.own and (is_enough or self.is_recalled):
+        if held <= self.target_slots and (is_enough or self.is_recalled):
             self._not_before = self._num_steps + (self._patience if self.is_recalled else self.GAP)
             self._patience *= 2 if self.is_recalled else 1
             self.is_lent = self.is_recalled = False
 
     def tighten(self, held: int) -> None:
-        """Let no request enter beyond the slots that are held now, as memory ran out."""
-        self._most = held
+        """Let no request enter beyond the slots held now, since memory ran out."""
+        self._max_slots = held
 
     def relax(self) -> None:
-        """Let requests use all slots again, as one has left since memory ran out."""
-        self._most = None
+        """Let requests use all slots again, after a request has left."""
+        self._max_slots = None
 
     def _plain_rate(self, number: float) -> float:
-        """Return the tokens per second of steps that decode so many requests without drafts."""
+        """Return the tokens per second of plain decoding of ``number`` requests."""
         return number / float(self.costs.verify_s(number, number, number * self.costs.recent.keys))

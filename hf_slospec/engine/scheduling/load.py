@@ -1,4 +1,4 @@
-"""Report of an engine's load to those who route requests to it."""
+"""Report of an engine's load, for routers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_slospec.engine.scheduling.guarantees import MAX_STEP, tightest_tpot_slo_
 
 
 def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
-    """Return the load of an engine's scheduler, between two steps; looks at its running requests only."""
+    """Return the load of an engine's scheduler between two steps, in time that does not grow with the queue."""
     running, waiting, limits = scheduler.running, scheduler.waiting, scheduler.limits
-    guaranteed = waiting.guaranteed + Counter(tightest_tpot_slo_s(own) for own in running if own.is_guaranteed)
+    guaranteed = waiting.guaranteed + Counter(tightest_tpot_slo_s(r) for r in running if r.is_guaranteed)
     waiting_slots = waiting.max_len + len(waiting) * limits.max_nodes
     return ReplicaLoad(
         guaranteed=tuple(sorted(guaranteed.items())),
         best_effort=len(running) + len(waiting) - guaranteed.total(),
-        prefill_tokens=waiting.num_tokens + sum(own.num_uncached for own in running if not own.is_decoding),
+        prefill_tokens=waiting.num_tokens + sum(r.num_uncached for r in running if not r.is_decoding),
         kv_free=limits.kv_tokens - sum(map(limits.kv_needed, running)) - waiting_slots,
         step_s=scheduler.costs.step_curve(MAX_STEP),
         acceptance_length=scheduler.costs.recent.tokens,
@@ -29,6 +29,6 @@ def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
 
 
 def need_of(request: Request, limits: Limits) -> Need:
-    """Return what a request needs."""
+    """Return what a request needs from a replica."""
     ttft_slo_s = float("inf") if request.ttft_slo_s is None else request.ttft_slo_s
     return Need(request.prompt_len, limits.kv_needed(request), tightest_tpot_slo_s(request), ttft_slo_s)

@@ -1,4 +1,4 @@
-"""Prefill: how many tokens of waiting prompts go through a step beside the decoding requests."""
+"""Prefill budget: how many prompt tokens a step prefills beside the decoding requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling import PrefillName
 from hf_slospec.engine.scheduling.guarantees import prefill_deadline_s
 
-IN_TIME = 0.95  # share of the time to its deadline within which a prompt should be processed
-SLOWDOWN = 5.0  # multiple of its time alone within which a prompt without deadline should be (SLOs-Serve's loose SLO)
+IN_TIME = 0.95  # share of the time to its deadline within which a prompt should be prefilled
+SLOWDOWN = 5.0  # without a deadline: multiple of the prompt's time alone (SLOs-Serve's loose SLO)
 STALL = 3.0  # multiple of a step without prefill that a step with prefill may take while no request is late
 
 
@@ -27,13 +27,13 @@ def prefill_budget(
 ) -> int:
     """Return the prefill tokens of the next step.
 
-    The rule ``beside`` takes as many as make no request late, and as many as guaranteed prompts need to be processed
-    in time, even where that makes others late: prompts that are kept back only delay the same work.
+    The rule ``beside`` takes as many as make no request late, or as many as guaranteed prompts need to be prefilled in
+    time if that is more, even if decoding requests become late: holding prompts back only postpones the same work.
 
     Args:
-        guaranteed: guaranteed requests in prefill, in the order they are processed.
-        max_tokens: prefill tokens of a step; with the rule ``chunked``, decoded ones count.
-        allowed_s: seconds the step may take so that no decoding request falls behind.
+        guaranteed: guaranteed requests in prefill, in the order in which they are prefilled.
+        max_tokens: maximum prefill tokens of a step; with the rule ``chunked``, decoded ones count.
+        allowed_s: seconds that the step may take so that no decoding request falls behind.
     """
     if not num_decoding or rule == "first":
         return max_tokens
@@ -49,10 +49,10 @@ def prefill_budget(
 
 
 def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float) -> float:
-    """Return the prefill tokens per second with which each prompt, in this order, is processed in time; 0 without any.
+    """Return the prefill tokens per second at which each prompt, in this order, is prefilled in time; 0 without any.
 
-    Prompts without a TTFT SLO, and those of preempted requests from now on, should be processed within
-    :data:`SLOWDOWN` times what they take alone.
+    Prompts without a TTFT SLO are due after :data:`SLOWDOWN` times their time alone, counted from arrival, or from now
+    if the request was preempted.
     """
     rate, num_tokens = 0.0, 0
     for request in guaranteed:

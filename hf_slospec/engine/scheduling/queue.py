@@ -1,4 +1,4 @@
-"""Queues of waiting requests, in which a turn of the scheduler looks at the first ones only."""
+"""Queues of waiting requests; a scheduling decision reads only their first entries."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from typing import NamedTuple
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.guarantees import tightest_tpot_slo_s
 
-SLACK = 16  # removed entries that a heap may hold beside as many again as there are requests
+SLACK = 16  # a heap may hold this many removed entries, and one more per request
 
 Key = tuple[float, ...]
-Rank = Callable[[Request, float], Key]  # place in the order at a time
-NextChange = Callable[[Request, float], float]  # when the rank changes, after a time; inf: never
+Rank = Callable[[Request, float], Key]  # request, time -> key in the queue; the lowest is first
+NextChange = Callable[[Request, float], float]  # request, time -> later time at which the rank changes; inf: never
 
 
 class RequestHeap:
-    """Requests by their keys, equal ones in the order in which they came.
-
-    Every operation takes logarithmic time, on average over many.
-    """
+    """Requests by key; equal keys in order of insertion. Operations take logarithmic time, amortised."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Key, int, Request]] = []  # key, number of the entry, request
-        self._entries: dict[Request, tuple[Key, int, Request]] = {}  # all others in the heap were removed
+        self._entries: dict[Request, tuple[Key, int, Request]] = {}  # other entries of the heap were removed
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -37,7 +34,7 @@ class RequestHeap:
         return request in self._entries
 
     def put(self, request: Request, key: Key) -> None:
-        """Add a request, or give it another key."""
+        """Add a request, or change its key."""
         self._entries[request] = entry = key, next(self._numbers), request
         heapq.heappush(self._heap, entry)
         self._prune()
@@ -53,7 +50,7 @@ class RequestHeap:
             heapq.heapify(self._heap)
 
     def first(self) -> tuple[Key, Request] | None:
-        """Return the lowest key and its request; None without any."""
+        """Return the lowest key and its request; None if the heap is empty."""
         while self._heap:
             key, _, request = entry = self._heap[0]
             if self._entries.get(request) is entry:
@@ -63,11 +60,11 @@ class RequestHeap:
 
 
 class _Size(NamedTuple):
-    """Part of a waiting request in the totals of its queue."""
+    """Contribution of a waiting request to the totals of its queue."""
 
     num_tokens: int
     max_len: int
-    guaranteed_slo_s: float | None  # its tightest TPOT SLO; None: it is not guaranteed
+    guaranteed_slo_s: float | None  # tightest TPOT SLO of a guaranteed request, else None
 
     @classmethod
     def of(cls, request: Request) -> _Size:
@@ -76,17 +73,17 @@ class _Size(NamedTuple):
 
 
 class WaitingQueue:
-    """Waiting requests by their rank, which changes at known times; iterating is in the order in which they came.
+    """Waiting requests by their rank, which changes at known times. Iteration is in order of insertion.
 
-    Totals are kept up to date, so that reports of the load need not look at every request.
+    Totals are kept up to date, so that reports of the load need not read every request.
     """
 
     def __init__(self, rank: Rank, next_change: NextChange):
         self._rank, self._next_change = rank, next_change
-        self._sizes: dict[Request, _Size] = {}  # in the order in which they came
+        self._sizes: dict[Request, _Size] = {}  # in order of insertion
         self._ranked, self._changes = RequestHeap(), RequestHeap()  # by rank, and by the time when it changes
-        self.num_tokens = 0  # in all requests so far; none of them is cached
-        self.max_len = 0  # sum of the tokens of all texts at their longest
+        self.num_tokens = 0  # sum over the requests; none of their tokens is cached
+        self.max_len = 0  # sum of the requests' maximum lengths in tokens
         self.guaranteed: Counter[float] = Counter()  # guaranteed requests by their tightest TPOT SLO
 
     def __len__(self) -> int:
@@ -99,7 +96,7 @@ class WaitingQueue:
         return request in self._sizes
 
     def put(self, request: Request) -> None:
-        """Add a request, or rank it anew, as what its rank depends on has changed."""
+        """Add a request, or update its rank after a change to it."""
         before, size = self._sizes.get(request), _Size.of(request)
         self._sizes[request] = size
         self._count(size, 1)
@@ -123,7 +120,7 @@ class WaitingQueue:
                 del self.guaranteed[slo_s]
 
     def first(self, now_s: float) -> tuple[Key, Request] | None:
-        """Return the lowest rank at a time, no earlier than that of the call before, and its request, or None."""
+        """Return the lowest rank at ``now_s``, which must not decrease between calls, and its request; or None."""
         while (change := self._changes.first()) is not None and change[0][0] <= now_s:
             request = change[1]
             self._ranked.put(request, self._rank(request, now_s))
@@ -135,10 +132,10 @@ class WaitingQueue:
 
 
 class Undecided:
-    """Requests whose SLOs are not guaranteed yet, by deadline, those of every TPOT SLO apart."""
+    """Requests whose SLOs are not guaranteed yet, in one heap by deadline per TPOT SLO."""
 
     def __init__(self, tpot_slo_s: Callable[[Request], float], deadline_s: Callable[[Request], float]):
-        """``tpot_slo_s`` returns an SLO of which there are few, as all of them are looked at."""
+        """Set the keys; ``tpot_slo_s`` should return few distinct values, since every heap is read."""
         self._tpot_slo_s, self._deadline_s = tpot_slo_s, deadline_s
         self._by_slo: dict[float, RequestHeap] = {}
         self._keys: dict[Request, Key] = {}
@@ -169,12 +166,12 @@ class Undecided:
     def earliest(
         self, number: int, is_possible: Callable[[float], bool], is_lost: Callable[[Request], bool]
     ) -> list[Request]:
-        """Return the requests with the earliest deadlines, after removing those before them that are lost.
+        """Return the requests with the earliest deadlines, and remove lost requests that come before them.
 
         Args:
-            number: of requests, at most.
-            is_possible: whether requests of this TPOT SLO count.
-            is_lost: whether a request's SLOs cannot be met any longer.
+            number: maximum number of requests.
+            is_possible: returns whether a TPOT SLO can be met at all; requests of other SLOs are skipped.
+            is_lost: returns whether a request's TTFT SLO cannot be met any more.
         """
         heaps = [heap for tpot_slo_s, heap in self._by_slo.items() if is_possible(tpot_slo_s)]
         taken = list[Request]()

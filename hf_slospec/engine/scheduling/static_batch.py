@@ -8,11 +8,11 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request
 
-CHUNK = 512  # prefill tokens of a request and step at most: masks grow with the square of it
+CHUNK = 512  # maximum prefill tokens per request and step; masks grow with its square
 
 
 class StaticScheduler:
-    """Schedules requests that begin together, every one of them in every step."""
+    """Schedules requests that begin together, all of them in every step."""
 
     lent_slots = 0  # requests do not wait for slots
 

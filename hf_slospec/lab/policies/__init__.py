@@ -1,1 +1,1 @@
-"""Policies after papers, with the algorithms that only they use; registered by :mod:`hf_slospec.lab`."""
+"""Policies after papers, and the algorithms that only they use; registered by :mod:`hf_slospec.lab`."""

@@ -1,4 +1,4 @@
-"""AdaSpec (arXiv 2503.05096): chains drafted for as long as predicted goodput rises, after the released code."""
+"""AdaSpec (arXiv 2503.05096): chains are drafted as long as predicted goodput rises, after the released code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Batch:
 class _Chains:
     """Chains drafted so far."""
 
-    expected: float  # tokens that they yield
+    expected: float  # expected tokens of the step
     goodput: float  # expected tokens per second
     length: int = 0
     last_probs: FloatArray | float = 1.0  # [num_drafting], path probabilities of their last tokens
@@ -44,15 +44,15 @@ class _Chains:
 class AdaSpecPolicy(NamedPolicy):
     """Policy that decides after each drafted level whether the next one will raise the goodput of the step.
 
-    The adaptive drafter trusts the draft: a chain yields the sum of its path probabilities. A level not drafted yet is
-    predicted by the mean confidence in all tokens so far. Drafting stops before a level that is predicted to lower
-    goodput, and after one that has lowered it, which is verified all the same. The SLO-aware estimator refuses lengths
-    whose step would take longer than the tightest TPOT SLO; the released code has this test commented out. The
-    confidence prior verifier drops the least probable tokens down to the next smaller size of a captured forward
-    where this does not lower goodput. [FIX] it drops the tokens of lowest path probability; the released code compares
+    The adaptive drafter uses uncalibrated probabilities: a chain yields the sum of its path probabilities. A level not
+    drafted yet is predicted by the mean confidence in all tokens so far. Drafting stops before a level that is
+    predicted to lower goodput, and after one that has lowered it, which is still verified. The SLO-aware estimator
+    refuses lengths whose step would take longer than the tightest TPOT SLO; the released code has this test commented
+    out. The confidence prior verifier drops the least probable tokens down to the next smaller size of a captured
+    forward unless this lowers goodput. [FIX] it drops the tokens of lowest path probability; the released code compares
     the last drafted tokens of chains even after these were dropped.
 
-    As printed, nothing is drafted for a trial: once the first level does not pay, it is tried again only when the
+    As printed, there are no exploratory drafts: once the first level does not pay, it is tried again only when the
     batch or the costs have changed.
     """
 
@@ -64,7 +64,7 @@ class AdaSpecPolicy(NamedPolicy):
 
     @property
     def confidence(self) -> float:
-        """Mean probability that the draft gave its tokens, each after those before it."""
+        """Mean conditional probability that the draft gave its tokens."""
         return self._sum_confidence / self._num_confidences
 
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
@@ -83,7 +83,7 @@ class AdaSpecPolicy(NamedPolicy):
         yield Selection(forest.subtrees(is_kept), expected.tolist(), self._seconds(batch, forest, is_kept))
 
     def _goes_on(self, batch: _Batch, chains: _Chains, path_probs: FloatArray) -> bool:
-        """Take in a level of all chains, and return whether the next one is predicted to raise goodput."""
+        """Take a drafted level of all chains, and return whether the next one is predicted to raise goodput."""
         probs, before = path_probs[:, 0], chains.goodput
         chains.length, chains.expected = chains.length + 1, chains.expected + float(probs.sum())
         chains.goodput = self._goodput(batch, chains.expected, chains.length)

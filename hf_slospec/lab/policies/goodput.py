@@ -1,4 +1,4 @@
-"""Goodput of chains: SmartSpec's and TurboSpec's model of accepted tokens per second (arXiv 2406.14066)."""
+"""Goodput of chains: SmartSpec's and TurboSpec's model of tokens per second (arXiv 2406.14066)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
     """Return the expected tokens of verifying a chain: 1 + a + ... + a^length (SmartSpec, equation 8).
 
     Args:
-        acceptance: a, probability in [0, 1] that a drafted token is accepted after those before it were.
+        acceptance: a in [0, 1], probability that a drafted token is accepted given that its parent was.
         length: drafted tokens; 0: plain decoding.
     """
     lengths = np.asarray(length, dtype=np.float64)
@@ -32,8 +32,8 @@ def heads_tokens(acceptances: FloatArray | Sequence[float], widths: IntArray | S
     fails when all of its k candidates do, each accepted with ``acceptances[j]``.
 
     Args:
-        acceptances: [heads] in [0, 1], as of Medusa's heads.
-        widths: [..., heads]; a tree ends before the first 0.
+        acceptances: [heads] f64 in [0, 1], acceptance rate of a candidate of each head.
+        widths: [..., heads] int64; a tree ends before the first 0.
 
     Returns:
         [...] f64.
@@ -44,7 +44,7 @@ def heads_tokens(acceptances: FloatArray | Sequence[float], widths: IntArray | S
 
 
 def heads_nodes(widths: IntArray | Sequence[int]) -> IntArray:
-    """Return the number of nodes of full trees of heads, root included, by ``widths`` as in :func:`heads_tokens`."""
+    """Return the number of nodes of full trees of heads, root included; ``widths`` as in :func:`heads_tokens`."""
     nodes: IntArray = 1 + np.cumprod(np.asarray(widths, dtype=np.int64), axis=-1).sum(axis=-1)
     return nodes
 
@@ -54,7 +54,7 @@ def heads_shapes(max_depth: int, max_width: int) -> IntArray:
     """Return the widths of all trees of heads with at most ``max_width`` nodes in a layer.
 
     Returns:
-        [shapes, max_depth] int64. The first shape is only a root; shapes with fewer heads end in zeros.
+        [shapes, max_depth] int64. The first shape is a lone root; shapes with fewer heads end in zeros.
     """
     shapes: list[tuple[int, ...]] = [()]
     for shape in shapes:  # the list grows during the iteration
@@ -69,7 +69,7 @@ def heads_shapes(max_depth: int, max_width: int) -> IntArray:
 def confident_length(tree: TokenTree, min_confidence: float) -> int:
     """Return the depth to which Algorithm 3 drafts: that of the first token with at most this confidence.
 
-    Confidence is the probability of a token after its parent, not that of its path.
+    Confidence is the conditional probability of a token, not that of its path.
     """
     parents = tree.parents[1:]
     is_unsure = tree.path_probs[1:] <= min_confidence * tree.path_probs[parents]
@@ -99,12 +99,12 @@ def best_length(
 class MovingAcceptance:
     """Moving average of the acceptance rate of tried tokens.
 
-    The tokens of a chain are tried up to the first one that is rejected. [FIX] dividing by all drafted tokens would
-    count those behind a rejection as rejected, and averaging the ratios of steps would weigh a chain rejected at once
-    like a long one; no a of equation 8 fits either. So accepted and tried tokens are averaged separately.
+    The tokens of a chain are tried up to the first rejected one. [FIX] dividing by all drafted tokens would count those
+    after a rejection as rejected, and averaging the ratios of steps would give a chain that is rejected at once the
+    weight of a long one; neither yields a of equation 8. So accepted and tried tokens are averaged separately.
     """
 
-    START, KEEP = 0.7, 0.85  # initial rate and weight of the past, as in the released code
+    START, KEEP = 0.7, 0.85  # initial rate, and weight of earlier steps, as in the released code
 
     def __init__(self) -> None:
         self._tried, self._accepted = 1.0, self.START

@@ -1,4 +1,4 @@
-"""Delacourt's thesis: trees grown and pruned for throughput (its Algorithm 1), nodes by importance (its Algorithm 2).
+"""Algorithms of Delacourt's thesis: growth and pruning of trees (Algorithm 1), nodes by importance (Algorithm 2).
 
 Budgets count nodes, roots included. Corrections to the printed algorithms are marked [FIX].
 """
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, places_by_key
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, ranks_by_key
 
-MAX_CHILDREN = 4  # of a node (k), as printed
+MAX_CHILDREN = 4  # maximum children of a node (k), as printed
 
 
 def grown_nodes(
@@ -23,10 +23,10 @@ def grown_nodes(
     max_width: int,
     max_children: int = MAX_CHILDREN,
 ) -> list[IntArray]:
-    """Grow the trees layer by layer, new nodes replacing the worst kept nodes (Algorithm 1).
+    """Grow the trees layer by layer; new nodes replace the worst kept nodes (Algorithm 1).
 
-    A node that was replaced stays out, and so do its children. If the width binds, the result need not be optimal: a
-    narrow layer may have dropped a node that only its children would have paid for.
+    A replaced node is not added again, nor are its children. If the width is the limit, the result need not be optimal:
+    a layer may have dropped a node that would have paid only with its children.
 
     Args:
         trees: one candidate tree per request; their layers stand for the draft's proposals.
@@ -54,37 +54,37 @@ def _layers(
     nodes = np.flatnonzero((forest.depths == depth) & is_kept[forest.parents] & (forest.path_probs > 0.0))
     nodes = nodes[np.argsort(-forest.path_probs[nodes], kind="stable")]
     for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
-        nodes = nodes[places_by_key(key[nodes]) < limit]
+        nodes = nodes[ranks_by_key(key[nodes]) < limit]
     nodes = nodes[np.argsort(forest.tree_of[nodes], kind="stable")]
     first = np.flatnonzero(np.diff(forest.tree_of[nodes], prepend=-1))
-    for own in np.split(nodes, first[1:]) if len(nodes) else ():
-        yield int(forest.tree_of[own[0]]), own.tolist()
+    for tree_nodes in np.split(nodes, first[1:]) if len(nodes) else ():
+        yield int(forest.tree_of[tree_nodes[0]]), tree_nodes.tolist()
 
 
 class _Growth:
-    """Nodes kept so far, with heaps of the worst per tree and overall; pruned nodes leave the heaps lazily."""
+    """Nodes kept so far, with heaps of the worst nodes per tree and overall; pruned nodes leave the heaps lazily."""
 
     def __init__(self, forest: Forest, budget: int, max_nodes: int):
         self.forest, self.budget, self.max_nodes = forest, budget, max_nodes
         self.is_kept: BoolArray = forest.depths == 0
         self.path_probs = forest.path_probs.tolist()
         self.sizes, self.total = [1] * len(forest.trees), len(forest.trees)
-        self.own: list[list[tuple[float, int, int]]] = [[] for _ in forest.trees]  # (path probability, -depth, -node)
+        self.per_tree: list[list[tuple[float, int, int]]] = [[] for _ in forest.trees]  # (path prob, -depth, -node)
         self.overall: list[tuple[float, int, int]] = []
 
     def add_layer(self, tree: int, nodes: Sequence[int]) -> int:
-        """Add the nodes, best first, that are better than the kept ones they replace.  -> number of added nodes"""
+        """Add the nodes, best first, that are better than the kept nodes they replace.  -> number of added nodes"""
         num_added = 0
         for node in nodes:
             is_whole, is_spent = self.sizes[tree] >= self.max_nodes, self.total >= self.budget
             # [FIX] a tie must not be added, else the limits are exceeded. This also excludes children of a node pruned
-            # after the layer was looked up: all kept nodes are at least as good as that node, and it as its children.
+            # after the layer was listed: all kept nodes are at least as good as that node, which is as good as they.
             if is_spent and self.path_probs[node] <= self._worst(self.overall):
                 break
-            if is_whole and self.path_probs[node] <= self._worst(self.own[tree]):
+            if is_whole and self.path_probs[node] <= self._worst(self.per_tree[tree]):
                 break
             if is_whole or is_spent:
-                self._prune_worst(self.own[tree] if is_whole else self.overall)
+                self._prune_worst(self.per_tree[tree] if is_whole else self.overall)
             self._add(tree, node)
             num_added += 1
         return num_added
@@ -103,7 +103,7 @@ class _Growth:
 
     def _add(self, tree: int, node: int) -> None:
         entry = (self.path_probs[node], -int(self.forest.depths[node]), -node)
-        heapq.heappush(self.own[tree], entry)
+        heapq.heappush(self.per_tree[tree], entry)
         heapq.heappush(self.overall, entry)
         self.is_kept[node] = True
         self._count(tree, 1)
@@ -129,17 +129,17 @@ def important_nodes(
     score of any other is the path probability of its best remaining node. Scores of a request never rise while it gets
     nodes, so sorting nodes by score gives what the printed loop would choose.
 
-    [FIX] A request without remaining nodes is skipped. Lateness counts from the request's progress (``required`` as in
-    AdaServe), not as if every step were its first. Uncapped, as printed, a request whose TPOT SLO no tree can meet
-    takes the whole budget, its least probable nodes included.
+    [FIX] A request without remaining nodes is skipped. Lateness takes the request's progress into account (``required``
+    as in AdaServe), not as if every step were its first. Uncapped, as printed, a request whose TPOT SLO no tree can
+    meet takes the whole budget, its least probable nodes included.
 
     Args:
         trees: one candidate tree per request.
-        required: tokens each request needs of this step, see
+        required: tokens that each request must commit in this step, see
             :func:`~hf_slospec.policies.adaserve_selection.required_tokens`.
         tpot_slos_s: seconds per output token; None: no TPOT SLO.
         budget: maximum number of verified nodes, roots included; roots are always verified.
-        slack_s: epsilon, seconds to be ahead by.
+        slack_s: epsilon, seconds by which to be ahead.
         capped: apply AdaServe's limits: a request requires at most its tree's depth + 1 tokens, and gets at most
             ``max_slo_nodes`` for being late.
         max_slo_nodes: n_max of these limits.
@@ -154,26 +154,26 @@ def important_nodes(
     seconds = np.array([1.0 if tpot_slo_s is None else tpot_slo_s for tpot_slo_s in tpot_slos_s])
     has_slo = np.array([tpot_slo_s is not None for tpot_slo_s in tpot_slos_s])
     needed = np.where(has_slo, np.asarray(required) + slack_s / seconds, 0.0)
-    places = places_by_key(tree_of)
+    ranks = ranks_by_key(tree_of)
     if capped:
         needed = np.minimum(needed, [tree.max_depth + 1.0 for tree in trees])
-    missing = needed[tree_of] - _expected_before(path_probs, places)
+    missing = needed[tree_of] - _expected_before(path_probs, ranks)
     is_late = missing > 0.0
     if capped:
-        is_late &= places < max_slo_nodes
+        is_late &= ranks < max_slo_nodes
     scores = np.where(is_late, 1.0 + missing * seconds[tree_of], path_probs)
     best = np.argsort(-scores, kind="stable")[: max(budget - len(trees), 0)]
     return forest.nodes(ranked[best])
 
 
-def _expected_before(path_probs: FloatArray, places: IntArray) -> FloatArray:
+def _expected_before(path_probs: FloatArray, ranks: IntArray) -> FloatArray:
     """Return the expected tokens of the root and the nodes before each node.  -> [num_nodes] f64
 
     Args:
         path_probs: [num_nodes] f64, tree after tree.
-        places: [num_nodes] int64, places of the nodes in their trees.
+        ranks: [num_nodes] int64, ranks of the nodes in their trees.
     """
     before = np.cumsum(path_probs) - path_probs
-    firsts = np.arange(len(places)) - places
+    firsts = np.arange(len(ranks)) - ranks
     expected: FloatArray = 1.0 + before - before[firsts]
     return expected

@@ -1,4 +1,4 @@
-"""Sequoia (arXiv 2402.12374): the best static tree for the acceptance so far, its size by step times."""
+"""Sequoia (arXiv 2402.12374): the optimal static tree for the measured acceptance, its size by step times."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hf_slospec.policies.limits import max_useful_depth
 from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
 
-MAX_NODES = 64  # of a tree
+MAX_NODES = 64  # per tree
 RESOLVE = 32  # steps between solutions for new acceptance rates
-PRIOR = 0.6, 0.45  # acceptance rate of the first child, and of each further one where those before it were rejected
-PRIOR_WEIGHT = 20.0  # children tried, per rank, that the prior counts as
-MEMORY = 400.0  # children tried, per rank, after which the oldest fade
+PRIOR = 0.6, 0.45  # acceptance rate of the first child, and of each further one given that those before were rejected
+PRIOR_WEIGHT = 20.0  # weight of the prior per rank, in tried children
+MEMORY = 400.0  # tried children per rank after which the oldest fade
 
 
 class AcceptanceByRank:
     """Acceptance rates of children by rank, given that their parent was accepted; old steps fade.
 
-    A child counts as tried if its earlier siblings were rejected, so that the rates of all ranks never exceed 1 in sum.
+    A child counts as tried if its earlier siblings were rejected, so the sum of the rates never exceeds 1.
     """
 
     def __init__(self, max_rank: int):
@@ -57,10 +57,10 @@ class AcceptanceByRank:
 
 
 class SequoiaPolicy(NamedPolicy):
-    """Policy that verifies one tree shape for all requests, chosen for every batch, or none where that is faster.
+    """Policy that verifies one tree shape for all requests, chosen for every batch, or none if that is faster.
 
-    Acceptance by rank is measured while decoding, starting from a documented prior, and the trees are solved for again
-    every ``RESOLVE`` steps. Step times are those of the whole batch; the paper considers a single request.
+    Acceptance by rank is measured while decoding, starting from ``PRIOR``, and the trees are solved for again every
+    ``RESOLVE`` steps. Step times are those of the whole batch; the paper considers a single request.
     """
 
     name = "sequoia"

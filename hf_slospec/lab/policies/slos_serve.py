@@ -17,17 +17,17 @@ from hf_slospec.policies.limits import affordable_tokens
 from hf_slospec.policies.registry import PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
-CATCH_UP = 0.5  # maximum share of the longest chain's gain that one step spends on catching up
+CATCH_UP = 0.5  # maximum share of the longest chain's gain that one step uses to catch up
 
 
 class SLOsServePolicy(SmartSpecPolicy):
-    """Policy that solves appendix D before every step: one length per tier, so that TPOT SLOs hold with most prefill.
+    """Policy that solves appendix D in every step: one length per tier, to meet TPOT SLOs at the highest prefill rate.
 
     A TPOT SLO that plain decoding meets needs no drafting, so its tier has length 0. A tier with a late request must
-    make up for the delay, too. [FIX] the paper tightens the TPOT SLO of such a tier without a formula. If the TPOT SLOs
+    also make up for the delay. [FIX] the paper tightens the TPOT SLO of such a tier without a formula. If the TPOT SLOs
     cannot be met even without prefill, catching up is dropped first, then tiers are relaxed to the next one. Requests
-    without a TPOT SLO get what fits into the step beside the others. If no request has a TPOT SLO, or none can be met,
-    goodput decides.
+    without a TPOT SLO get what fits into the step besides. If no request has a TPOT SLO, or none can be met, goodput
+    decides.
     """
 
     name, options = "slos-serve", PolicyOptions
@@ -38,8 +38,9 @@ class SLOsServePolicy(SmartSpecPolicy):
 
     def _to_draft(self, batch: Batch) -> Chains:
         num_requests, longest = len(batch.requests), int(batch.useful.max())
-        found = self._slo_lengths(batch, longest + 1)
-        lengths: IntArray = np.minimum(self._best(batch, batch.useful)[0] if found is None else found - 1, batch.useful)
+        needed = self._slo_lengths(batch, longest + 1)  # nodes, roots included
+        wanted = self._best(batch, batch.useful)[0] if needed is None else needed - 1
+        lengths: IntArray = np.minimum(wanted, batch.useful)
         seconds = self._seconds(batch, num_requests, int(lengths.max()), int(lengths.sum()) + num_requests)
         return Chains(lengths, float(seconds))
 
@@ -62,7 +63,7 @@ class SLOsServePolicy(SmartSpecPolicy):
         counts = np.bincount(tier_of, minlength=len(tiers))
         slacks = self._slacks(requests, batch.begun_s, max_len)
         for tried, slack in _attempts(tiers, np.array([slacks[tier_of == tier].min() for tier in range(len(tiers))])):
-            found = best_lengths(
+            solution = best_lengths(
                 lambda num_tokens: self.costs.verify_s(num_tokens, num_requests, batch.num_keys),
                 tried.tolist(),
                 counts.tolist(),
@@ -72,15 +73,15 @@ class SLOsServePolicy(SmartSpecPolicy):
                 self.costs.level_s(num_requests, 1, batch.num_keys),
                 slack.tolist(),
             )
-            if found is not None:
+            if solution is not None:
                 is_free = np.isinf(tiers)
-                beside = self._length_beside(batch, found, counts, is_free)
-                lengths: IntArray = np.where(is_free, beside, found.lengths)[tier_of]
+                free_length = self._free_length(batch, solution, counts, is_free)
+                lengths: IntArray = np.where(is_free, free_length, solution.lengths)[tier_of]
                 return lengths
         return None
 
     def _slacks(self, requests: Sequence[Request], begun_s: float, max_len: int) -> FloatArray:
-        """Return minus the seconds by which the step must be shorter to catch up; 0 if not late.  -> [num_requests]"""
+        """Return the negative seconds by which the step must be shorter to catch up; 0: not late.  -> [num_requests]"""
         gain = float(chain_tokens(self.acceptance.rate, max_len - 1))
         slacks = []
         for request in requests:
@@ -89,29 +90,29 @@ class SLOsServePolicy(SmartSpecPolicy):
             slacks.append(np.clip(tpot_slo_s * emitted - elapsed_s, -CATCH_UP * gain * tpot_slo_s, 0.0))
         return np.array(slacks)
 
-    def _length_beside(self, batch: Batch, found: SpecLengths, counts: IntArray, is_free: BoolArray) -> int:
-        """Return the length for requests without a TPOT SLO: the longest without further levels or a too long step.
+    def _free_length(self, batch: Batch, solution: SpecLengths, counts: IntArray, is_free: BoolArray) -> int:
+        """Return the longest chain for requests without a TPOT SLO that needs no more levels and fits into the step.
 
         Args:
             batch: the requests.
-            found: lengths of the tiers.
-            counts: [tiers] requests.
+            solution: lengths of the tiers.
+            counts: [tiers] int64, requests.
             is_free: [tiers] bool, the tier has no TPOT SLO.
         """
-        num_free, longest = int(counts[is_free].sum()), int(found.lengths.max())
-        others = int((found.lengths * counts)[~is_free].sum())
-        num_tokens = others + num_free * np.arange(1, longest + 1)
-        fits = self._seconds(batch, int(counts.sum()), longest - 1, num_tokens) <= found.limit_s
+        num_free, longest = int(counts[is_free].sum()), int(solution.lengths.max())
+        num_bound = int((solution.lengths * counts)[~is_free].sum())  # nodes for requests with a TPOT SLO
+        num_tokens = num_bound + num_free * np.arange(1, longest + 1)
+        fits = self._seconds(batch, int(counts.sum()), longest - 1, num_tokens) <= solution.limit_s
         return 1 + int(np.count_nonzero(fits[1:]))
 
     def _seconds(self, batch: Batch, num_requests: int, num_levels: int, num_tokens: IntArray | int) -> FloatArray:
-        """Return the seconds of a step with these draft levels, nodes and the step's prefill tokens."""
+        """Return the seconds of a step with these draft levels and nodes, and the step's prefill tokens."""
         draft_s = self.costs.draft_s(num_requests, num_levels, 1, batch.num_keys)
         return draft_s + self.costs.verify_s(num_tokens + batch.num_prefill_tokens, num_requests, batch.num_keys)
 
 
 def _attempts(tiers: FloatArray, slacks: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """Yield TPOT SLOs and slacks by tier, from the hardest to the easiest; tiers without TPOT SLO stay apart."""
+    """Yield TPOT SLOs and slacks by tier, from the hardest to the easiest; tiers without TPOT SLO stay as they are."""
     yield tiers, slacks
     for tpot_slo_s in tiers[np.isfinite(tiers)]:
         yield np.maximum(tiers, tpot_slo_s), np.zeros(len(tiers))

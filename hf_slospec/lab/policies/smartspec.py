@@ -19,7 +19,7 @@ from hf_slospec.lab.policies.goodput import MovingAcceptance, best_length, chain
 from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
-BIAS = 1.1  # of the released code: factor on the goodput of plain decoding, for costs beside the forwards
+BIAS = 1.1  # factor on the goodput of plain decoding, for costs besides the forwards, as in the released code
 RECENT = 100  # steps that decide whether to draft for new requests
 
 
@@ -43,36 +43,36 @@ class Batch:
     begun_s: float
     num_prefill_tokens: int
     num_keys: int  # cached tokens of all requests
-    useful: IntArray  # [num_requests] longest useful chains: one of k tokens commits up to k + 1
+    useful: IntArray  # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Lengths of chains, and what a step with them takes."""
+    """Lengths of chains, and the time of a step with them."""
 
-    lengths: IntArray  # [num_requests] tokens
-    step_s: float = 0.0  # predicted; 0: not known yet
+    lengths: IntArray  # [num_requests] int64, tokens
+    step_s: float = 0.0  # predicted seconds; 0: not known yet
 
 
 class SmartSpecPolicy(NamedPolicy):
-    """Policy that drafts chains of the length with most expected tokens per second of all requests (Algorithm 2).
+    """Policy that drafts chains of the length with most expected tokens per second over all requests (Algorithm 2).
 
     The acceptance rate is a moving average over all requests.
 
     Prefill disabling: requests that arrive while most recent steps drafted nothing are never drafted for, which saves
-    the draft's prefill. [FIX] the length that counts is the best one if all requests were drafted for; otherwise
+    the draft's prefill. [FIX] a step counts by the length that is best if all requests are drafted for; otherwise
     drafting would never resume once no request is drafted for.
     """
 
     name = "smartspec"
     options: ClassVar[type[PolicyOptions]] = SmartSpecOptions
-    min_confidence = 0.0  # a less probable token is the last one drafted
+    min_confidence = 0.0  # drafting stops after a less probable token
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.prefill_disabling = config.options_of(SmartSpecOptions).prefill_disabling
         self.acceptance = MovingAcceptance()
-        self.own: WeakKeyDictionary[Request, MovingAcceptance] = WeakKeyDictionary()
+        self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = WeakKeyDictionary()  # per request
         self.undrafted: WeakSet[Request] = WeakSet()  # requests that are never drafted for
         self._seen: WeakSet[Request] = WeakSet()
         self._was_plain: deque[bool] = deque(maxlen=RECENT)
@@ -92,8 +92,8 @@ class SmartSpecPolicy(NamedPolicy):
         accepted, _ = yield Selection(trees, expected, chains.step_s)
         tried = [min(len(nodes) + 1, tree.max_depth) for nodes, tree in zip(accepted, trees, strict=True)]
         self.acceptance.observe(sum(tried), sum(len(nodes) for nodes in accepted))
-        for request, own_tried, nodes in zip(requests, tried, accepted, strict=True):
-            self.own.setdefault(request, MovingAcceptance()).observe(own_tried, len(nodes))
+        for request, num_tried, nodes in zip(requests, tried, accepted, strict=True):
+            self.acceptances.setdefault(request, MovingAcceptance()).observe(num_tried, len(nodes))
 
     def _to_draft(self, batch: Batch) -> Chains:
         """Return the chains to draft."""
@@ -108,11 +108,11 @@ class SmartSpecPolicy(NamedPolicy):
         return Chains(lengths, step_s)
 
     def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
-        """Return the chains to verify of the candidates, which were drafted by the plan."""
+        """Return the chains to verify, parts of the candidates that were drafted by the plan."""
         return drafted
 
     def _lengths(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
-        """Return the lengths of all requests' chains by the best common one, useful or not.  -> [num_requests]"""
+        """Return the lengths of all chains, given the best common length, useful or not.  -> [num_requests] int64"""
         return np.full(len(requests), length)
 
     def _decide_on_new(self, requests: Sequence[Request]) -> None:
@@ -136,9 +136,8 @@ class SmartSpecPolicy(NamedPolicy):
 
         Args:
             batch: the requests.
-            proposed: [num_requests] tokens that can be proposed for each request; requests with none count for the
-                token that they get in any case.
-            drafted_s: seconds of drafting if it is over; None: drafting is still to be paid for.
+            proposed: [num_requests] int64, maximum tokens to propose; requests without any still commit one token.
+            drafted_s: seconds that drafting has taken; None: drafting is still to come, and depends on the length.
         """
         num_requests, num_drafting = len(proposed), max(int(np.count_nonzero(proposed)), 1)
 
@@ -160,7 +159,7 @@ class SmartSpecPolicy(NamedPolicy):
 
 
 class SmartSpecRequestsPolicy(SmartSpecPolicy):
-    """Policy that distributes the drafted tokens of ``smartspec`` by the requests' own acceptance (the released code).
+    """Policy that distributes the drafted tokens of ``smartspec`` by each request's acceptance (the released code).
 
     k_i = round(k n a_i / sum of a).
     """
@@ -170,8 +169,7 @@ class SmartSpecRequestsPolicy(SmartSpecPolicy):
     def _lengths(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
         if not length:
             return super()._lengths(requests, length, is_drafted)
-        start = MovingAcceptance.START
-        rates = np.array([self.own[request].rate if request in self.own else start for request in requests])
+        rates = np.array([self.acceptances.get(request, MovingAcceptance()).rate for request in requests])
         share = rates * is_drafted / rates[is_drafted].sum()
         lengths: IntArray = np.rint(length * np.count_nonzero(is_drafted) * share).astype(np.int64)
         return lengths

@@ -1,4 +1,4 @@
-"""SmartSpec's confidence-based variant: drafting ends where the draft is unsure (its Algorithm 3)."""
+"""SmartSpec's confidence-based variant: drafting ends at a token of low probability (its Algorithm 3)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ConfidenceOptions(PolicyOptions):
 
 
 class ConfidencePolicy(SmartSpecPolicy):
-    """Policy that drafts until a token is no more probable than a threshold, and verifies as much as goodput says.
+    """Policy that drafts until a token is no more probable than a threshold, and verifies the length of best goodput.
 
     [FIX] The printed loop drafts one token too many, and verifies only chains that never stopped: here the proposed
-    tokens of all requests are verified, up to the common length. Drafting itself is never turned off, as printed.
+    tokens of all requests are verified, up to the common length. As printed, drafting is never turned off.
     """
 
     name, options = "smartspec-confidence", ConfidenceOptions

@@ -25,7 +25,7 @@ MAX_WIDTH = 8  # nodes of a layer; bounds the number of shapes
 class HeadsPolicy(NamedPolicy):
     """Policy that drafts the widths k_1, k_2, ... with most expected tokens per second, or no tree.
 
-    A level of the beam stands for a head. As in the paper, the candidates of a head are taken for independent, each
+    A level of the beam stands for a head. As in the paper, the candidates of a head are assumed to be independent, each
     accepted at the head's rate; the rates are moving averages over the candidates that were tried at that depth.
     """
 
@@ -47,9 +47,9 @@ class HeadsPolicy(NamedPolicy):
         goodput = heads_tokens(rates, shapes) / seconds
         goodput[0] *= BIAS  # no tree
         best = int(np.argmax(goodput))
-        depth, own_widths = int(depths[best]), shapes[best].tolist()
-        expected = [float(heads_tokens(rates[:end], own_widths[:end])) for end in range(depth + 1)]
-        shape, step_s = StaticTree.of_expansion(own_widths[:depth]), float(seconds[best])
+        depth, best_widths = int(depths[best]), shapes[best].tolist()
+        expected = [float(heads_tokens(rates[:end], best_widths[:end])) for end in range(depth + 1)]  # by tree depth
+        shape, step_s = StaticTree.of_expansion(best_widths[:depth]), float(seconds[best])
         candidates, _ = yield Plan(depth, int(widths[best]))
         trees = trees_within(shape, requests, candidates)
         accepted, _ = yield Selection(trees, [expected[tree.max_depth] for tree in trees], step_s)
@@ -57,5 +57,5 @@ class HeadsPolicy(NamedPolicy):
         was_tried, was_hit = tried_and_hit(forest, forest.indices(accepted))
         num_levels = len(self.acceptances) + 1
         tried, hits = (np.bincount(forest.depths[nodes], minlength=num_levels) for nodes in (was_tried, was_hit))
-        for acceptance, own_tried, own_hits in zip(self.acceptances, tried[1:], hits[1:], strict=True):
-            acceptance.observe(int(own_tried), int(own_hits))
+        for acceptance, num_tried, num_hits in zip(self.acceptances, tried[1:], hits[1:], strict=True):
+            acceptance.observe(int(num_tried), int(num_hits))

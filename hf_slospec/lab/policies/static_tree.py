@@ -33,6 +33,6 @@ class StaticTreePolicy(NamedPolicy):
 
 
 def trees_within(shape: StaticTree, requests: Sequence[Request], candidates: Sequence[TokenTree]) -> list[TokenTree]:
-    """Return the candidates' nodes that have a place in the shape and can still be committed."""
+    """Return the subtrees of the candidates that lie in the shape and can still be committed."""
     forest = Forest.of(without_useless_nodes(requests, candidates))
     return forest.subtrees(shape.within(forest))

@@ -44,20 +44,20 @@ class CappedThesisSLOOptions(ThesisSLOOptions):
 
 
 class _ThesisPolicy(NamedPolicy):
-    """Drafts whole beams and prunes them to one token budget."""
+    """Policy that drafts whole beams and prunes them to one token budget."""
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.budget = config.token_budget or affordable_tokens(costs)
 
     def _shape(self, requests: Sequence[Request]) -> Plan:
-        if self.budget <= len(requests):  # the roots alone fill it
+        if self.budget <= len(requests):  # the roots alone fill the budget
             return Plan(0, 1)
         return Plan(max_useful_depth(requests, self.config.max_depth), self.config.max_width)
 
 
 class ThesisPolicy(_ThesisPolicy):
-    """Policy with most expected tokens under one budget for all trees (N) and one for each (S), by Algorithm 1."""
+    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S), by Algorithm 1."""
 
     name, options = "thesis", ThesisOptions
 
@@ -68,11 +68,11 @@ class ThesisPolicy(_ThesisPolicy):
         config, candidates = self.config, without_useless_nodes(requests, candidates)
         max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
         nodes = grown_nodes(candidates, self.budget, max_tree_nodes, config.max_depth, config.max_width)
-        return selection_of([tree.subtree(own) for tree, own in zip(candidates, nodes, strict=True)])
+        return selection_of([tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)])
 
 
 class ThesisSLOPolicy(_ThesisPolicy):
-    """Policy with nodes for TPOT SLOs first, the latest requests before all others, by Algorithm 2."""
+    """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2)."""
 
     name, options = "thesis-slo", ThesisSLOOptions
     capped = False
@@ -96,13 +96,13 @@ class ThesisSLOPolicy(_ThesisPolicy):
             capped=self.capped,
             max_slo_nodes=int(self.max_slo_share * self.budget / len(requests)),
         )
-        trees = [tree.subtree(own) for tree, own in zip(candidates, nodes, strict=True)]
+        trees = [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
         _, phases = yield selection_of(trees, step_s)
         self._latencies.append(phases.total_s)
 
 
 class CappedThesisSLOPolicy(ThesisSLOPolicy):
-    """Policy of ``thesis-slo`` with AdaServe's limits, so that a late request cannot take the whole budget."""
+    """Policy ``thesis-slo`` with AdaServe's limits, so that a late request cannot take the whole budget."""
 
     name, options = "thesis-slo-capped", CappedThesisSLOOptions
     capped = True

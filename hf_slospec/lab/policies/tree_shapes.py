@@ -1,4 +1,4 @@
-"""Static tree shapes: SpecInfer's, and Sequoia's, which is optimal for acceptance rates by rank of child."""
+"""Static tree shapes: SpecInfer's, and Sequoia's, which are optimal for given acceptance rates by child rank."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from functools import cached_property
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, places_by_key
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, ranks_by_key
 
 TreeTime = Callable[[IntArray, IntArray], FloatArray]  # nodes [m, 1], levels with the root [l] -> seconds [m, l]
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Tree shape: which children of which nodes are verified, independent of tokens. Parents precede children."""
+    """Tree shape, independent of tokens. Parents precede children."""
 
     parents: tuple[int, ...]  # -1 at the root
-    ranks: tuple[int, ...]  # place among its siblings; 0: the draft's most probable child, and the root
+    ranks: tuple[int, ...]  # rank among the siblings; 0: the draft's most probable child, and the root
 
     @classmethod
     def of_expansion(cls, expansion: Sequence[int]) -> StaticTree:
@@ -54,27 +54,27 @@ class StaticTree:
         return int(np.bincount(self.depths).max())
 
     def within(self, forest: Forest) -> BoolArray:
-        """Return the nodes of candidate trees that have a place in this shape.  -> [num_nodes] bool
+        """Return a mask of the nodes of candidate trees that this shape contains.  -> [num_nodes] bool
 
-        Siblings are ranked by path probability, equal ones by node. Places without a candidate remain empty.
+        Siblings are ranked by path probability, equal ones by node. Nodes of the shape may have no candidate.
         """
         inner = np.flatnonzero(forest.depths > 0)
         inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
         num_ranks = max(self.ranks) + 1
-        ranks = places_by_key(forest.parents[inner])
+        ranks = ranks_by_key(forest.parents[inner])
         keys = np.where(ranks < num_ranks, forest.parents[inner] * num_ranks + ranks, -1)
         order = np.argsort(keys)
         keys, inner = keys[order], inner[order]
-        at = np.full((self.num_nodes, len(forest.trees)), -1)  # node of each place in each tree; -1: there is none
-        at[0] = forest.starts
+        matches = np.full((self.num_nodes, len(forest.trees)), -1)  # candidate for each node of the shape; -1: none
+        matches[0] = forest.starts
         for depth in range(1, self.max_depth + 1 if len(inner) else 0):
-            places = np.flatnonzero(self.depths == depth)
-            above, rank = at[np.array(self.parents)[places]], np.array(self.ranks)[places, None]
+            level = np.flatnonzero(self.depths == depth)
+            above, rank = matches[np.array(self.parents)[level]], np.array(self.ranks)[level, None]
             wanted = np.where(above >= 0, above * num_ranks + rank, -2)
-            found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            at[places] = np.where(keys[found] == wanted, inner[found], -1)
+            indices = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            matches[level] = np.where(keys[indices] == wanted, inner[indices], -1)
         is_taken = np.zeros(len(forest.depths), dtype=np.bool_)
-        is_taken[at[at >= 0]] = True
+        is_taken[matches[matches >= 0]] = True
         return is_taken
 
 
@@ -85,15 +85,15 @@ SPECINFER = StaticTree.of_expansion((1, 1, 3, 1, 1, 1, 1))
 class Sequoia:
     """Optimal trees of every size and number of levels, by dynamic programming (Sequoia, arXiv 2402.12374).
 
-    ``expected[m, l]`` is the number of expected tokens of the best tree with exactly m nodes on at most l levels, both
-    counted with the root; -inf if there is none.
+    ``expected[m, l]`` is the number of expected tokens of the best tree with exactly m nodes on at most l levels, the
+    root included in both; -inf if there is none.
     """
 
     def __init__(self, acceptance: FloatArray, max_nodes: int, max_levels: int):
         """Solve for all sizes.
 
         Args:
-            acceptance: [max_children] f64, probability that the child of rank r is accepted once its parent is.
+            acceptance: [max_children] f64, probability that the child of rank r is accepted given that its parent is.
             max_nodes, max_levels: bounds of the trees, root included.
         """
         self.acceptance = acceptance
@@ -102,7 +102,7 @@ class Sequoia:
         self._values[1, 1:, 0] = 1.0
         self.expected = np.full((max_nodes + 1, max_levels + 1), -np.inf)
         sizes = np.arange(max_nodes + 1)
-        self._rest = np.maximum(sizes[:, None] - sizes, 0)  # [m, y] nodes below the last child, if y are elsewhere
+        self._rest = np.maximum(sizes[:, None] - sizes, 0)  # [m, y] nodes of the last child's subtree: m - y
         for levels in range(1, max_levels + 1):
             for count in range(1, len(acceptance) + 1):
                 self._values[:, levels, count] = self._splits(levels, count).max(axis=1)
@@ -120,7 +120,7 @@ class Sequoia:
         return splits
 
     def best_size(self, seconds: TreeTime, max_levels: int) -> tuple[int, int]:
-        """Return the nodes and levels, both with the root, of most expected tokens per second."""
+        """Return the nodes and levels, root included, with most expected tokens per second."""
         sizes, levels = np.arange(1, len(self.expected)), np.arange(1, max_levels + 1)
         rates = self.expected[1:, 1 : max_levels + 1] / seconds(sizes[:, None], levels)
         size, level = np.unravel_index(np.argmax(rates), rates.shape)
@@ -131,10 +131,10 @@ class Sequoia:
         parents, ranks, sizes, levels = [-1], [0], [num_nodes], [num_levels]
         for node, (size, level) in enumerate(zip(sizes, levels, strict=True)):  # they grow during the iteration
             for count in range(int(np.argmax(self._values[size, level])), 0, -1):
-                others = int(np.argmax(self._splits(level, count)[size]))
+                rest = int(np.argmax(self._splits(level, count)[size]))  # nodes outside of the last child's subtree
                 parents.append(node)
                 ranks.append(count - 1)
-                sizes.append(size - others)
+                sizes.append(size - rest)
                 levels.append(level - 1)
-                size = others
+                size = rest
         return StaticTree(tuple(parents), tuple(ranks))

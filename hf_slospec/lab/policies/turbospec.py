@@ -1,4 +1,4 @@
-"""TurboSpec (SmartSpec's successor): large batches leave new requests undrafted, and a form for free drafting."""
+"""TurboSpec (SmartSpec's successor): new requests in large batches are never drafted for; prompt lookup is free."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
 from hf_slospec.policies.registry import PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
-# All constants are those of the released code.
-RESET = 100  # arrivals of new requests in too large a batch, after which all batch sizes are tried again
-PROPOSED = 8  # tokens proposed per request where drafting costs nothing
+# Constants of the released code.
+RESET = 100  # new requests in too large batches after which all batch sizes are tried again
+PROPOSED = 8  # tokens proposed per request if drafting costs nothing
 TRIES, PAUSE = 40, 60  # steps that verify nothing before proposing pauses, and steps of the pause
 
 
 class TurboSpecPolicy(SmartSpecPolicy):
-    """Listing 1, corrected. Steps draft as SmartSpec's do; the listing's rules concern everything else.
+    """Policy of Listing 1, corrected, with SmartSpec's choice of the length.
 
-    With a draft model, a step whose best length is 0 marks its batch size: new requests in a larger batch are never
-    drafted for. Every ``RESET`` such arrivals all sizes are tried again. [FIX] the printed condition on the method is
-    inverted: the draft model is the one with prompts to prefill.
+    With a draft model, a step whose best length is 0 sets a limit: new requests in a larger batch are never drafted
+    for. After ``RESET`` such requests all batch sizes are tried again. [FIX] the printed condition on the method is
+    inverted: it is the draft model that has prompts to prefill.
 
     With prompt lookup, drafting is free and proposals differ in length, down to none. So as many tokens as possible
-    are proposed, and goodput decides how many of them are verified once the proposals are known.
+    are proposed, and goodput decides how many of them are verified.
     """
 
     name, options = "turbospec", PolicyOptions
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
-        self.off_size = math.inf  # requests of the last batch for which not drafting was best
+        self.off_size = math.inf  # size of the last batch for which not drafting was best
         self._num_skipped = 0
         self._num_unused = 0  # consecutive steps that verified none of the proposals, pauses included
 

@@ -25,8 +25,8 @@ def test_requests_that_accept_more_draft_more() -> None:
     policy = SmartSpecRequestsPolicy(EIGHT, costs(0.02))
     hot, cold = requests_of(2)
     for _ in range(60):
-        policy.own.setdefault(hot, MovingAcceptance()).observe(4, 4)
-        policy.own.setdefault(cold, MovingAcceptance()).observe(4, 1)
+        policy.acceptances.setdefault(hot, MovingAcceptance()).observe(4, 4)
+        policy.acceptances.setdefault(cold, MovingAcceptance()).observe(4, 1)
     step, plan = begun(policy, [hot, cold])
     trees = step.select([chain(*[0.9] * plan.depth)] * 2, plan).trees
     assert trees[0].num_nodes > trees[1].num_nodes
