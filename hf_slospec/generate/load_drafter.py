@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Source = str | os.PathLike[str] | PreTrainedModel | DraftMethod
 Drafting = Drafter | Source | Sequence[Source]  # what ``drafter=`` takes
-OWN = ("draft", "release")  # methods of a user's drafter
+USER_METHODS = ("draft", "release")  # that a user's drafter must have
 
 
 def drafting_method(
@@ -45,11 +45,11 @@ def drafting_method(
     drafter: Drafting | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DraftMethod:
-    """Return the way to draft that was asked for by ``assistant_model`` or ``drafter``; without any, prompt lookup.
+    """Return the draft method for the arguments ``assistant_model`` and ``drafter``; prompt lookup without either.
 
     Raises:
         InvalidInputError: there are a drafter and an assistant model, or there is no drafter of that name.
-        InvalidTypeError: either is nothing that drafts.
+        InvalidTypeError: one of them cannot draft.
         SLOSpecError: as :func:`load_drafter`.
     """
     check_one_way(assistant_model, drafter)
@@ -58,20 +58,20 @@ def drafting_method(
     if drafter is None:
         return LookupMethod()
     given: Any = drafter
-    return OwnMethod(given) if _is_own(given) else load_drafter(given, target, tokenizer=tokenizer)
+    return OwnMethod(given) if _is_users_drafter(given) else load_drafter(given, target, tokenizer=tokenizer)
 
 
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
-    """Check before the target is loaded what would be refused afterwards; raises as :func:`drafting_method`."""
+    """Check the arguments before the target is loaded; raises as :func:`drafting_method`."""
     check_one_way(assistant_model, drafter)
     given: Any = drafter
-    if given is not None and not _is_own(given):
+    if given is not None and not _is_users_drafter(given):
         check_source(given)
 
 
-def _is_own(drafter: Any) -> bool:
+def _is_users_drafter(drafter: Any) -> bool:
     """Return whether this is an object of a user's class."""
-    return all(callable(getattr(drafter, name, None)) for name in OWN)
+    return all(callable(getattr(drafter, name, None)) for name in USER_METHODS)
 
 
 def load_drafter(
@@ -83,10 +83,10 @@ def load_drafter(
     share_texts: bool = False,
     allow_missing: bool = False,
 ) -> DraftMethod:
-    """Load a drafter for a target; what was found is logged, and is its ``repr``.
+    """Load a drafter for a target; its kind is logged, and is its ``repr``.
 
-    ``drafter=`` takes the same sources by themselves. Loaded first, a drafter can be looked at, given two tokenizers,
-    told to share texts, or serve several generators.
+    ``drafter=`` takes the same sources. A drafter that is loaded first can be inspected, get two tokenizers, share
+    texts, or serve several generators.
 
     Args:
         source: one of
@@ -101,7 +101,7 @@ def load_drafter(
         target: the loaded model that verifies.
         tokenizer: the target's. With ``assistant_tokenizer`` it lets a causal LM with another tokenizer draft; both are
             loaded from the folders or repositories of the models if they are needed and not given.
-        assistant_tokenizer: that of the causal LM.
+        assistant_tokenizer: the tokenizer of the causal LM.
         share_texts: suffix trees hold the outputs of other requests with the same ``cache_salt``, too.
         allow_missing: accept a causal LM whose files lack tensors, or have others than its class.
 
@@ -138,14 +138,14 @@ def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
 
 
 def check_source(source: Source | Sequence[Source], further: Sequence[str] = ()) -> None:
-    """Check what can be told before the target is loaded; read no tensor.
+    """Check a source before the target is loaded, without reading a tensor.
 
     Args:
         source: as for :func:`load_drafter`.
-        further: names of drafters with models that the caller knows.
+        further: names of drafters with models that the caller loads.
 
     Raises:
-        SLOSpecError: the parts are in no order that can draft, or the files of one cannot be found.
+        SLOSpecError: the parts cannot draft in this order, or the files of one cannot be found.
     """
     parts = parts_of(source)
     _check_order(parts)
@@ -155,13 +155,13 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
 
 
 def _check_order(parts: Sequence[Source]) -> None:
-    """Raise InvalidInputError if another part than the last one has a model, as can be told before it is loaded."""
+    """Raise InvalidInputError if a part before the last one has a model; loaded parts are not looked at."""
     if any(isinstance(part, str) and (part not in NAMED or NAMED[part].has_model) for part in parts[:-1]):
         raise InvalidInputError(model_before_last(" + ".join(map(str, parts))))
 
 
 def _open(source: str) -> Checkpoint:
-    """Return the checkpoint of a drafter that is no name; the error says which names there are."""
+    """Return the checkpoint in a folder or repository; the error lists the names of drafters."""
     if not source:
         raise _no_source(source)
     try:
@@ -174,7 +174,7 @@ def _no_source(source: Any) -> InvalidTypeError:
     shown = repr(source) if isinstance(source, (str, int, float, list, tuple)) else type(source).__name__
     return InvalidTypeError(
         f"a drafter must be a name ({NAMES}), a folder or Hub repository, a loaded model, several of these, or an "
-        f"object with methods {' and '.join(map(repr, OWN))}, see hf_slospec.Drafter; got {shown}"
+        f"object with methods {' and '.join(map(repr, USER_METHODS))}, see hf_slospec.Drafter; got {shown}"
     )
 
 
@@ -229,21 +229,22 @@ def _assistant(
     """Return a causal LM as a drafter, with a translation where the tokenizers are known to differ."""
     if not isinstance(method := assistant_method(model), AssistantMethod):
         return method
-    own = _tokenizer(assistant_tokenizer)
-    targets = tokenizer if own is None or tokenizer is not None else _tokenizer(target.config.name_or_path)
-    if own is None or targets is None or own.get_vocab() == targets.get_vocab():
+    if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
         return method
-    return AssistantMethod(model, TokenTranslation(targets, own, vocab_size(target), vocab_size(model)))
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer(target.config.name_or_path)
+    if tokenizer is None or draft_tokenizer.get_vocab() == tokenizer.get_vocab():
+        return method
+    return AssistantMethod(model, TokenTranslation(tokenizer, draft_tokenizer, vocab_size(target), vocab_size(model)))
 
 
 def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokenizerBase | None:
-    """Return a tokenizer, that of a folder or repository if it has one."""
+    """Return the tokenizer, loaded if a folder or repository is named; None if that has none."""
     if not isinstance(source, str):
         return source
-    if not source:  # a model that was not loaded
+    if not source:  # the model was made from a config
         return None
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except LOADING_ERRORS:  # there is none
+    except LOADING_ERRORS:  # it has no tokenizer
         return None
     return loaded
