@@ -273,7 +273,7 @@ def _is_stored_elsewhere(model: PreTrainedModel) -> bool:
 
 def first_difference(stock: Sequence[int], ours: Sequence[int]) -> int | None:
     """Return the first position at which two equally long sequences differ, or None."""
-    return next((position for position, (a, b) in enumerate(zip(stock, ours, strict=True)) if a != b), None)
+    return next((index for index, (a, b) in enumerate(zip(stock, ours, strict=True)) if a != b), None)
 
 
 def spacing(dtype: torch.dtype, magnitude: float) -> float:

@@ -35,7 +35,7 @@ class Grammars:
             InvalidInputError: the schema is invalid or cannot be followed, or the model has no token to end with.
         """
         if not self._end_tokens:
-            raise InvalidInputError("response_format: this model has no token that ends an output; set eos_token_id in its generation config")
+            raise InvalidInputError("response_format needs a token that ends an output; set the model's eos_token_id")
         with self._lock:
             if self._ll_tokenizer is None:
                 self._ll_tokenizer = self._new_tokenizer()

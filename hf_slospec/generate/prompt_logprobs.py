@@ -32,7 +32,7 @@ class PromptLogprobs:
         of_tokens = logprobs.gather(-1, following[:, None])[:, 0].tolist()
         top = logprobs.topk(min(self._num_top, logits.shape[-1]))
         rows = zip(of_tokens, top.indices.tolist(), top.values.tolist(), strict=True)
-        self.logprobs += [TokenLogprobs(value, list(zip(tokens, values, strict=True))) for value, tokens, values in rows]
+        self.logprobs += [TokenLogprobs(logprob, list(zip(ids, values, strict=True))) for logprob, ids, values in rows]
 
 
 def read_prompt(call: Call, num_top: int) -> PromptLogprobs:

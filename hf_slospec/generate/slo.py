@@ -54,7 +54,7 @@ def parse_slo(slo_tpot: Any) -> _Parsed | list[_Parsed]:
         try:
             slo_tpot = slo_tpot.tolist()
         except (NotImplementedError, RuntimeError) as error:  # a tensor without data
-            raise InvalidInputError(f"slo_tpot has no values that can be read: {error}; pass numbers or a list") from error
+            raise InvalidInputError(f"slo_tpot has no values that can be read; pass numbers: {error}") from error
     if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
         return [_parsed(row_slo) for row_slo in slo_tpot]
     return _parsed(slo_tpot)

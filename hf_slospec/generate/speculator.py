@@ -55,7 +55,7 @@ class Speculator:
                 check_features(target.packed, method.feature_layers)
         draft = method.model
         self.draft = None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
-        self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost of a draft level without a draft model
+        self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost without a draft model
         self._drafters, self._counting = WeakSet[Drafter](), threading.Lock()
         self._costs: StepCosts | None = None
         self.history = SpeculationHistory(config)

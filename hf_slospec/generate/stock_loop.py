@@ -19,8 +19,8 @@ KNOWN = (logits_process.__name__, stopping_criteria.__name__)
 def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> list[str]:
     """Return the names of processors and criteria that are not known to treat each row by itself.
 
-    Those of transformers do; a user's declare it by an attribute ``per_row = True``. Without it they may tell rows apart,
-    end all of them together or count their calls, and stock calls them once per step with the whole batch.
+    Those of transformers do; a user's declare it by an attribute ``per_row = True``. Without it they may tell rows
+    apart, end all of them together or count their calls, and stock calls them once per step with the whole batch.
     """
     return [
         type(each).__name__

@@ -157,8 +157,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
     if embeds is not None and hidden not in (None, embeds.shape[2]):
         raise InvalidInputError(
-            f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden} channels, so compute them "
-            "with its get_input_embeddings()"
+            f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden} channels, as "
+            "its get_input_embeddings() returns them"
         )
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)

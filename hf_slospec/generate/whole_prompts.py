@@ -36,7 +36,7 @@ def _holds_tensors(value: Any) -> bool:
 
 @contextlib.contextmanager
 def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
-    """Reset, on exit, the ``rope_deltas`` that stock ``generate`` leaves on a model for calls that continue its cache."""
+    """Reset, on exit, the ``rope_deltas`` that stock ``generate`` leaves for calls that continue its cache."""
     owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
     before = [owner.rope_deltas for owner in owners]
     try:
