@@ -303,7 +303,7 @@ def _equal_forwards(model: PreTrainedModel, wide: Any, prompt: list[int], new: l
     """Return logits of the token after ``prompt + new``, by forwards that differ in rounding only.
 
     Returns:
-        [vocab] each, f32 or wider; first the row alone in one piece. The last comes from the wider model, if there is one.
+        [vocab] each, f32 or wider; first the row alone in one piece. The last comes from the wider model, if any.
     """
     ids = torch.tensor([prompt + new], device=input_device(model))  # [1, length]
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -185,7 +185,7 @@ class BatchingService:
     def on_end(self, request: Request) -> None:
         """Count a request that ended, and drop its sampler."""
         self._samplers.remove(request)
-        request.noise = request.prefill = request.prompt_reader = None  # a handle that the caller keeps must not hold noise and images
+        request.noise = request.prefill = request.prompt_reader = None  # not to be held by a handle that is kept
         self.telemetry.on_end(request)
 
     def stats(self) -> Stats:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import AllowMissing, Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
+from hf_slospec.cli.options import AllowMissing, Assistant, Device, Drafter, DType, Size, TargetModel, usage_errors
 from hf_slospec.demo import SIZE
 from hf_slospec.extras import need
 
@@ -59,9 +59,9 @@ def demo(
     if server is not None and (given := [f"--{name}" for name in LOADING if _is_given(context, name)]):
         raise typer.BadParameter(f"{', '.join(given)}: --server has a model of its own; leave one of them out")
     if server is None and _is_given(context, "api_key"):
-        raise typer.BadParameter("--api-key: it is the server's; give --server, too")
+        raise typer.BadParameter("--api-key is the key of a server; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
-    with errors_shown(console):
+    with usage_errors(OSError):
         need("demo", "the demo")
         from hf_slospec.demo.serve import Options, serve
         from hf_slospec.serving.loading import ModelOptions

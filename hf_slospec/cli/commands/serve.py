@@ -18,8 +18,8 @@ from hf_slospec.cli.options import (
     DType,
     Size,
     TargetModel,
-    errors_shown,
     settings_of,
+    usage_errors,
 )
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
@@ -113,7 +113,7 @@ def serve(
     Example:  hf_slospec serve --size 0.1B --port 8000
     """
     console = Console(stderr=True, soft_wrap=True)
-    with errors_shown(console):
+    with usage_errors(OSError):
         need("serve" if replicas is None else "ray", "the server")
         from hf_slospec.serving.loading import ModelOptions
         from hf_slospec.serving.openai.limits import RequestLimits

@@ -86,15 +86,16 @@ def simulate(
         traced = None if trace is None else read_trace(trace, base_tpot)
         loads = []
         rates: list[float | None] = [*rate] or [None if traced else DEFAULT_RATE]
-        for own_rate in rates:
+        for load_rate in rates:
             rng = np.random.default_rng(seed)
             if traced is None:
-                assert own_rate is not None
-                times_s = arrival_times(arrivals, rng, own_rate, number, variation)
+                assert load_rate is not None
+                times_s = arrival_times(arrivals, rng, load_rate, number, variation)
                 jobs = jobs_of(mix_of(mix), times_s, rng, lambda tokens: float(device.target(tokens, 1, tokens)))
             else:
-                jobs = traced if own_rate is None else comparison.at_rate(traced, own_rate)
-            loads.append(comparison.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
+                jobs = traced if load_rate is None else comparison.at_rate(traced, load_rate)
+            label = "as traced" if load_rate is None else f"{load_rate:g}/s"
+            loads.append(comparison.Load.of(label, jobs, texts, rng))
         with only_errors_logged():
             runs = comparison.compare(system, loads, device, replicas=replicas, seed=seed, router=router)
     except InvalidInputError as error:
@@ -105,7 +106,7 @@ def simulate(
         comparison.draw(runs, loads, metric, plot)
         output.print(f"plotted to {plot}", soft_wrap=True)
     if csv_path is not None:
-        pairs = [(load.label, run) for own in runs.values() for load, run in zip(loads, own, strict=True)]
+        pairs = [(load.label, run) for of_system in runs.values() for load, run in zip(loads, of_system, strict=True)]
         write_requests(pairs, METRICS[metric], csv_path)
     if json_path is not None:
         from hf_slospec.cli import benchmark  # which imports torch
