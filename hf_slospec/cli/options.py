@@ -1,4 +1,4 @@
-"""Options shared by several commands, and what commands do with them."""
+"""Options shared by several commands, their checks, and the output of errors and results."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the resul
 def console(min_width: int = 200) -> Console:
     """Return a console of at least ``min_width`` columns, so that tables are complete in any terminal or pipe."""
     return Console(width=max(Console().width, min_width))
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether an option is on the command line, also with the value of its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def settings_of(config: str) -> SLOSpecConfig:

@@ -63,7 +63,7 @@ def enable(
     decoder = Decoder(
         model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
     )
-    if decoder.config.prepack != "only":  # it keeps what the settings before it released
+    if decoder.config.prepack != "only":  # "only" keeps what earlier settings released
         for enabled in (decoder_of(model), decoder):
             if enabled is not None:
                 enabled.restore_drafts()

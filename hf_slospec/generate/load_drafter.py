@@ -103,7 +103,7 @@ def load_drafter(
             loaded from the folders or repositories of the models if they are needed and not given.
         assistant_tokenizer: the tokenizer of the causal LM.
         share_texts: suffix trees hold the outputs of other requests with the same ``cache_salt``, too.
-        allow_missing: accept a causal LM whose files lack tensors, or have others than its class.
+        allow_missing: accept a causal LM whose tensors are not those of its class.
 
     Returns:
         The drafter, in the target's dtype and on its device.

@@ -1,4 +1,4 @@
-"""The rows of a call as stock ``generate`` lays them out: where they stop, what is streamed, what is returned."""
+"""The rows of a call in the layout of stock ``generate``: when they stop, what is streamed and returned."""
 
 from __future__ import annotations
 

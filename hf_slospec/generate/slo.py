@@ -76,7 +76,7 @@ def _parsed(slo: Any) -> _Parsed:
     for stage in stages:
         _check_seconds(stage.slo_tpot)
     if any(stage.until is None and stage.tokens is None for stage in stages[:-1]):
-        raise InvalidInputError("slo_tpot has a stage without an end before others; give it `until` or `tokens`")
+        raise InvalidInputError("slo_tpot has a stage without an end that is not the last; give it `until` or `tokens`")
     return stages
 
 

@@ -71,7 +71,7 @@ class Speculator:
         return [checked.place for checked in (self.target, self.draft) if checked is not None]
 
     def renew(self, is_idle: bool = True) -> None:
-        """Update what is kept about the models to their changes since the last call.
+        """Update the packed models after changes since the last call.
 
         Args:
             is_idle: True if no submitted request runs; see :meth:`Fingerprint.renew`.

@@ -1,4 +1,4 @@
-"""Checks of a call before any work: each names the argument, what is wrong with it and what to do."""
+"""Checks of a call before any work: errors name the argument, the problem and the remedy."""
 
 from __future__ import annotations
 

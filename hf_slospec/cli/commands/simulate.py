@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from hf_slospec.cli.options import ResultPath, check_outputs, console, write_results
+from hf_slospec.cli.options import ResultPath, check_outputs, console, is_given, write_results
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab import comparison
 from hf_slospec.lab.hardware import HARDWARE, hardware_of
@@ -57,7 +57,7 @@ def simulate(
         float, typer.Option(help="Synthetic texts: total variation distance between draft and target.")
     ] = 0.0,
     coupled: Annotated[
-        bool, typer.Option(help="Synthetic texts: drafts know the noise that the target samples with.")
+        bool, typer.Option(help="Synthetic texts: drafts sample with the target's noise.")
     ] = False,
     replicas: Annotated[int, typer.Option(min=1, help="Engines that share the load.")] = 1,
     router: Annotated[str, typer.Option(help=f"Router of several replicas: {', '.join(ROUTERS)}.")] = OURS,
@@ -126,7 +126,7 @@ def simulate(
 def _refuse_unused(
     context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str, replicas: int
 ) -> None:
-    """Raise BadParameter for options that have no effect beside the others."""
+    """Raise BadParameter for options that have no effect with the given ones."""
     without_effect = [
         (trace is not None, "--trace", ("mix", "arrivals", "variation", "number")),
         (trace is None, "no --trace", ("base_tpot",)),
@@ -136,6 +136,5 @@ def _refuse_unused(
     ]
     for is_true, reason, names in without_effect:
         for name in names:
-            source = context.get_parameter_source(name)
-            if is_true and source is not None and source.name == "COMMANDLINE":
+            if is_true and is_given(context, name):
                 raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {reason}")
