@@ -52,7 +52,7 @@ class Comparison:
 
     name: str
     outputs: Sequence[Difference | None]  # None: equal
-    refused: str | None = None  # reason
+    refused: str | None = None  # reason, if the call was refused
     left_out: int = 0  # number of outputs for which there was no time
 
     @property
@@ -229,7 +229,7 @@ class ModelCheck:
             torch.manual_seed(number)
             new.append(generate(**inputs, **self.options, **options)[0, prompt_len:].tolist())
         longest = max(map(len, new))
-        stock, ours = (tokens + [-1] * (longest - len(tokens)) for tokens in new)  # -1: the output has ended
+        stock, ours = (tokens + [-1] * (longest - len(tokens)) for tokens in new)  # -1 after the end
         if (position := first_difference(stock, ours)) is None:
             return None
         is_near_tie = False if self.pair.target.dtype == torch.float32 else None

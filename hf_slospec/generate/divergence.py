@@ -32,14 +32,10 @@ PIECES = (1, 3, 8, 24)  # tokens that one forward adds to a cache: as plain deco
 # two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
 CLOSER = {True: "ours", False: "stock", None: "-"}  # by `is_ours_closer`
-OURS_ONLY = (
-    "slo_tpot",
-    "fallback",
-    "assistant_model",
-    "streamer",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-)  # arguments that the stock call does not take
+OURS_ONLY = (  # arguments that the stock call does not take
+    *("slo_tpot", "fallback", "assistant_model", "streamer"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+)
 
 
 @dataclass(frozen=True)

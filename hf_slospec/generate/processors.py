@@ -102,7 +102,7 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         copied.prompt_ignore_length = ignored[row : row + 1]
         return copied
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        prompt = row * len(processor.encoder_input_ids) // num_rows  # prompts are not repeated for their sequences
+        prompt = row * len(processor.encoder_input_ids) // num_rows  # one per prompt, not per returned sequence
         copied.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
         return copied
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):

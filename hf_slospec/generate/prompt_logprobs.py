@@ -22,11 +22,11 @@ class PromptLogprobs:
 
     @property
     def num_read(self) -> int:
-        """Number of tokens behind which the logits were taken."""
+        """Number of tokens after which the logits were taken."""
         return len(self.logprobs) - 1
 
     def take(self, logits: torch.Tensor) -> None:
-        """Take the logits that the next tokens lead to, [num_tokens, vocab]."""
+        """Take the logits after each of the next tokens, [num_tokens, vocab]."""
         logprobs = logits.float().log_softmax(-1)
         following = torch.tensor(self._tokens[len(self.logprobs) :][: len(logits)], device=logits.device)
         of_tokens = logprobs.gather(-1, following[:, None])[:, 0].tolist()

@@ -83,7 +83,7 @@ class WholePrompts:
         if names:
             self._check_placeholders(what)
             self._check_ends()
-        self._of_rows: dict[int, Prefilled] = {}  # by row, until its request takes it
+        self._prefilled: dict[int, Prefilled] = {}  # by row, until its request takes it
 
     @classmethod
     def of(
@@ -121,9 +121,9 @@ class WholePrompts:
         return functools.partial(self._take, row)
 
     def _take(self, row: int) -> Prefilled:
-        if row not in self._of_rows:
-            self._of_rows = dict(enumerate(self._process()))
-        return self._of_rows.pop(row)
+        if row not in self._prefilled:
+            self._prefilled = dict(enumerate(self._process()))
+        return self._prefilled.pop(row)
 
     @torch.no_grad()
     def _process(self) -> list[Prefilled]:

@@ -21,7 +21,7 @@ from hf_slospec.cli.options import (
 from hf_slospec.demo import SIZE
 from hf_slospec.extras import need
 
-LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options of models in this process
+LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options that --server excludes
 
 
 def demo(

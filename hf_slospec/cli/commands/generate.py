@@ -91,7 +91,7 @@ def generate(
                 generator = options.generator(settings).start()
             facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
-            with generator, logged_afterwards():  # not within the text
+            with generator, logged_afterwards():  # logs follow the text
                 handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
                 result = _streamed(handle, is_shown=json_path != "-")
     except KeyboardInterrupt as error:
