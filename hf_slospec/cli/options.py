@@ -80,11 +80,12 @@ def settings_of(config: str) -> SLOSpecConfig:
 @contextmanager
 def usage_errors(*further: type[Exception]) -> Iterator[None]:
     """Raise InvalidInputError as BadParameter; show other errors of the package, and ``further`` ones, in a line."""
+    shown: tuple[type[Exception], ...] = (SLOSpecError, *further)
     try:
         yield
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
-    except (SLOSpecError, *further) as error:
+    except shown as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from error
 

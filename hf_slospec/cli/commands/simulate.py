@@ -56,9 +56,7 @@ def simulate(
     distance: Annotated[
         float, typer.Option(help="Synthetic texts: total variation distance between draft and target.")
     ] = 0.0,
-    coupled: Annotated[
-        bool, typer.Option(help="Synthetic texts: drafts sample with the target's noise.")
-    ] = False,
+    coupled: Annotated[bool, typer.Option(help="Synthetic texts: drafts sample with the target's noise.")] = False,
     replicas: Annotated[int, typer.Option(min=1, help="Engines that share the load.")] = 1,
     router: Annotated[str, typer.Option(help=f"Router of several replicas: {', '.join(ROUTERS)}.")] = OURS,
     metric: Annotated[str, typer.Option(help=f"Definition of attainment: {', '.join(METRICS)}.")] = "tpot",
