@@ -30,7 +30,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Handle the options of the command line itself; the commands do the work."""
+    """Handle the options of the command line itself."""
 
 
 for command in (generate, serve, demo, bench, profile, check, simulate):

@@ -64,15 +64,15 @@ class Sample:
 
 
 class Bench:
-    """Runs every method once per repeat with the repeat's prompts, so that drift affects all methods equally.
+    """Benchmark that runs every method once per repeat, so that drift of the machine affects all methods equally.
 
     Args:
         prompt_tokens: prompts are truncated to this many tokens.
         new_tokens: new tokens of every row.
         times_forwards: wait for the GPU before and after every forward, which prevents overlap with the host.
         sampling: options of every ``generate`` call, such as ``do_sample`` and ``temperature``; None: greedy.
-        draft: of assisted generation, which is left out without one.
-        method: what drafts for hf_slospec; None: the draft.
+        draft: the model of assisted generation, which is left out without one.
+        method: the draft method of hf_slospec; None: by the draft.
     """
 
     def __init__(
@@ -99,26 +99,26 @@ class Bench:
 
     def methods(self, batches: list[int], constants: list[int]) -> list[Method]:
         """Return all methods; at batch 1 they include assisted generation with ``constants`` of assistant tokens."""
-        found, ours = [], {OURS: self.ours(self.config)}
+        methods, ours = [], {OURS: self.ours(self.config)}
         ours[NO_DRAFTS] = self.ours(SLOSpecConfig(policy="none", prepack=self.config.prepack))
         if self.target.device.type == "cpu":
             ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False}))
         if self.sampling["do_sample"]:
             ours[UNCOUPLED] = self.ours(self.config.model_copy(update={"coupling": False}))
         for batch in batches:
-            found.append(Method(PLAIN, batch, self.stock()))
+            methods.append(Method(PLAIN, batch, self.stock()))
             if batch == 1:
                 if self.draft is not None:
-                    found.append(Method(ASSISTED, 1, self._assisted(None)))
-                    found += [Method(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
-                found.append(Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
-            found += [Method(name, batch, run) for name, run in ours.items()]
-        return found
+                    methods.append(Method(ASSISTED, 1, self._assisted(None)))
+                    methods += [Method(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
+                methods.append(Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
+            methods += [Method(name, batch, run) for name, run in ours.items()]
+        return methods
 
     def run(
         self, methods: list[Method], repeats: int, allows: Callable[[float], bool] = lambda seconds: True
     ) -> dict[tuple[str, int], list[Sample]]:
-        """Time every method ``repeats`` times, or as long as ``allows`` one more repeat of so many seconds.
+        """Time every method ``repeats`` times, or fewer if ``allows`` refuses a further repeat of so many seconds.
 
         Returns:
             Samples by name and batch size.
@@ -129,28 +129,25 @@ class Bench:
                 self.time(method, 0)
         with tqdm(total=repeats * len(methods), desc="bench", disable=not sys.stderr.isatty()) as bar:
             for repeat in range(repeats):
-                if repeat and not allows(sum(own[-1].seconds for own in samples.values())):
+                if repeat and not allows(sum(timed[-1].seconds for timed in samples.values())):
                     break
                 for method in methods:
                     samples[method.name, method.batch].append(self.time(method, repeat))
                     bar.update()
         return samples
 
-    def _encoded(self, batch: int, repeat: int) -> dict[str, Any]:
+    def _inputs(self, batch: int, repeat: int) -> dict[str, Any]:
         texts = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
-        options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.prompt_tokens}
-        encoded = self.tokenizer(texts, return_tensors="pt", **options).to(self.target.device)
-        encoded.pop("token_type_ids", None)
-        return dict(encoded)
+        return encoded(self.tokenizer, texts, self.prompt_tokens, self.target.device)
 
     def record(self, samples: dict[tuple[str, int], list[Sample]]) -> list[RecordedText]:
         """Return the outputs of hf_slospec with the draft's probabilities."""
         texts = []
-        for (name, batch), own in samples.items():
+        for (name, batch), timed in samples.items():
             if name != OURS:
                 continue
-            for repeat, sample in enumerate(own):
-                mask = self._encoded(batch, repeat)["attention_mask"]
+            for repeat, sample in enumerate(timed):
+                mask = self._inputs(batch, repeat)["attention_mask"]
                 for row, sequence in zip(mask, sample.sequences, strict=True):
                     prompt_len = int(row.sum())
                     texts.append(recorded(self.draft, sequence[len(row) - prompt_len :].tolist(), prompt_len))
@@ -158,13 +155,13 @@ class Bench:
 
     def time(self, method: Method, repeat: int) -> Sample:
         """Time one call with the repeat's prompts."""
-        encoded = self._encoded(method.batch, repeat)
-        torch.manual_seed(repeat)  # sampled text is the same for all methods that draw as stock does
+        inputs = self._inputs(method.batch, repeat)
+        torch.manual_seed(repeat)  # all methods that draw as stock does sample the same text
         timing = forward_time(*self.timed) if self.times_forwards else contextlib.nullcontext()
         with method.around(), timing as spent:
             synchronize(self.target.device)
             started_s = time.perf_counter()
-            output: Any = method.run(encoded)
+            output: Any = method.run(inputs)
             synchronize(self.target.device)
             seconds = time.perf_counter() - started_s
         sequences = getattr(output, "sequences", output)
@@ -179,8 +176,8 @@ class Bench:
     def stock(self, **options: Any) -> GenerateCall:
         """Return stock ``generate`` with further options."""
 
-        def run(encoded: dict[str, Any]) -> Any:
-            return self.target.generate(**encoded, **self.sampling, max_new_tokens=self.new_tokens, **options)
+        def run(inputs: dict[str, Any]) -> Any:
+            return self.target.generate(**inputs, **self.sampling, max_new_tokens=self.new_tokens, **options)
 
         return run
 
@@ -189,7 +186,7 @@ class Bench:
         if constant is None:
             return run
 
-        def run_constant(encoded: dict[str, Any]) -> Any:
+        def run_constant(inputs: dict[str, Any]) -> Any:
             settings = {
                 "num_assistant_tokens": constant,
                 "num_assistant_tokens_schedule": "constant",
@@ -199,27 +196,35 @@ class Bench:
             stock = {name: getattr(config, name) for name in settings}
             config.update(**settings)
             try:
-                return run(encoded)
+                return run(inputs)
             finally:
                 config.update(**stock)
 
         return run_constant
 
     def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
-        """Return ``generate`` of an SLOSpecGenerator with this config; ``method``: another way to draft."""
+        """Return ``generate`` of an SLOSpecGenerator with this config, and another draft method if one is given."""
         generator = SLOSpecGenerator(self.target, None, self.tokenizer, config, drafter=method or self.method)
 
-        def run(encoded: dict[str, Any]) -> Any:
+        def run(inputs: dict[str, Any]) -> Any:
             return generator.generate(
-                **encoded, **self.sampling, max_new_tokens=self.new_tokens, return_dict_in_generate=True
+                **inputs, **self.sampling, max_new_tokens=self.new_tokens, return_dict_in_generate=True
             )
 
         return run
 
 
+def encoded(tokenizer: Any, texts: list[str], max_len: int, device: torch.device) -> dict[str, Any]:
+    """Return prompts as inputs of ``generate``, truncated to ``max_len`` tokens and padded on the left."""
+    options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": max_len}
+    inputs = tokenizer(texts, return_tensors="pt", **options).to(device)
+    inputs.pop("token_type_ids", None)
+    return dict(inputs)
+
+
 @contextlib.contextmanager
 def forward_time(*models: torch.nn.Module) -> Iterator[list[float]]:
-    """Yield a list of one element: the seconds spent in the models' forwards inside of the context."""
+    """Yield a list of one element: the seconds spent in the models' forwards inside the context."""
     spent, started = [0.0], [0.0]
 
     def before(module: torch.nn.Module, *_: Any) -> None:
@@ -245,22 +250,22 @@ def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> 
     Speed-ups are medians of the ratios within a repeat; None where stock ``generate`` was not run.
     """
     rows = []
-    for (name, batch), own in samples.items():
-        plain = samples.get((PLAIN, batch), own)
-        ratios = [p.seconds / s.seconds for p, s in zip(plain, own, strict=True)]
-        pairs = [pair for p, s in zip(plain, own, strict=True) for pair in zip(p.sequences, s.sequences, strict=True)]
-        equal = [torch.equal(theirs, ours) for theirs, ours in pairs]
+    for (name, batch), timed in samples.items():
+        plain = samples.get((PLAIN, batch), timed)
+        ratios = [p.seconds / s.seconds for p, s in zip(plain, timed, strict=True)]
+        pairs = [pair for p, s in zip(plain, timed, strict=True) for pair in zip(p.sequences, s.sequences, strict=True)]
+        equal = [torch.equal(stock, ours) for stock, ours in pairs]
         is_compared = (PLAIN, batch) in samples
-        shares = [1 - s.forward_s / s.seconds for s in own if s.forward_s is not None]
-        lengths = [m.acceptance_length for s in own if s.slo for m in s.slo if m.steps]
+        shares = [1 - s.forward_s / s.seconds for s in timed if s.forward_s is not None]
+        lengths = [m.acceptance_length for s in timed if s.slo for m in s.slo if m.steps]
         rows.append(
             {
                 "batch": batch,
                 "name": name,
                 "speedup_vs_generate": round(statistics.median(ratios), 3) if is_compared else None,
                 "speedup_per_repeat": [round(ratio, 3) for ratio in ratios] if is_compared else None,
-                "tokens_per_s": round(batch * new_tokens / statistics.median(s.seconds for s in own), 2),
-                "ms_per_token_and_row": round(1e3 * statistics.median(s.seconds for s in own) / new_tokens, 2),
+                "tokens_per_s": round(batch * new_tokens / statistics.median(s.seconds for s in timed), 2),
+                "ms_per_token_and_row": round(1e3 * statistics.median(s.seconds for s in timed) / new_tokens, 2),
                 "host_share": round(statistics.median(shares), 4) if shares else None,
                 "acceptance_length": round(statistics.mean(lengths), 3) if lengths else None,
                 "rows_equal_to_generate": f"{sum(equal)}/{len(equal)}" if is_compared else None,
@@ -270,7 +275,7 @@ def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> 
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """Return what is needed to reproduce a result: versions, hardware, date and ``facts``."""
+    """Return the facts that reproduce a result: versions, hardware, date and ``facts``."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),

@@ -1,4 +1,4 @@
-"""Time that a command may take, and the display of how much of it is over."""
+"""Time budget of a command, and a display of the time used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 clock = time.monotonic
-Show = Callable[..., None]  # takes what is done now, and details of it
+Show = Callable[..., None]  # takes the present activity, and details
 
 
 class TimeBudget:
-    """Seconds since the start of a command, out of those that it may take."""
+    """Clock of a command that may take so many seconds, started when it is made."""
 
     def __init__(self, seconds: float):
         self.seconds, self._started_s = seconds, clock()
@@ -31,7 +31,7 @@ class TimeBudget:
 
 @contextmanager
 def progress_shown(console: Console, budget: TimeBudget) -> Iterator[Show]:
-    """Yield a function that shows what is done now: by a bar on a terminal, else by a line when that changes."""
+    """Yield a function that shows the present activity: by a bar on a terminal, else by a line per activity."""
     if not console.is_terminal:
         last = ""
 

@@ -34,12 +34,12 @@ SHORT = (
     "the cat sat on the mat. " * 12,
     "Dear Ms Lovelace,\n\nthank you for your letter of 3 March. In reply to your questions:\n\n1.",
 )
-# One of each kind, and a long text of all of them.
+# Short texts, and a long one made of them.
 BUILT_IN = (*SHORT, "\n\n".join(SHORT * 2))
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """Return the prompts of a file: one per line, or a list of strings in a ``.json`` file; the built-in ones of None.
+    """Return the prompts of a file: one per line, or a list in a ``.json`` file; None: the built-in ones.
 
     Raises:
         InvalidInputError: the file cannot be read, or has no prompts.

@@ -14,7 +14,7 @@ NUM_CHILDREN = 8
 
 @torch.no_grad()
 def recorded(draft: PreTrainedModel, tokens: Sequence[int], prompt_len: int) -> RecordedText:
-    """Return one output: the draft's most probable tokens at each place, and which of them the target chose.
+    """Return one output: the draft's most probable tokens per position, and which one the target chose.
 
     Args:
         draft: forwarded once over the whole text.

@@ -1,4 +1,4 @@
-"""Comparison of one target with stock ``generate``, for users' own checkpoints: tokens, speed and K/V."""
+"""Comparison of a user's checkpoint with stock ``generate``: tokens, speed and K/V."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from hf_slospec.tiny.load import Pair
 
 EXACT, NEAR_TIES, WRONG, REFUSED = "exact", "near ties only", "WRONG", "refused"
 BATCH = 4  # rows of the left-padded batch
-NEW_TOKENS = 64  # of every output, unless that many would take too long
+NEW_TOKENS = 64  # per output, unless that many would take too long
 MIN_NEW_TOKENS = 8
-PILOT_TOKENS = 4  # of the outputs by which the length of the others is chosen
-# Share of the time that is over when the last output of a kind of call begins, at the latest; speed has the rest.
+PILOT_TOKENS = 4  # per output of the measurement that chooses the number of new tokens
+# By kind of call: share of the time after which no further output begins. The measurement of speed has the rest.
 SHARES = {"greedy": 0.25, "sampled": 0.35, "batcher": 0.5, "images": 0.55}
-# Outputs of stock generate that take as long as one of each kind, and as long as one repeat of the speeds with its
-# warm-up: ours may be slower, and is compared by further forwards.
+# Time of one output of each kind, and of one repeat of the speeds with its warm-up, in outputs of stock generate: ours
+# may be slower, and takes further forwards to compare.
 MIN_OUTPUTS, SPEED_OUTPUTS = 16, 12
-# Trees in every step: a policy that finds drafting too slow here would compare plain decoding with itself.
+# Drafts in every step: a policy that drafts nothing would compare plain decoding with itself.
 ALWAYS_DRAFTS = {"policy": "fixed", "max_depth": 4, "max_width": 3}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first new token of one output that is not stock's."""
+    """The first new token of one output that differs from stock's."""
 
-    prompt: int  # 1 is the first
-    position: int  # of the new token; 0 is the first
+    prompt: int  # number, from 1
+    position: int  # index among the new tokens
     is_near_tie: bool | None  # None: not examined
     detail: str
 
@@ -48,12 +48,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outputs of one kind of call beside those of stock ``generate``."""
+    """Outputs of one kind of call, compared with those of stock ``generate``."""
 
     name: str
     outputs: Sequence[Difference | None]  # None: equal
-    refused: str | None = None  # reason
-    left_out: int = 0  # outputs for which there was no time
+    refused: str | None = None  # reason, if the call was refused
+    left_out: int = 0  # number of outputs for which there was no time
 
     @property
     def differences(self) -> list[Difference]:
@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One of exact, near ties only, WRONG and refused; differences that were not examined are no proof of WRONG."""
+        """One of exact, near ties only, WRONG and refused; differences that were not examined do not prove WRONG."""
         if self.refused is not None:
             return REFUSED
         if any(difference.is_near_tie is False for difference in self.differences):
@@ -80,10 +80,9 @@ class ModelCheck:
     """Comparisons of one target, with a fixed tree in every step.
 
     Args:
-        texts: prompts, truncated to what the target has positions for; one at least is compared, more while there is
-            time.
+        texts: prompts, truncated to the target's positions; at least one is compared, more while there is time.
         new_tokens: maximum new tokens of every output; None: 64, or fewer so that there is time for all kinds of calls.
-        budget: the time.
+        budget: the time for everything.
         show: shows the progress.
         image_inputs: processed prompts with images; None: images are not compared.
 
@@ -112,9 +111,9 @@ class ModelCheck:
         self.max_prompt_len = longest - (new_tokens or min(NEW_TOKENS, longest // 2))
         if self.max_prompt_len < 1:
             raise InvalidInputError(
-                f"--max-new-tokens {new_tokens} leaves no room for a prompt: the model has {longest} positions"
+                f"--max-new-tokens {new_tokens} leaves no room for a prompt; the model has {longest} positions"
             )
-        self.kv_bytes = 0  # most that the batcher held
+        self.kv_bytes = 0  # maximum that the batcher held
         self._token_s = self._measured_token_s()
         self.new_tokens = new_tokens or self._affordable_tokens()
         self.options: dict[str, Any] = {"max_new_tokens": self.new_tokens}
@@ -126,7 +125,7 @@ class ModelCheck:
         return [model.kv_bytes_per_token for model in self.generator.decoder.speculator.models]
 
     def _measured_token_s(self) -> float:
-        """Return the seconds of one token of stock's, of the faster of two outputs."""
+        """Return stock's seconds per token, of the faster of two outputs."""
         target: Any = self.pair.target
         inputs, seconds = self._encoded(self.texts[:1]), []
         for _ in range(2):
@@ -154,26 +153,23 @@ class ModelCheck:
         for name, (number, outputs) in kinds.items():
             self.show(f"comparing: {name}")
             try:
-                found = list(outputs())
-                yield Comparison(name, found, left_out=number - len(found))
+                compared = list(outputs())
+                yield Comparison(name, compared, left_out=number - len(compared))
             except SLOSpecError as error:
                 yield Comparison(name, [], str(error))
 
     def _while_time(self, kind: str, inputs: Iterable[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield inputs with their numbers, from 1 on, as long as one more is likely to end in the time of its kind."""
         last_s = 0.0
-        for number, own in enumerate(inputs, 1):
+        for number, prompt in enumerate(inputs, 1):
             started_s = self.budget.elapsed_s
             if number > 1 and not self.budget.allows(last_s, SHARES[kind]):
                 return
-            yield number, own
+            yield number, prompt
             last_s = self.budget.elapsed_s - started_s
 
     def _encoded(self, texts: Sequence[str]) -> dict[str, Any]:
-        options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": self.max_prompt_len}
-        encoded = self.pair.tokenizer(list(texts), return_tensors="pt", **options).to(self.pair.target.device)
-        encoded.pop("token_type_ids", None)
-        return dict(encoded)
+        return benchmark.encoded(self.pair.tokenizer, list(texts), self.max_prompt_len, self.pair.target.device)
 
     def _prompts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
         return self._while_time(kind, (self._encoded([text]) for text in self.texts))
@@ -193,7 +189,7 @@ class ModelCheck:
     def _submitted(self) -> Iterator[Difference | None]:
         outputs = {}
         left_s = SHARES["batcher"] * self.budget.seconds - self.budget.elapsed_s
-        affordable = int(left_s / max(self._token_s * self.new_tokens, 1e-9))  # as if they were decoded one by one
+        affordable = int(left_s / max(self._token_s * self.new_tokens, 1e-9))  # as if decoded one by one
         texts = self.texts[: max(affordable, 1)]
         prompts = {number: self._encoded([text]) for number, text in enumerate(texts, 1)}
         with self.generator:
@@ -233,7 +229,7 @@ class ModelCheck:
             torch.manual_seed(number)
             new.append(generate(**inputs, **self.options, **options)[0, prompt_len:].tolist())
         longest = max(map(len, new))
-        stock, ours = (tokens + [-1] * (longest - len(tokens)) for tokens in new)  # -1: the output has ended
+        stock, ours = (tokens + [-1] * (longest - len(tokens)) for tokens in new)  # -1 after the end
         if (position := first_difference(stock, ours)) is None:
             return None
         is_near_tie = False if self.pair.target.dtype == torch.float32 else None
@@ -241,10 +237,10 @@ class ModelCheck:
 
     @staticmethod
     def _examined(report: DivergenceReport, first: int) -> Iterator[Difference | None]:
-        """Yield the outputs of a report, of which the first is that of prompt ``first``."""
-        found = {divergence.row: divergence for divergence in report.divergences}
+        """Yield the outputs of a report, whose first row is prompt number ``first``."""
+        by_row = {divergence.row: divergence for divergence in report.divergences}
         for row in range(report.num_rows):
-            if (d := found.get(row)) is None:
+            if (d := by_row.get(row)) is None:
                 yield None
             else:
                 detail = f"{_tokens(d.stock_token, d.our_token)}, margin {d.margin:.3g}, noise {d.noise:.3g}"
@@ -253,8 +249,8 @@ class ModelCheck:
     def speed(self, repeats: int) -> list[dict[str, Any]]:
         """Return figures of stock ``generate`` and ours with the user's config, see :func:`benchmark.summarize`.
 
-        There are fewer repeats where there is no time for all, and no figures if there is none for one. Afterwards the
-        model's own end-of-text token no longer ends its outputs.
+        There are fewer repeats if there is no time for all, and no figures if there is none for one. Afterwards the
+        model's end-of-sequence token no longer ends its outputs.
         """
         if not self.budget.allows(SPEED_OUTPUTS * self.new_tokens * self._token_s):
             return []

@@ -1,4 +1,4 @@
-"""Options shared by several commands, and their evaluation."""
+"""Options shared by several commands, their checks, and the output of errors and results."""
 
 from __future__ import annotations
 
@@ -63,16 +63,10 @@ def console(min_width: int = 200) -> Console:
     return Console(width=max(Console().width, min_width))
 
 
-@contextmanager
-def errors_shown(console: Console) -> Iterator[None]:
-    """Show the errors of a command that serves, without a traceback, and end it."""
-    try:
-        yield
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from error
-    except (SLOSpecError, OSError) as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from error
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether an option is on the command line, also with the value of its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def settings_of(config: str) -> SLOSpecConfig:
@@ -84,37 +78,38 @@ def settings_of(config: str) -> SLOSpecConfig:
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
-    """Raise InvalidInputError as BadParameter, and show other errors of the package in one line."""
+def usage_errors(*further: type[Exception]) -> Iterator[None]:
+    """Raise InvalidInputError as BadParameter; show other errors of the package, and ``further`` ones, in a line."""
+    shown: tuple[type[Exception], ...] = (SLOSpecError, *further)
     try:
         yield
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from error
-    except SLOSpecError as error:
+    except shown as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from error
 
 
-def check_outputs(plot: Path | None, *others: Path | None) -> None:
+def check_outputs(plot: Path | None, *further: Path | None) -> None:
     """Raise BadParameter for output files that cannot be written; create their folders."""
     if plot is not None:
         if plot.suffix.lower() != ".png":
             raise typer.BadParameter(f"--plot writes a PNG, so {plot} must end in .png")
         with usage_errors():
             need("plot", "--plot")
-    for path in (plot, *others):
+    for path in (plot, *further):
         if path is not None:
             try:
                 _check_writable(path)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise typer.BadParameter(f"{path}: cannot be written ({reason})") from error
+                raise typer.BadParameter(f"{path}: cannot be written ({reason}); give another path") from error
 
 
 def _check_writable(path: Path) -> None:
-    """Check that a file can be written, and leave it as it was; raises OSError or ValueError."""
+    """Check that a file can be written, and leave it unchanged; raises OSError or ValueError."""
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder, not a file")
+        raise typer.BadParameter(f"{path} is a folder; give a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     is_there = path.exists()
     if path.is_file() or not is_there:  # not a pipe or a device

@@ -20,14 +20,14 @@ def profile(name: str, packed: PackedModel, seconds: float, keep: bool, show: Sh
     Args:
         name: shown as the progress.
         packed: the model's packed forwards.
-        seconds: approximate duration of the measurement; large sizes, and repeats, are left out for it.
-        keep: store the fit, which later runs on this machine use.
+        seconds: approximate duration; large sizes and repeats are left out to keep it.
+        keep: store the fit for later runs on this machine.
         show: shows the progress.
 
     Returns:
         ``measured``: tokens, requests, keys per request and milliseconds of every size; ``fit``: curve and terms;
         ``held_out``: relative errors of the fit at sizes that were left out of it; ``not_measured``: tokens of the
-        sizes that there was no time for, or that take more time than steps are given.
+        sizes for which there was no time, or which are too slow for a step.
     """
     show(f"measuring the {name}")
     with evaluating(packed.model):

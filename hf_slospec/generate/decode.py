@@ -60,8 +60,8 @@ class Decoder:
         self._method = drafting_method(self.model, assistant_model, drafter, tokenizer)
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
-        self._override: tuple[PreTrainedModel, Speculator] | None = None  # of the last call's own assistant model
-        self._lookup: tuple[tuple[int, int], Speculator] | None = None  # of the last call by prompt lookup
+        self._override: tuple[PreTrainedModel, Speculator] | None = None  # the last assistant model that a call brought
+        self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
         self._refusal = ""
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
@@ -72,9 +72,8 @@ class Decoder:
             self._refusal = str(error)
 
     def restore_drafts(self) -> None:
-        """Give the models that draft the weights back that ``prepack="only"`` released."""
-        overrides = self._override[1] if self._override is not None else None
-        for speculator in (self._speculator, overrides):
+        """Give back to draft models the weights that ``prepack="only"`` released."""
+        for speculator in (self._speculator, None if self._override is None else self._override[1]):
             if speculator is not None and speculator.draft is not None:
                 restore_weights(speculator.draft.model)
 
@@ -96,26 +95,26 @@ class Decoder:
 
     @property
     def speculator(self) -> Speculator:
-        """The speculator of calls without an assistant model of their own."""
+        """The speculator of calls that bring no assistant model."""
         return self.speculator_for(None)
 
     def speculator_for(self, assistant_model: Any) -> Speculator:
-        """Return the speculator of a call, which may bring its own assistant model.
+        """Return the speculator of a call; one with another assistant model is kept until the next of these.
 
         Raises:
             UnsupportedModelError: the target cannot be speculated.
         """
-        own = None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
-        if self._target is not None and own is not None and own is not self._method.model:
-            if self._override is None or self._override[0] is not own:
-                self._override = own, Speculator(self._target, assistant_method(own), self.config, self.make_policy)
+        draft = None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
+        if self._target is not None and draft is not None and draft is not self._method.model:
+            if self._override is None or self._override[0] is not draft:
+                self._override = draft, Speculator(self._target, assistant_method(draft), self.config, self.make_policy)
             return self._override[1]
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)
         return self._speculator
 
     def _by_lookup(self, arguments: dict[str, Any]) -> Speculator | None:
-        """Return the speculator of a call that asks for prompt lookup as stock does; it has costs of its own."""
+        """Return the speculator of a call with stock's ``prompt_lookup_num_tokens``; it measures its own costs."""
         num_tokens = configured("prompt_lookup_num_tokens", self.model, arguments)
         if num_tokens is None or self._target is None:
             return None
@@ -157,7 +156,7 @@ def decode(call: Call) -> Any:
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
     finally:
-        for request in rows.requests:  # the sampler and its noise go with the call
+        for request in rows.requests:  # a kept request must not keep the sampler
             request.noise = None
         with speculator.lock:
             target.close()

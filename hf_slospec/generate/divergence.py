@@ -31,15 +31,11 @@ PIECES = (1, 3, 8, 24)  # tokens that one forward adds to a cache: as plain deco
 # Tokens whose noise is measured. Held-out forwards of the embedded pair in bf16 moved the margin of the best
 # two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
-CLOSER = {True: "ours", False: "stock", None: "-"}  # whose token the wider dtype chooses
-OURS_ONLY = (
-    "slo_tpot",
-    "fallback",
-    "assistant_model",
-    "streamer",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-)  # arguments that the stock call does not take
+CLOSER = {True: "ours", False: "stock", None: "-"}  # by `is_ours_closer`
+OURS_ONLY = (  # arguments that the stock call does not take
+    *("slo_tpot", "fallback", "assistant_model", "streamer"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,18 +43,18 @@ class Divergence:
     """The first position of one row at which stock and speculated output differ.
 
     Logits are those that the token is chosen from (after the call's logits processors, if it has any), of one plain
-    forward of the row alone over the common text, in the model's dtype. No number here comes from a packed forward.
+    forward of the row alone over the common beginning, in the model's dtype. No number comes from a packed forward.
     """
 
     row: int
-    position: int  # of the new token; 0 is the first
+    position: int  # index among the new tokens
     stock_token: int
     our_token: int
     stock_logit: float
     our_logit: float
     rounding: float  # spacing of the model's dtype at the larger of the two logits
     noise: float  # largest change of a margin between equal plain forwards at this position
-    wide_token: int | None = None  # that the model chooses in the next wider dtype; None if no such copy could be made
+    wide_token: int | None = None  # the model's choice in the next wider dtype; None if no copy could be made
 
     @property
     def margin(self) -> float:
@@ -78,12 +74,11 @@ class Divergence:
         """Return whether the margin is at most twice ``rounding``, or at most ``noise``.
 
         Each of the two logits may be rounded to the other side, so that two spacings vanish. That alone would be too
-        strict: a logit carries the rounding of every layer below it. ``noise`` is
-        measured, not assumed: the largest change, over plain forwards that are equal in exact arithmetic, of the margin
-        between any two of the 16 best tokens here. The forwards are the row alone, 2 and 8 copies of it as a batch,
-        the prompt and then 1, 3, 8 or 24 tokens at a time on a cache, and a copy of the model in the next wider dtype.
-        At a near-tie, transformers itself may choose the other token when it calls the same model in another shape;
-        any other divergence is not explained by rounding.
+        strict: a logit carries the rounding of every layer below it. ``noise`` is measured: the largest change, over
+        plain forwards that are equal in exact arithmetic, of the margin between any two of the 16 best tokens. The
+        forwards are the row alone, 2 and 8 copies of it as a batch, the prompt and then 1, 3, 8 or 24 tokens at a time
+        on a cache, and a copy of the model in the next wider dtype. At a near-tie, transformers itself may choose the
+        other token when it calls the same model in another shape; rounding explains no other divergence.
         """
         return self.margin <= max(2.0 * self.rounding, self.noise)
 
@@ -131,7 +126,7 @@ class Prompt:
     """One row's prompt, and the processors that turn its logits into the scores a token is chosen from."""
 
     tokens: list[int]
-    laid_out: list[int] = field(default_factory=list)  # with padding, as processors see it
+    laid_out: list[int] = field(default_factory=list)  # tokens with padding, as processors see them
     processors: Sequence[Processor] = ()
 
     def scores(self, new: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -154,8 +149,8 @@ def divergence_report(
 ) -> DivergenceReport:
     """Run stock ``generate`` and ours on the same inputs, greedily, and explain every row that differs.
 
-    Only the first difference of a row counts: the rows continue different texts after it. Each costs some forwards of
-    that row, and all of them together one copy of the model in the next wider dtype (not for quantized or offloaded
+    Only the first difference of a row counts, as the texts differ after it. Each costs some forwards of that row, and
+    all of them together one copy of the model in the next wider dtype (not for quantized or offloaded
     models, whose noise is therefore underestimated). In fp32 the report is expected to be empty.
 
     Args:
@@ -175,8 +170,9 @@ def divergence_report(
         raise InvalidTypeError(
             f"inputs must be a mapping such as tokenizer(..., return_tensors='pt') returns, got {type(inputs).__name__}"
         )
-    own = getattr(speculated, "decoder", None)
-    decoder = own if isinstance(own, Decoder) else decoder_of(speculated, "speculated")
+    decoder = getattr(speculated, "decoder", None)
+    if not isinstance(decoder, Decoder):
+        decoder = decoder_of(speculated, "speculated")
     if decoder is None:
         raise InvalidInputError("the model does not speculate yet; call hf_slospec.enable(model, draft) first")
     options = {"tokenizer": getattr(speculated, "tokenizer", None), **generate_options, **inputs}
@@ -197,7 +193,7 @@ def divergence_report(
         ours, lengths = [list(row) for row in our_tokens], [len(row) for row in our_tokens]
     plain = {name: value for name, value in options.items() if name not in OURS_ONLY}
     stock = _new_tokens(stock_generate(decoder.model)(**plain | {"return_dict_in_generate": False}), prompts)
-    length = max(len(stock[0]), len(ours[0]))  # the longest row, which may be one that differs, ends the text
+    length = max(len(stock[0]), len(ours[0]))  # all rows are padded to the longest
     for row in (*stock, *ours):
         row += [pad] * (length - len(row))
     dtype = call.speculator.target.packed.autocast or decoder.model.dtype
@@ -243,13 +239,12 @@ def find_divergences(
     Args:
         prompts: one per row.
         stock, ours: new tokens per row, of the same length in both.
-        dtype: that the model computes in; None: its own.
+        dtype: what the model computes in; None: that of its weights.
     """
-    places = [(row, first_difference(*pair)) for row, pair in enumerate(zip(stock, ours, strict=True))]
-    found: list[Divergence] = []
+    divergences: list[Divergence] = []
     wide: Any = None
-    for row, position in places:
-        if position is None:
+    for row, pair in enumerate(zip(stock, ours, strict=True)):
+        if (position := first_difference(*pair)) is None:
             continue
         if wide is None and (wider := WIDER.get(model.dtype)) and not _is_stored_elsewhere(model):
             copied: Any = copy.deepcopy(model)  # made once, and only if something diverged
@@ -263,8 +258,8 @@ def find_divergences(
         noise = margin_noise(scores[:, sorted({*best, *tokens})])
         rounding = spacing(dtype or model.dtype, max(abs(stock_logit), abs(our_logit)))
         wide_token = None if wide is None else int(scores[-1].argmax())
-        found.append(Divergence(row, position, *tokens, stock_logit, our_logit, rounding, noise, wide_token))
-    return found
+        divergences.append(Divergence(row, position, *tokens, stock_logit, our_logit, rounding, noise, wide_token))
+    return divergences
 
 
 def _is_stored_elsewhere(model: PreTrainedModel) -> bool:
@@ -273,8 +268,8 @@ def _is_stored_elsewhere(model: PreTrainedModel) -> bool:
 
 
 def first_difference(stock: Sequence[int], ours: Sequence[int]) -> int | None:
-    """Return the first position at which two equally long sequences differ."""
-    return next((at for at, (a, b) in enumerate(zip(stock, ours, strict=True)) if a != b), None)
+    """Return the first position at which two equally long sequences differ, or None."""
+    return next((index for index, (a, b) in enumerate(zip(stock, ours, strict=True)) if a != b), None)
 
 
 def spacing(dtype: torch.dtype, magnitude: float) -> float:
@@ -304,7 +299,7 @@ def _equal_forwards(model: PreTrainedModel, wide: Any, prompt: list[int], new: l
     """Return logits of the token after ``prompt + new``, by forwards that differ in rounding only.
 
     Returns:
-        [vocab] each, f32 or wider; first the row alone in one piece. The last is of the wider model, if there is one.
+        [vocab] each, f32 or wider; first the row alone in one piece. The last comes from the wider model, if any.
     """
     ids = torch.tensor([prompt + new], device=input_device(model))  # [1, length]
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

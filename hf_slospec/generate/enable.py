@@ -64,14 +64,14 @@ def enable(
     decoder = Decoder(
         model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
     )
-    if decoder.config.prepack != "only":  # of settings that are replaced
+    if decoder.config.prepack != "only":  # "only" keeps what earlier settings released
         for enabled in (decoder_of(model), decoder):
             if enabled is not None:
                 enabled.restore_drafts()
         restore_weights(model)
-    _give_generate_back(model)
+    _restore_generate(model)
     owner = decoder.model  # a PEFT model hands generate on to the model it wraps
-    replaced = owner.__dict__.get("generate")  # a custom generate of the instance's own, if it has one
+    replaced = owner.__dict__.get("generate")  # a generate that was set on the instance, if any
     stock = stock_generate(owner)
     signature = inspect.signature(stock)
 
@@ -79,21 +79,19 @@ def enable(
     def generate(
         self: PreTrainedModel, *args: Any, slo_tpot: SLOTpot = None, fallback: bool | None = None, **kwargs: Any
     ) -> Any:
-        if self is not owner:  # a deep copy carries this method along; it has no engine of its own
+        if self is not owner:  # a deep copy has this method, too, but no engine
             if slo_tpot is not None:
                 raise InvalidInputError("slo_tpot was given to a copy of an enabled model; enable the copy itself")
             return stock_generate(self)(*args, **kwargs)
         bound = signature.bind_partial(*args, **kwargs).arguments
         arguments = bound | bound.pop("kwargs", {})
-        if slo_tpot is None:
-            slo_tpot = configured("slo_tpot", owner, arguments)
-        if slo_tpot is None and not always:
+        if not always and slo_tpot is None and configured("slo_tpot", owner, arguments) is None:
             return (replaced or stock)(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
-    if always and hasattr(owner, "generate_batch"):  # as TRL calls it with use_transformers_continuous_batching
+    if always and hasattr(owner, "generate_batch"):  # TRL calls it with use_transformers_continuous_batching
         owner.__dict__["generate_batch"] = functools.partial(_generate_batch, owner)
-    vars(generate).update(__signature__=_with_own_arguments(signature), replaced=replaced, decoder=decoder)
+    vars(generate).update(__signature__=_with_our_arguments(signature), replaced=replaced, decoder=decoder)
     owner.__dict__["generate"] = types.MethodType(generate, owner)
     if model is not owner:
         model.__dict__["generate"] = functools.partial(_generate_of_adapted, model, fallback)
@@ -125,7 +123,7 @@ def _generate_batch(owner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | None:
-    """Return the decoder of a model that :func:`enable` was called on, None of any other; errors name ``argument``."""
+    """Return the decoder of a model that :func:`enable` was called on, else None; errors name ``argument``."""
     generate = check_causal_lm(argument, model).__dict__.get("generate")
     return getattr(generate, "decoder", None)
 
@@ -137,25 +135,25 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """
     if (decoder := decoder_of(model)) is not None:
         decoder.restore_drafts()
-    _give_generate_back(model)
+    _restore_generate(model)
     restore_weights(model)
     return model
 
 
-def _give_generate_back(model: PreTrainedModel) -> None:
+def _restore_generate(model: PreTrainedModel) -> None:
     if decoder_of(model) is not None:
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
         owner.__dict__.pop("generate_batch", None)
-        model.__dict__.pop("generate", None)  # of a PEFT model around it
+        model.__dict__.pop("generate", None)  # on a PEFT model around the owner
         if replaced is not None:
             owner.__dict__["generate"] = replaced
 
 
-def _with_own_arguments(signature: inspect.Signature) -> inspect.Signature:
-    own = [
+def _with_our_arguments(signature: inspect.Signature) -> inspect.Signature:
+    added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in (("slo_tpot", SLOTpot), ("fallback", bool | None))
     ]
     *parameters, last = signature.parameters.values()
-    return signature.replace(parameters=[*parameters, *own, last])
+    return signature.replace(parameters=[*parameters, *added, last])

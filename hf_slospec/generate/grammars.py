@@ -13,8 +13,8 @@ from transformers.generation import LogitsProcessor
 
 from hf_slospec.errors import InvalidInputError
 
-KEPT = 8  # compiled schemas, for the choices of a request and for the next request with the same schema
-# Whitespace is bounded, as models get lost in it.
+KEPT = 8  # compiled schemas; the choices of a request, and later requests, share one
+# Whitespace is bounded, as some models would never end it.
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,24}"}
 
 
@@ -22,11 +22,11 @@ class Grammars:
     """Processors that keep outputs to JSON schemas, for one tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]):
-        """``vocab_size``: width of the logits; ``end_tokens``: those that end an output which is complete."""
+        """``vocab_size``: width of the logits; ``end_tokens``: tokens that may end a complete output."""
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
-        self._known: Any = None
+        self._ll_tokenizer: Any = None
         self._lock = threading.Lock()
-        self._matchers: dict[str, Any] = {}  # at the beginning of an output, by schema; the oldest one goes first
+        self._matchers: dict[str, Any] = {}  # by schema, at the beginning of an output; the oldest is dropped first
 
     def processor(self, schema: dict[str, Any], prompt_len: int) -> JSONConstraint:
         """Return a processor for one output.
@@ -35,10 +35,10 @@ class Grammars:
             InvalidInputError: the schema is invalid or cannot be followed, or the model has no token to end with.
         """
         if not self._end_tokens:
-            raise InvalidInputError("response_format: this model has no token that ends an output")
+            raise InvalidInputError("response_format needs a token that ends an output; set the model's eos_token_id")
         with self._lock:
-            if self._known is None:
-                self._known = self._new_tokenizer()
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = self._new_tokenizer()
         matcher = self._matchers.get(key := json.dumps(schema))
         if matcher is None:
             matcher = self._compiled(schema)
@@ -55,7 +55,7 @@ class Grammars:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError as error:
             raise InvalidInputError(f"response_format: {error}") from error
-        matcher = llguidance.LLMatcher(self._known, grammar)
+        matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar)
         if matcher.is_error():
             raise InvalidInputError(f"response_format: the schema cannot be followed: {matcher.get_error()}")
         return matcher
@@ -70,9 +70,9 @@ class Grammars:
 
 
 class JSONConstraint(LogitsProcessor):
-    """Processor that makes every token impossible after which an output would not follow its schema.
+    """Processor that excludes every token after which an output would not follow its schema.
 
-    It keeps up with one text, which may be cut back in between.
+    It serves one output, which may be truncated between calls.
     """
 
     def __init__(self, matcher: Any, prompt_len: int):
@@ -86,13 +86,12 @@ class JSONConstraint(LogitsProcessor):
         Raises:
             InvalidInputError: llguidance cannot follow the schema further.
         """
-        (text,) = input_ids[:, self._prompt_len :].tolist()
-        if text[: len(self._consumed)] != self._consumed:
+        (token_ids,) = input_ids[:, self._prompt_len :].tolist()
+        if token_ids[: len(self._consumed)] != self._consumed:
             self._matcher.reset()
             self._consumed = []
-        new = text[len(self._consumed) :]
-        self._matcher.consume_tokens(new)
-        self._consumed = text
+        self._matcher.consume_tokens(token_ids[len(self._consumed) :])
+        self._consumed = token_ids
         allowed = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0)
         if self._matcher.is_error():
             raise InvalidInputError(f"response_format: the schema cannot be followed: {self._matcher.get_error()}")

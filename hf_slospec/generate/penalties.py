@@ -7,13 +7,13 @@ from transformers.generation import LogitsProcessor
 
 
 class OccurrencePenalties(LogitsProcessor):
-    """Processor that lowers the logits of tokens in the output: by one penalty each time, by the other once.
+    """Processor that lowers the logits of tokens in the output: by one penalty per occurrence, by the other once.
 
     Source: OpenAI's API reference. Tokens of the prompt do not count, as in vLLM.
     """
 
     def __init__(self, prompt_len: int, presence: float, frequency: float):
-        """``prompt_len``: tokens of the text that belong to the prompt, padding included."""
+        """``prompt_len``: tokens of the prompt, padding included."""
         self.prompt_len, self.presence, self.frequency = prompt_len, presence, frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from hf_slospec.generate.whole_prompts import WholePrompts, names_beside_text
 from hf_slospec.models.coupling import Coupling
 from hf_slospec.models.sampling import StockSampler
 
-TEXT = {*PREPARED, "input_ids", "inputs"}
+TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
 
 
 class StockCall(NamedTuple):
@@ -54,11 +54,11 @@ class Call:
     speculator: Speculator
 
     def sampler(self, seed: int | None = None, sharing: int = 1) -> StockSampler:
-        """Return the sampler of its rows, and let their drafts know its noise.
+        """Return the sampler of the call's rows, and give its noise to their drafts.
 
         Args:
-            seed: of the noise; None: it is the global generator's.
-            sharing: samplers that share the memory for noise.
+            seed: seed of the noise; None: the global generator draws it.
+            sharing: number of samplers that share the memory for noise.
         """
         requests, do_sample = self.rows.requests, self.stock.config.do_sample
         processors = [processors_of_row(self.stock.processors, row, len(requests)) for row in range(len(requests))]
@@ -73,8 +73,8 @@ class Call:
             seed,
             sharing,
         )
-        for request, own in zip(requests, processors, strict=True):
-            for_draft = draft_processors(own) if do_sample and self.speculator.config.coupling else None
+        for request, of_row in zip(requests, processors, strict=True):
+            for_draft = draft_processors(of_row) if do_sample and self.speculator.config.coupling else None
             if for_draft is not None:
                 request.noise = Coupling(sampler, request, for_draft, not ignore_sequence(for_draft))
         return sampler
@@ -97,9 +97,8 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     check_arguments(model, arguments)
     check_evaluating(model)
     speculator.renew(is_idle)
-    # Stock encodes images here.
-    has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT})
-    with speculator.lock if has_images else contextlib.nullcontext():
+    has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT_ARGUMENTS})
+    with speculator.lock if has_images else contextlib.nullcontext():  # stock may forward the image encoder
         stock = stock_generate(model)(**_for_stock(model, arguments), custom_generate=_as_decoding_method)
     if not isinstance(stock, StockCall):
         raise UnsupportedModelError(
@@ -124,8 +123,8 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the model class's own ``generate``, bound to the model, whatever replaced it on the instance."""
-    own: Any = type(model)
-    method: Callable[..., Any] = own.generate.__get__(model)
+    model_class: Any = type(model)
+    method: Callable[..., Any] = model_class.generate.__get__(model)
     return method
 
 
@@ -135,7 +134,7 @@ def _as_decoding_method(
     logits_processor: Any,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    **model_kwargs: Any,  # transformers takes a named parameter of ours for one of its caller's
+    **model_kwargs: Any,  # not by name: transformers would take them from the caller's arguments
 ) -> StockCall:
     """Return the prepared inputs; stock ``generate`` calls this in place of its decoding method."""
     return StockCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -153,25 +152,25 @@ def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, A
     strings, tokenizer = configured("stop_strings", model, kept), kept.get("tokenizer")
     if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
         try:
-            own = StopStrings(tokenizer, strings)
+            criterion = StopStrings(tokenizer, strings)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidInputError(
                 f"stop_strings must be strings that the tokenizer can write, got {strings!r}: {error}"
             ) from error
-        kept["stopping_criteria"] = StoppingCriteriaList([*(kept.get("stopping_criteria") or []), own])
+        kept["stopping_criteria"] = StoppingCriteriaList([*(kept.get("stopping_criteria") or []), criterion])
         kept = _without(model, kept, "stop_strings")
     return kept
 
 
 def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments without those by which stock ``generate`` drafts, for single rows only."""
+    """Return a call's arguments without those that make stock ``generate`` draft, which it can for one row only."""
     kept = {name: value for name, value in arguments.items() if name != "assistant_model"}
     return _without(model, kept, "prompt_lookup_num_tokens")
 
 
 def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a call's arguments, in which a setting is None; stock warns of settings beside a generation config."""
-    kept = {own: value for own, value in arguments.items() if own != name}
+    """Return a call's arguments with a setting turned off where it is set; stock warns of settings set twice."""
+    kept = {key: value for key, value in arguments.items() if key != name}
     if getattr(config := kept.get("generation_config"), name, None) is not None:
         kept["generation_config"] = copy.copy(config)
         setattr(kept["generation_config"], name, None)

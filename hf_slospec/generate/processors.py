@@ -48,7 +48,7 @@ IGNORE_SEQUENCE = {
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
-READ_ON_DEVICE = {  # read the text, or no more than its length, without a wait for the device
+READ_ON_DEVICE = {  # read input_ids, or only its length, without waiting for the device
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -67,18 +67,18 @@ def ignore_sequence(processors: list[Any]) -> bool:
 
 
 def draft_processors(processors: list[Any]) -> list[Any] | None:
-    """Return those of a row's processors that its draft applies as well; None if its noise cannot be foreseen.
+    """Return the processors of a row that its draft applies as well; None if its noise cannot be foreseen.
 
     Processors that wait for the device, keep state or forward a model are left out, which costs acceptance only. One
     that the user wrote, or that calls the user's function, may draw from the generator that the noise comes from.
     """
-    if not all(_is_of_transformers(own) and type(own) is not PrefixConstrainedLogitsProcessor for own in processors):
+    if not all(_is_of_transformers(p) and type(p) is not PrefixConstrainedLogitsProcessor for p in processors):
         return None
-    return [_of_a_beam(own) for own in processors if type(own) in IGNORE_SEQUENCE | READ_ON_DEVICE]
+    return [_for_beam(p) for p in processors if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE]
 
 
-def _of_a_beam(processor: Any) -> Any:
-    """Return the processor for several continuations of one row."""
+def _for_beam(processor: Any) -> Any:
+    """Return the processor, made to take several continuations of one row."""
     if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = int(ignored)
@@ -88,36 +88,36 @@ def _of_a_beam(processor: Any) -> Any:
 def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
     """Return the call's processors for ``[1, length]`` inputs of one row, called once per token and in order.
 
-    Transformers' own are stateless or restricted to the row here. Others get a copy per row, as they may have state;
-    one that tells rows apart by their index in the batch cannot work.
+    Those of transformers are stateless or restricted to the row here. A user's are copied per row, as they may have
+    state; one that tells rows apart by their index in the batch cannot work.
     """
-    return [_of_row(processor, row, num_rows) for processor in processors]
+    return [_for_row(processor, row, num_rows) for processor in processors]
 
 
-def _of_row(processor: Any, row: int, num_rows: int) -> Any:
-    own: Any = copy.copy(processor)
+def _for_row(processor: Any, row: int, num_rows: int) -> Any:
+    copied: Any = copy.copy(processor)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
-        ignored := own.prompt_ignore_length, torch.Tensor
+        ignored := copied.prompt_ignore_length, torch.Tensor
     ):
-        own.prompt_ignore_length = ignored[row : row + 1]
-        return own
+        copied.prompt_ignore_length = ignored[row : row + 1]
+        return copied
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        prompt = row * len(processor.encoder_input_ids) // num_rows  # prompts are not repeated for their sequences
-        own.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
-        return own
+        prompt = row * len(processor.encoder_input_ids) // num_rows  # one per prompt, not per returned sequence
+        copied.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
+        return copied
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
         prompt = row * processor.batch_size // num_rows
-        own.generated_ngrams, own.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
-        return own
+        copied.generated_ngrams, copied.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
+        return copied
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        own.unconditional_context = {  # the row's own negative prompt and cache, and the same model
+        copied.unconditional_context = {  # the row's negative prompt and cache; the model is shared
             name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == num_rows else value
             for name, value in processor.unconditional_context.items()
         }
-        return own
+        return copied
     return processor if is_stateless(processor) or num_rows == 1 else copy.deepcopy(processor)
 
 

@@ -36,13 +36,13 @@ class PromptInputs:
         embedding: torch.nn.Module,
         has_own_positions: bool = False,
     ) -> PromptInputs:
-        """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions may be any.
+        """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions are not checked.
 
         Raises:
             InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be speculated.
         """
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-        cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # Mamba's name of it
+        cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # Mamba's name for it
         num_cached = 0 if cache is None or all(cache.is_linear) else int(cache.get_seq_length())
         tokens = input_ids
         if embeds is not None:
@@ -88,13 +88,13 @@ class PromptInputs:
         given = position_ids[..., -expected.shape[1] :]
         if given.shape[-1] != expected.shape[1] or bool(((given != expected) & self.mask).any()):
             raise UnsupportedOptionError(
-                "position_ids other than the places of tokens cannot be combined with slo_tpot; leave positions to "
-                "generate, and pass the whole text with its images in place of past_key_values of a text with images"
+                "slo_tpot needs position_ids that count each row's tokens from 0, padding left out; leave position_ids "
+                "out, and where past_key_values holds images, pass the whole text with its images in its place"
             )
 
     @property
     def is_cache_given(self) -> bool:
-        """Return whether the caller passed the cache, and so expects to find the text in it."""
+        """Return whether the caller passed the cache, and so expects the K/V of the text in it."""
         return getattr(self.cache, "_is_user_defined", False)
 
     @property
@@ -120,7 +120,7 @@ class PromptInputs:
         return self.tokens[row, columns].tolist()
 
     def load_into(self, requests: list[Request], sequences: RequestSequences) -> None:
-        """Hand embeddings and cached K/V to the requests, one per row."""
+        """Pass embeddings and cached K/V to the sequences of the requests, one per row."""
         sequences.reserve(requests)
         for request in requests:
             columns = self.columns_of(request.index)
@@ -140,30 +140,30 @@ class PromptInputs:
             num_new: new tokens of every row.
         """
         length = self.tokens.shape[1]
-        places = []  # of each request's processed tokens, among the columns that the cache lacks
+        indices = []  # per request: its processed tokens among the columns that the cache lacks, int64
         for request in requests:
             columns = self.columns_of(request.index)
             new = torch.arange(length, length + num_new - 1, device=columns.device)
-            places.append(torch.cat((columns[columns >= self.num_cached], new)) - self.num_cached)
-        own = [sequences.read(request) for request in requests]
-        for layer, stored in zip(sequences.packed.layers, zip(*own, strict=True), strict=True):
+            indices.append(torch.cat((columns[columns >= self.num_cached], new)) - self.num_cached)
+        per_request = [sequences.read(request) for request in requests]
+        for layer, stored in zip(sequences.packed.layers, zip(*per_request, strict=True), strict=True):
             filled = []
             for tensors in zip(*stored, strict=True):  # K, V, index keys: [num_heads, length, dim] per request
                 num_heads, _, dim = tensors[0].shape
                 lacking = tensors[0].new_zeros(len(requests), num_heads, length + num_new - 1 - self.num_cached, dim)
-                for row, own_places, tensor in zip(lacking, places, tensors, strict=True):
-                    row[:, own_places.to(row.device)] = tensor[:, tensor.shape[1] - len(own_places) :]
+                for row, columns, tensor in zip(lacking, indices, tensors, strict=True):
+                    row[:, columns.to(row.device)] = tensor[:, tensor.shape[1] - len(columns) :]
                 filled.append(lacking)
             cache.update(*filled[:2], layer.layer_idx)
             if len(filled) > 2:
                 cache.update_indexer(filled[2][:, 0], layer.layer_idx)
-        states = [found.states for request in requests if (found := sequences.states(request)) is not None]
+        states = [kept.states for request in requests if (kept := sequences.states(request)) is not None]
         if states:
             write_states(cache, sequences.packed.state_layers, states)
 
 
 def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
-    """Return the tokens whose embeddings point the same way: a draft's view of a prompt given as embeddings.
+    """Return the tokens with the most similar embeddings, for drafts that need the tokens of a prompt.
 
     Args:
         embeds: [batch, length, hidden].

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's own tokens."""
+"""Log probabilities of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ class PromptLogprobs:
     """The target's log probabilities of a prompt's tokens, each given those before it, as its steps compute them."""
 
     def __init__(self, tokens: Sequence[int], num_top: int):
-        """``num_top``: number of most probable tokens to keep for each place."""
+        """``num_top``: number of most probable tokens to keep at each position."""
         self._tokens, self._num_top = tokens, num_top
-        self.found: list[TokenLogprobs | None] = [None]  # none for the first token
+        self.logprobs: list[TokenLogprobs | None] = [None]  # per token; None for the first
 
     @property
     def num_read(self) -> int:
-        """Return behind how many tokens the logits were taken."""
-        return len(self.found) - 1
+        """Number of tokens after which the logits were taken."""
+        return len(self.logprobs) - 1
 
     def take(self, logits: torch.Tensor) -> None:
-        """Take the logits behind the next tokens, [num_tokens, vocab]."""
+        """Take the logits after each of the next tokens, [num_tokens, vocab]."""
         logprobs = logits.float().log_softmax(-1)
-        following = torch.tensor(self._tokens[len(self.found) :][: len(logits)], device=logits.device)
-        own = logprobs.gather(-1, following[:, None])[:, 0].tolist()
+        following = torch.tensor(self._tokens[len(self.logprobs) :][: len(logits)], device=logits.device)
+        of_tokens = logprobs.gather(-1, following[:, None])[:, 0].tolist()
         top = logprobs.topk(min(self._num_top, logits.shape[-1]))
-        rows = zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
-        self.found += [TokenLogprobs(value, list(zip(tokens, values, strict=True))) for value, tokens, values in rows]
+        rows = zip(of_tokens, top.indices.tolist(), top.values.tolist(), strict=True)
+        self.logprobs += [TokenLogprobs(logprob, list(zip(ids, values, strict=True))) for logprob, ids, values in rows]
 
 
 def read_prompt(call: Call, num_top: int) -> PromptLogprobs:
     """Let the steps of a call of one row compute the log probabilities of its prompt.
 
     Raises:
-        UnsupportedModelError: tokens of the model's prompts see those behind them.
+        UnsupportedModelError: tokens of the model's prompts attend to later ones.
         UnsupportedOptionError: the prompt is processed as a whole, as it has images.
     """
     (request,), model = call.rows.requests, call.speculator.target.model
     if sees_later_tokens(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} sees a prompt from both sides, so its tokens have no log probabilities given "
-            "those before"
+            "those before; leave prompt_logprobs out"
         )
     if request.prefill is not None:
-        raise UnsupportedOptionError("prompt_logprobs cannot be given with images, which are processed as a whole")
+        raise UnsupportedOptionError("a prompt with images is processed as a whole; leave prompt_logprobs out")
     request.prompt_reader = reader = PromptLogprobs(request.tokens[: request.prompt_len], num_top)
     return reader

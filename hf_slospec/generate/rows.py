@@ -1,4 +1,4 @@
-"""The rows of a call as stock ``generate`` lays them out: where they stop, what is streamed, what is returned."""
+"""The rows of a call in the layout of stock ``generate``: when they stop, what is streamed and returned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 
 class Stops:
-    """Where rows end: criteria are called after every token, on each row alone and laid out as stock does."""
+    """Stopping of rows: criteria are called after every token, on each row alone, padded as by stock."""
 
     def __init__(
         self,
@@ -43,31 +43,31 @@ class Stops:
         """
         self.input_ids, self.scores_of, self.before_check = input_ids, scores_of, before_check
         self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
-        self.others = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-        # Without an end-of-sequence criterion stock does not pad: a row that stopped goes on until all have stopped.
+        self.further = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all have stopped.
         self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
-        self._stopped: dict[int, int] = {}  # row -> tokens at its stop, where rows go on
+        self._stopped: dict[int, int] = {}  # row -> new tokens at its stop, where stopped rows continue
 
     @property
     def end(self) -> int | None:
-        """Tokens at which the last row stopped, where stopped rows go on; None while one has not stopped."""
+        """New tokens when the last row stopped, where stopped rows continue; None while one has not stopped."""
         return max(self._stopped.values()) if len(self._stopped) == len(self.input_ids) else None
 
     def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
         """Return the function that says whether a row ends with the last of its tokens."""
         prompt = self.input_ids[row].tolist()
-        others = self.others if len(self.input_ids) == 1 else [_of_a_row(criterion) for criterion in self.others]
+        criteria = self.further if len(self.input_ids) == 1 else [_for_row(criterion) for criterion in self.further]
 
         def is_stop(tokens: list[int]) -> bool:
             if tokens[-1] in self.eos:
                 return True
-            if not others:
+            if not criteria:
                 return False
             num_new = len(tokens) - prompt_len
             self.before_check(num_new)
-            text = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
+            input_ids = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
             # All are called, as stock does: one that counts its calls must not miss any.
-            answers = [criterion(text, self.scores_of(row)) for criterion in others]
+            answers = [criterion(input_ids, self.scores_of(row)) for criterion in criteria]
             is_hit = any(bool(torch.as_tensor(answer).all()) for answer in answers)
             if self.is_padded:
                 return is_hit
@@ -78,14 +78,14 @@ class Stops:
         return is_stop
 
 
-def _of_a_row(criterion: Any) -> Any:
-    """Return a copy of a user's own criterion, which may have state; transformers' and ours have none."""
+def _for_row(criterion: Any) -> Any:
+    """Return a copy of a user's criterion, which may have state; those of transformers and ours have none."""
     has_no_state = type(criterion).__module__ == stopping_criteria.__name__ or isinstance(criterion, StopStrings)
     return criterion if has_no_state else copy.deepcopy(criterion)
 
 
 class Rows:
-    """The rows of a call, one request each, its padding left out."""
+    """The rows of a call, one request each, without its padding."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Rows:
         self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_before)
         self.requests: list[Request] = []
         assert criteria.max_length is not None  # stock generate always sets one
-        for row, own_stages in enumerate(stages):
+        for row, row_stages in enumerate(stages):
             tokens = prompt.tokens_of(row)
             stop = self.stops.of(row, len(tokens))
             max_new_tokens = criteria.max_length - input_ids.shape[1]
-            request = Request(row, tokens, max_new_tokens, own_stages, stop, arrived_s, bool(config.do_sample))
+            request = Request(row, tokens, max_new_tokens, row_stages, stop, arrived_s, bool(config.do_sample))
             self.requests.append(request)
         for request in self.requests:
             request.num_padding = max(other.prompt_len for other in self.requests) - request.prompt_len
@@ -121,8 +121,8 @@ class Rows:
         return max(request.num_emitted for request in self.requests) if end is None else end
 
     def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
-        own = request.tokens[request.prompt_len :][begin:end]
-        return own + [self.pad] * (end - begin - len(own))
+        tokens = request.tokens[request.prompt_len :][begin:end]
+        return tokens + [self.pad] * (end - begin - len(tokens))
 
     def begin(self) -> None:
         """Stream the prompts."""
@@ -159,10 +159,10 @@ class Rows:
             self.streamer.end()
 
     def length_of(self, new: list[int]) -> int:
-        """Return how many of a row's new tokens, as stock returns them, are its own and not padding after its end."""
-        for place, token in enumerate(new):
+        """Return how many of a row's new tokens, as stock returns them, come before its padding."""
+        for position, token in enumerate(new):
             if token in self.stops.eos:
-                return place + 1
+                return position + 1
         length = len(new)
         while self.stops.is_padded and length > 1 and new[length - 1] == self.pad:
             length -= 1
@@ -179,17 +179,17 @@ class Rows:
         Only scores, logits and the cache need it, where they are returned.
         """
         for request in self.requests:
-            text = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
-            sequences.reserve_for(request, len(text))
+            tokens = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
+            sequences.reserve_for(request, len(tokens))
             sequence = sequences.of(request)
-            sequence.truncate(len(text) - 1)  # the last token has no K/V
-            while sequence.length < len(text) - 1:
-                piece = text[sequence.length : len(text) - 1][:CHUNK]
+            sequence.truncate(len(tokens) - 1)  # the last token has no K/V
+            while sequence.length < len(tokens) - 1:
+                piece = tokens[sequence.length : len(tokens) - 1][:CHUNK]
                 wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0)
                 logits = sequences.forward([sequences.chain(request, piece)], wanted).logits
-                for place, row in enumerate(logits, sequence.length + 1):
-                    if place >= request.prompt_len + request.num_emitted:
-                        sampler.record_padding(request, text[:place], row, text[place])
+                for position, row in enumerate(logits, sequence.length + 1):
+                    if position >= request.prompt_len + request.num_emitted:
+                        sampler.record_padding(request, tokens[:position], row, tokens[position])
                 sequence.length += len(piece)
 
 

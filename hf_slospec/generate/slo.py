@@ -15,11 +15,11 @@ from transformers.generation import StopStringCriteria
 from hf_slospec.engine.request import IsOver, Stage
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
-LEAST_S = 1e-9  # seconds of an SLO; quotients of less overflow
+LEAST_S = 1e-9  # shortest SLO, in seconds; quotients by shorter ones overflow
 
 
 class SLOStage(BaseModel):
-    """A stretch of a row with a TPOT SLO of its own; a list of stages is the SLO of one row.
+    """A part of a row's output with its own TPOT SLO; a list of stages is the SLO of one row.
 
     For example thinking fast and answering at reading speed:
     ``[SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved,
@@ -48,15 +48,15 @@ def parse_slo(slo_tpot: Any) -> _Parsed | list[_Parsed]:
     """Return one parsed SLO for all rows, or a list of them.
 
     Raises:
-        InvalidInputError, InvalidTypeError: the argument is no SLO.
+        InvalidInputError, InvalidTypeError: the argument is not an SLO.
     """
     if hasattr(slo_tpot, "tolist"):  # arrays and tensors
         try:
             slo_tpot = slo_tpot.tolist()
         except (NotImplementedError, RuntimeError) as error:  # a tensor without data
-            raise InvalidInputError(f"slo_tpot has no values that can be read: {error}") from error
+            raise InvalidInputError(f"slo_tpot has no values that can be read; pass numbers: {error}") from error
     if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
-        return [_parsed(own) for own in slo_tpot]
+        return [_parsed(row_slo) for row_slo in slo_tpot]
     return _parsed(slo_tpot)
 
 
@@ -76,7 +76,7 @@ def _parsed(slo: Any) -> _Parsed:
     for stage in stages:
         _check_seconds(stage.slo_tpot)
     if any(stage.until is None and stage.tokens is None for stage in stages[:-1]):
-        raise InvalidInputError("slo_tpot has a stage without an end before others; give it `until` or `tokens`")
+        raise InvalidInputError("slo_tpot has a stage without an end that is not the last; give it `until` or `tokens`")
     return stages
 
 
@@ -92,8 +92,7 @@ def _check_seconds(seconds: Any) -> None:
     if not LEAST_S <= number <= sys.float_info.max:
         raise InvalidInputError(
             f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_S:g}), "
-            f"got {seconds!r}; "
-            "use None for a row without an SLO"
+            f"got {seconds!r}; use None for a row without an SLO"
         )
 
 
@@ -111,12 +110,12 @@ def stages_by_row(
     if not isinstance(slo, list):
         return [_stages(slo, tokenizer)] * num_rows
     if len(slo) * num_return_sequences == num_rows:
-        slo = [own for own in slo for _ in range(num_return_sequences)]
+        slo = [prompt_slo for prompt_slo in slo for _ in range(num_return_sequences)]
     if len(slo) != num_rows:
         raise InvalidInputError(
             f"slo_tpot has {len(slo)} entries for {num_rows} rows; give one number for all rows or one entry per row"
         )
-    return [_stages(own, tokenizer) for own in slo]
+    return [_stages(row_slo, tokenizer) for row_slo in slo]
 
 
 def _stages(slo: _Parsed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Stage, ...]:

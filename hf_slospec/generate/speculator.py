@@ -1,4 +1,4 @@
-"""A target and its drafter, with everything that is learned about the pair."""
+"""A target and its drafter, with the costs and the acceptance measured for the pair."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
 
 class Speculator:
-    """Runs requests on a target with one way to draft. Keeps costs and acceptance between runs, but no requests."""
+    """Runs requests on a target with one way to draft. Costs and acceptance are kept between runs, requests are not."""
 
     def __init__(
         self,
@@ -53,10 +53,9 @@ class Speculator:
                 )
             with self.lock:
                 check_features(target.packed, method.feature_layers)
-        self.draft: CheckedModel | None = None
-        if method.model is not None:
-            self.draft = CheckedModel(method.model, config, MEASURE_S["draft"], self.target.ranks)
-        self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost of a level without a draft
+        draft = method.model
+        self.draft = None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
+        self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost without a draft model
         self._drafters, self._counting = WeakSet[Drafter](), threading.Lock()
         self._costs: StepCosts | None = None
         self.history = SpeculationHistory(config)
@@ -67,15 +66,15 @@ class Speculator:
         return self.target.lock
 
     @property
-    def places(self) -> list[tuple[Any, ...]]:
-        """Where both models are; see :attr:`CheckedModel.place`."""
+    def placements(self) -> list[tuple[Any, ...]]:
+        """Placements of both models; see :attr:`CheckedModel.place`."""
         return [checked.place for checked in (self.target, self.draft) if checked is not None]
 
     def renew(self, is_idle: bool = True) -> None:
-        """Take up changes of the models since the last call.
+        """Update the packed models after changes since the last call.
 
         Args:
-            is_idle: no submitted request runs; see :meth:`Fingerprint.renew`.
+            is_idle: True if no submitted request runs; see :meth:`Fingerprint.renew`.
 
         Raises:
             IncompatibleDraftError: they were moved apart.
@@ -83,13 +82,13 @@ class Speculator:
         self.method.check(self.target.model)
         has_changed = self.target.packed.renew(is_idle)
         if self.draft is not None:
-            own = self.draft.packed
-            if not own.renew(is_idle) and has_changed and self.method.feature_layers:
-                own.fingerprint.count()  # its K/V is computed from hidden states of the target
+            draft = self.draft.packed
+            if not draft.renew(is_idle) and has_changed and self.method.feature_layers:
+                draft.fingerprint.count()  # its K/V is computed from hidden states of the target
 
     @property
     def costs(self) -> StepCosts:
-        """The cost model, kept as long as the models stay what they are."""
+        """The cost model, kept until the costs of a model are measured again."""
         with self.lock:  # measuring uses the K/V cache of both models
             verify = self.target.cost
             draft_level = self._draft_level
@@ -99,7 +98,7 @@ class Speculator:
 
     @property
     def _draft_level(self) -> ForwardCost:
-        """Seconds of a draft level, measured once for a target as long as it stays where it is."""
+        """Cost of a draft level, measured once per placement of the target."""
         if self.draft is not None:
             return self.draft.cost
         target = self.target.packed
@@ -116,11 +115,11 @@ class Speculator:
 
     @property
     def max_nodes(self) -> int:
-        """Nodes of one request's draft tree at most, its root not counted."""
+        """Maximum number of nodes of one request's draft tree, its root not counted."""
         return max_nodes_per_request(self.config, self.make_policy)
 
     def policy(self, costs: StepCosts, config: SLOSpecConfig | None = None) -> Policy:
-        """Return a policy for one run, that of another config if one is given; what it learns is kept."""
+        """Return a policy for one run, by ``config`` if one is given; its history is kept between runs."""
         make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
@@ -134,10 +133,7 @@ class Speculator:
         return PackedTarget(self.target.packed, self.max_nodes, sampler, max_slots, max_kept, holds_finished)
 
     def new_drafter(self, max_slots: int | None = None, max_kept: float = 0, keeps_rng: bool = True) -> Drafter:
-        """Return the drafter for one engine.
-
-        The arguments are those of :class:`Room`.
-        """
+        """Return the drafter for one engine; the arguments are those of :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
         room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
         drafter = self.method.new_drafter(draft, room)
@@ -146,7 +142,7 @@ class Speculator:
         return drafter
 
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
-        """Return an engine's parts, its policy that of another config if one is given."""
+        """Return the parts of an engine, with the policy of ``config`` if one is given."""
         if self.max_nodes and self.method.feature_layers:
             target.give_features(drafter)
         drafter.read_kv_of(target.sequences)
@@ -188,7 +184,7 @@ class Speculator:
         return [self.target.packed, *drafts]
 
     def memory(self, num_running: int) -> MemoryUse:
-        """Return the bytes that speculation takes beside the weights, for so many running requests."""
+        """Return the bytes that speculation takes beside the weights, with ``num_running`` requests."""
         models = self.models
         with self._counting:
             drafters = list(self._drafters)
@@ -199,7 +195,7 @@ class Speculator:
             states=num_running * sum(model.state_bytes for model in models),
             features=sum(drafter.num_feature_bytes for drafter in drafters),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
-            prepacked=sum(own.num_bytes for own in prepacked),
-            released=sum(own.num_released_bytes for own in prepacked),
-            rounded_weights=sum(own.num_rounded for own in prepacked),
+            prepacked=sum(weights.num_bytes for weights in prepacked),
+            released=sum(weights.num_released_bytes for weights in prepacked),
+            rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )

@@ -19,8 +19,8 @@ KNOWN = (logits_process.__name__, stopping_criteria.__name__)
 def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> list[str]:
     """Return the names of processors and criteria that are not known to treat each row by itself.
 
-    Transformers' own do; others declare it by an attribute ``per_row = True``. Without it they may tell rows apart, end
-    all of them together or count their calls, and stock calls them once per step with the whole batch.
+    Those of transformers do; a user's declare it by an attribute ``per_row = True``. Without it they may tell rows
+    apart, end all of them together or count their calls, and stock calls them once per step with the whole batch.
     """
     return [
         type(each).__name__
@@ -38,7 +38,7 @@ def run_stock_loop(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Decode with stock's own loop, one token of every row at a time, and record the times on the requests."""
+    """Decode with stock's loop, one token of every row at a time, and record the times on the requests."""
     rows.begin()
     watch = _TokenTimes(clock)
     loop: Any = type(model)
@@ -65,7 +65,7 @@ def _record(request: Request, new: list[int], times_s: list[float]) -> None:
 
 
 class _TokenTimes(StoppingCriteria):
-    """Never stops; records when each step's tokens were chosen."""
+    """Criterion that never stops, and records when each step's tokens were chosen."""
 
     def __init__(self, clock: Clock):
         self.clock, self.times_s = clock, list[float]()

@@ -13,7 +13,7 @@ Text = Any  # str or bytes, by the kind of tokenizer
 
 
 class _Vocabulary:
-    """The text of every token as ``StopStringCriteria`` has it."""
+    """The text of every token, from ``StopStringCriteria``."""
 
     def __init__(self, tokenizer: Any):
         self.size = len(tokenizer)
@@ -42,14 +42,14 @@ def _vocabulary(tokenizer: Any) -> _Vocabulary:
 class StopStrings(StoppingCriteria):
     """Criterion that is met where ``StopStringCriteria`` is, at the first token that completes a stop string.
 
-    That class matches every token of the vocabulary with every place of every stop string before it begins, which takes
-    minutes for a few thousand characters. This one searches the text of the last tokens.
+    That class first matches every token of the vocabulary with every position of every stop string, which takes minutes
+    for a few thousand characters. This one searches the text of the last tokens.
     """
 
-    per_row = True  # it has no state, and treats every row by itself
+    per_row = True  # no state; every row by itself
 
     def __init__(self, tokenizer: Any, stop_strings: str | Sequence[str]):
-        """Take the tokenizer whose tokens are looked at, and strings.
+        """Prepare the search for strings in the tokens of a tokenizer.
 
         Raises:
             ValueError: the tokenizer has no token with which one of the strings could end.
@@ -58,19 +58,19 @@ class StopStrings(StoppingCriteria):
         vocabulary = _vocabulary(tokenizer)
         self._texts = vocabulary.texts
         self._stops = StopStringCriteria._get_stop_strings_for_matching(tuple(strings), vocabulary.mode)
-        self._most = max(map(len, self._stops))  # tokens that are looked at
+        self._max_tokens = max(map(len, self._stops))  # one character or byte each, at least
         if not any(map(vocabulary.can_end, self._stops)):
             raise ValueError("no token of the tokenizer ends with a part of one of them")
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return for each row whether its last token completes a stop string.  -> [batch] bool"""
-        found = [self._is_complete(row) for row in input_ids[:, -self._most :].tolist()]
-        return torch.tensor(found, device=input_ids.device)
+        is_complete = [self._is_complete(row) for row in input_ids[:, -self._max_tokens :].tolist()]
+        return torch.tensor(is_complete, device=input_ids.device)
 
     def _is_complete(self, tokens: list[int]) -> bool:
         texts: list[Text] = []
         for token in reversed(tokens):
-            if (text := self._texts.get(token)) is None:  # such as padding of the vocabulary: nothing goes across it
+            if (text := self._texts.get(token)) is None:  # such as padding of the vocabulary: no match goes across it
                 break
             texts.append(text)
         if not texts:

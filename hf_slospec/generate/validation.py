@@ -1,4 +1,4 @@
-"""Checks of a call before any work: each names the argument, what is wrong with it and what to do."""
+"""Checks of a call before any work: errors name the argument, the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hf_slospec.models.inspection.loaded import check_tokenizer
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed.model import PackedModel
 
-# Keyword arguments from stock that are handled here, or that do not affect the text.
+# Keyword arguments from stock that the package handles, or that do not affect the output.
 PREPARED = {
     "attention_mask",
     "cache_params",
@@ -45,7 +45,7 @@ PREPARED = {
     "use_cache",
 }
 CACHE_LAYERS = (DynamicLayer, StaticLayer, DummyLayer, LinearAttentionLayer)
-UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or stand for another decoding loop
+UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or belong to another decoding loop
 
 
 def check_make_policy(make_policy: Any) -> Any:
@@ -115,7 +115,10 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         raise InvalidInputError("inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0")
     hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
     if embeds is not None and hidden not in (None, embeds.shape[2]):
-        raise InvalidInputError(f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden}")
+        raise InvalidInputError(
+            f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden} channels, as "
+            "its get_input_embeddings() returns them"
+        )
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)
         if ids is not None and not isinstance(ids, torch.Tensor):
@@ -162,7 +165,9 @@ def _check_cache(cache: Any) -> None:
     if cache is None:
         return
     if not isinstance(cache, Cache):
-        raise InvalidTypeError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
+        raise InvalidTypeError(
+            f"past_key_values must be a transformers Cache, such as DynamicCache(), got {type(cache).__name__}"
+        )
     for layer in getattr(cache, "layers", [None]):
         if not isinstance(layer, CACHE_LAYERS) or isinstance(layer, BaseQuantizedLayer):
             raise UnsupportedOptionError(
@@ -181,7 +186,7 @@ def check_options(
 ) -> None:
     """Refuse options that tree speculation cannot honour, on the prepared generation config.
 
-    ``names_beside_text`` are inputs that only the model's own forward reads, as of images.
+    ``names_beside_text`` are inputs that only the model's own forward reads, such as images.
     """
     known = {*PREPARED, *names_beside_text, "mm_token_type_ids"}
     mode = generation_config.get_generation_mode()
@@ -201,7 +206,7 @@ def check_options(
 
 
 def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:
-    """Raise UnsupportedOptionError if the processes of a model would end a text at different places."""
+    """Raise UnsupportedOptionError if the processes of a model would end an output at different tokens."""
     if num_ranks > 1 and any(isinstance(each, MaxTimeCriteria) for each in criteria):
         raise UnsupportedOptionError(
             "max_time cannot be combined with slo_tpot and a tensor-parallel model, whose processes would stop at "
@@ -210,9 +215,9 @@ def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:
 
 
 def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = False) -> None:
-    """Refuse prompts that the target cannot process, or not exactly.
+    """Refuse prompts that the target cannot process exactly.
 
-    With ``has_placeholders``, tokens outside of the vocabulary may stand for images.
+    With ``has_placeholders``, ids beyond the vocabulary may stand for images.
 
     Raises:
         InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
@@ -238,23 +243,20 @@ def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = Fa
                 "layers select keys, of which equal scores leave the choice open; lower max_new_tokens to at most "
                 f"{max(target.num_selected - request.prompt_len, 0)}, or call generate without slo_tpot"
             )
-        own = rows.prompt.mask[request.index]
-        if not bool(own.all()) and checked.counts_padding:
+        mask = rows.prompt.mask[request.index]  # [length] bool
+        if not bool(mask.all()) and checked.counts_padding:
             raise UnsupportedInputError(
                 f"attention_mask masks tokens of row {request.index}, and {type(target.model).__name__} counts them as "
                 "text, so its output would depend on the other rows; pass rows of one length, or one row at a time"
             )
-        if counts_all and bool((own[:-1] & ~own[1:]).any()):
+        if counts_all and bool((mask[:-1] & ~mask[1:]).any()):
             raise UnsupportedOptionError(
                 f"attention_mask masks tokens inside row {request.index}, which a sliding window, a chunk or a "
                 "recurrent state would count; pad on the left only, or call generate without slo_tpot"
             )
     _check_rope(rows, target)
-    ids = rows.prompt.tokens
-    if (int(ids.max()) >= target.vocab_size and not has_placeholders) or int(ids.min()) < 0:
-        raise InvalidInputError(
-            f"input_ids holds ids outside 0 .. {target.vocab_size - 1}; is it another model's tokenizer?"
-        )
+    ids = rows.prompt.tokens.clamp(max=0) if has_placeholders else rows.prompt.tokens
+    check_ids("input_ids", (int(ids.min()), int(ids.max())), target.vocab_size)
     cached = rows.prompt.cached_shapes
     if cached and cached != [(layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers]:
         raise InvalidInputError(
@@ -263,10 +265,18 @@ def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = Fa
         )
 
 
-def _check_rope(rows: Rows, target: PackedModel) -> None:
-    """Refuse texts in which RoPE changes and a model computes its K/V anew there, or its rotary embedding is unknown.
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidInputError, which names the argument, for token ids outside of the vocabulary."""
+    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+        raise InvalidInputError(
+            f"{name} has token {wrong[0]}, and the vocabulary has {vocab_size} tokens; use this model's tokenizer"
+        )
 
-    Models that compute it anew have their own way to prepare inputs.
+
+def _check_rope(rows: Rows, target: PackedModel) -> None:
+    """Refuse outputs that may grow beyond a change of RoPE where stock computes K/V again, or RoPE is not known.
+
+    Models for which stock does so prepare inputs by a method of their own.
     """
     model: Any = target.model
     is_plain = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation

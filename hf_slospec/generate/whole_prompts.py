@@ -19,13 +19,13 @@ from hf_slospec.models.recurrent.stock_cache import StateLayer, read_states
 
 
 def names_beside_text(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
-    """Return which of these inputs of a model are of images, audio or video, or say where in the text they are."""
+    """Return the names of inputs that are images, audio or video, or say where in the text those are."""
     modalities = model.input_modalities
     if not set([modalities] if isinstance(modalities, str) else modalities) - {"text"}:
         return []
     names = [name for name, value in model_kwargs.items() if _holds_tensors(value)]
     if names == ["mm_token_type_ids"] and not bool(model_kwargs["mm_token_type_ids"].any()):
-        return []  # processors name the kinds of all tokens, of a text too
+        return []  # processors return the types of tokens for a mere text, too
     return names
 
 
@@ -36,7 +36,7 @@ def _holds_tensors(value: Any) -> bool:
 
 @contextlib.contextmanager
 def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
-    """Set back what stock ``generate`` leaves on a model for a call that continues its cache, after this context."""
+    """Reset, on exit, the ``rope_deltas`` that stock ``generate`` leaves for calls that continue its cache."""
     owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
     before = [owner.rope_deltas for owner in owners]
     try:
@@ -49,7 +49,7 @@ def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
 class WholePrompts:
     """The prompts of one call, processed as stock ``generate`` does: by one forward of the model, with all inputs.
 
-    Prompts of one call share that forward. A prompt that is processed again, as after preemption, takes another one.
+    Prompts of one call share that forward. A prompt that is processed again after preemption takes another one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WholePrompts:
         names: Sequence[str],
         state_layers: Sequence[StateLayer],
     ):
-        """Keep the inputs that stock ``generate`` prepared; ``names`` are of those beside the text.
+        """Keep the inputs that stock ``generate`` prepared; ``names``: the inputs beside the text.
 
         Raises:
             UnsupportedOptionError, UnsupportedInputError: they cannot be speculated.
@@ -83,7 +83,7 @@ class WholePrompts:
         if names:
             self._check_placeholders(what)
             self._check_ends()
-        self._of_rows: dict[int, Prefilled] = {}  # of rows that have not taken theirs
+        self._prefilled: dict[int, Prefilled] = {}  # by row, until its request takes it
 
     @classmethod
     def of(
@@ -95,7 +95,7 @@ class WholePrompts:
         return cls(packed.model, prompt, model_kwargs, names, packed.state_layers)
 
     def _check_placeholders(self, what: str) -> None:
-        """Refuse inputs that a model puts before the text, in places that ``input_ids`` does not have."""
+        """Refuse inputs that a model puts before the text, at positions that ``input_ids`` does not have."""
         if not _placeholders(self._model.config):
             raise UnsupportedOptionError(
                 f"{what} of {type(self._model).__name__}, which has no placeholder tokens for them, cannot be combined "
@@ -117,31 +117,31 @@ class WholePrompts:
             )
 
     def prefill(self, row: int) -> Callable[[], Prefilled]:
-        """Return the function that processes one row's prompt; to be called with the model's lock held."""
+        """Return the function that processes one row's prompt; call it with the model's lock held."""
         return functools.partial(self._take, row)
 
     def _take(self, row: int) -> Prefilled:
-        if row not in self._of_rows:
-            self._of_rows = dict(enumerate(self._process()))
-        return self._of_rows.pop(row)
+        if row not in self._prefilled:
+            self._prefilled = dict(enumerate(self._process()))
+        return self._prefilled.pop(row)
 
     @torch.no_grad()
     def _process(self) -> list[Prefilled]:
-        """Return what the model's own forward makes of all rows.
+        """Return the prefilled prompts of all rows, by one forward of the model.
 
-        The last token is verified like new ones. It is left out where layers keep states, which cannot be taken back.
+        The last token is verified like new ones. It is left out where layers keep states, which cannot be undone.
         """
         cache, ids = own_cache(self._model), self._prompt.tokens
         num_left_out = 1 if self._state_layers else 0
         end = ids.shape[1] - num_left_out
-        # Models add what they have encoded to the outputs of encoders.
+        # Copied, as models add what they have encoded to the dict of encoder outputs.
         inputs = {name: dict(value) if isinstance(value, dict) else value for name, value in self._inputs.items()}
         inputs |= {name: value[..., :end] for name, value in inputs.items() if _is_by_token(value, ids)}
         inputs = self._model.prepare_inputs_for_generation(
             ids[:, :end], past_key_values=cache, is_first_iteration=True, **inputs
         )
         logits = self._model(**inputs, return_dict=True).logits[:, -1]
-        found = []
+        prefilled = []
         for row in range(len(ids)):
             columns = self._prompt.columns_of(row)
             length = len(columns) - 1
@@ -149,12 +149,12 @@ class WholePrompts:
             last = _last_position(inputs.get("position_ids"), row, length - num_left_out)
             states = read_states(cache, self._state_layers, row, length)
             offset = last + num_left_out - length
-            found.append(Prefilled(tensors, length, offset, states, None if num_left_out else logits[row]))
-        return found
+            prefilled.append(Prefilled(tensors, length, offset, states, None if num_left_out else logits[row]))
+        return prefilled
 
 
 def _is_by_token(value: Any, ids: torch.Tensor) -> bool:
-    """Return whether an input has one number per token, as masks and positions, the latter on one or several axes."""
+    """Return whether an input has one integer per token, such as masks, or positions on one or several axes."""
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[-2:] == ids.shape
 
 
@@ -164,13 +164,13 @@ def _placeholders(config: Any) -> list[int]:
     return [value for name in names if isinstance(value := getattr(config, name, None), int)]
 
 
-def _last_position(position_ids: torch.Tensor | None, row: int, place: int) -> int:
-    """Return the position of a row's last token, which is ``place`` if the model counts positions itself.
+def _last_position(position_ids: torch.Tensor | None, row: int, counted: int) -> int:
+    """Return the position of a row's last token, which is ``counted`` if the model counts positions itself.
 
     Args:
         position_ids: [batch, length] int64, or [num_axes, batch, length]; text has the same position on all axes.
     """
     if position_ids is None:
-        return place
-    own = position_ids[..., min(row, position_ids.shape[-2] - 1), -1].reshape(-1)
-    return int(own[-1])
+        return counted
+    by_axis = position_ids[..., min(row, position_ids.shape[-2] - 1), -1].reshape(-1)
+    return int(by_axis[-1])

@@ -1,4 +1,4 @@
-"""Addresses of machines: which of them lead to this machine only."""
+"""Addresses of machines, and which of them are loopback addresses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_address(host: str) -> bool:
-    """Return whether a host is written as an IP address, and not as a name."""
+    """Return whether a host is an IP address and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -32,7 +32,7 @@ NewEngine = Callable[[], Engine[ContinuousScheduler]]
 
 
 class Observer(Protocol):
-    """Is called by a batcher, in its thread. Its errors are logged, and end no request."""
+    """Callbacks that a batcher calls in its thread. Their errors are logged, and end no request."""
 
     def on_step(self, step: StepEvent) -> None:
         """Handle the end of a step."""
@@ -42,10 +42,10 @@ class Observer(Protocol):
 
 
 class Batcher:
-    """Runs one engine in a thread of its own, while there is something to decode.
+    """Runs one engine in its own thread.
 
-    Other threads only leave orders behind a lock: requests to add, requests to cancel, to stop. The engine's thread
-    takes them between steps, so no other thread touches engine and scheduler.
+    Other threads only queue orders under a lock: to add a request, to cancel one, to return the load, to stop. The
+    engine's thread takes them between steps, so no other thread touches engine and scheduler.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Batcher:
 
         Args:
             new_engine: makes the engine of each start.
-            max_queue: requests that wait at most.
+            max_queue: maximum number of waiting requests.
             lock: held while the engine is used; other threads may run the same models between steps.
-            in_thread: makes the context that the batcher's thread runs in, which must not raise.
-            is_current: returns whether the last engine fits its models; if they were moved or cast, a new one is made.
+            in_thread: makes the context of the batcher's thread; must not raise.
+            is_current: returns False once the models were moved or cast; a new engine is made then.
         """
         self.in_thread, self.is_current = in_thread, is_current
         self.new_engine, self.max_queue = new_engine, max_queue
@@ -75,13 +75,13 @@ class Batcher:
         self._state = threading.Condition()  # guards the orders below
         self._arrivals: deque[RequestHandle] = deque()
         self._aborted: deque[tuple[RequestHandle, BaseException | None]] = deque()
-        self._asked: list[Future[ReplicaLoad]] = []  # for the load
+        self._load_futures: list[Future[ReplicaLoad]] = []
         self._ending: str | None = None  # "drain": take no more requests; "now": cancel all
-        self._handles: dict[int, RequestHandle] = {}  # of unfinished requests, by index
-        self._num_waiting = 0  # in the scheduler
-        self.num_running = self.kv_held = 0  # requests, and the slots they hold at their longest
-        self.lent_slots = 0  # of the drafter, that requests may hold beside the target's
-        self.num_kept = 0  # tokens of requests that are over whose K/V is kept
+        self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
+        self._num_waiting = 0  # requests in the scheduler's queue
+        self.num_running = self.kv_held = 0  # running requests, and the K/V slots they need at their longest
+        self.lent_slots = 0  # slots of the drafter's K/V memory that requests may use in addition
+        self.num_kept = 0  # tokens of finished requests whose K/V is kept
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
         self._why_not = why_not
@@ -106,7 +106,7 @@ class Batcher:
         return not self._handles
 
     def start(self) -> None:
-        """Begin to take requests, unless it does; waits for a stop that is in progress.
+        """Start the thread unless it takes requests; a stop in progress is waited for.
 
         Raises:
             NotRunningError: called by the batcher's own thread while it stops.
@@ -125,8 +125,8 @@ class Batcher:
             engine = self.new_engine()
             self.lock.rest()  # this thread may have loaded and measured the models
             thread = threading.Thread(target=self._run, args=(engine,), name="hf_slospec", daemon=True)
-            with self._state:  # the thread waits for it before it takes orders
-                thread.start()  # first, as there may be too many threads
+            with self._state:  # until the state is complete, the thread takes no orders
+                thread.start()  # may raise, with too many threads
                 self._ending, self._thread = None, thread
             _batchers.add(self)
 
@@ -167,7 +167,7 @@ class Batcher:
         future: Future[ReplicaLoad] = Future()
         with self._state:
             self.check_running()
-            self._asked.append(future)
+            self._load_futures.append(future)
             self._state.notify_all()
         return future
 
@@ -189,9 +189,7 @@ class Batcher:
 
     def _end_with(self, ending: str, thread: threading.Thread) -> None:
         with self._state:
-            if (
-                self._thread is thread and self._ending != "now"
-            ):  # not started again meanwhile, and not stopping already
+            if self._thread is thread and self._ending != "now":  # neither restarted, nor stopping already
                 self._ending, self._why_not = ending, "was stopped; call start() to use it again"
                 self._state.notify_all()
 
@@ -203,7 +201,7 @@ class Batcher:
             raise NotRunningError(f"the batcher {self._why_not}")
         begun_s = self.step_begun_s
         if begun_s is not None and time.monotonic() - begun_s > hang_s:
-            raise NotRunningError(f"a step of the batcher has not ended for more than {hang_s:g} s")
+            raise NotRunningError(f"a step of the batcher has not ended for more than {hang_s:g} s; restart it")
 
     @property
     def _is_taking(self) -> bool:
@@ -213,7 +211,7 @@ class Batcher:
 
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
-        engines = [engine]  # the present one
+        engines = [engine]  # one element, which `_replace_engine` replaces
         del engine
         with self.in_thread():
             for part in (self._serve, self._close):
@@ -224,16 +222,16 @@ class Batcher:
         with self._state:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
-            left = list(self._handles.values())
+            unfinished = list(self._handles.values())
             self._arrivals.clear()
-            asked, self._asked = self._asked, []
+            load_futures, self._load_futures = self._load_futures, []
             self._num_waiting = self.num_running = self.kv_held = self.lent_slots = self.num_kept = 0
             self._ending = "now"
             self._state.notify_all()
-        for future in asked:
+        for future in load_futures:
             if future.set_running_or_notify_cancel():
                 future.set_exception(NotRunningError(f"the batcher {self._why_not}"))
-        for handle in left:
+        for handle in unfinished:
             handle.request.end(error)
             self._end(handle.request)
         with self._state:
@@ -250,7 +248,7 @@ class Batcher:
         with self.lock:
             engines[0].close()
 
-    def _follow(self, engines: list[Engine[ContinuousScheduler]]) -> SLOSpecError | None:
+    def _replace_engine(self, engines: list[Engine[ContinuousScheduler]]) -> SLOSpecError | None:
         """Replace an engine whose models were moved or cast, and fail its requests; return an error if that fails."""
         (engine,) = engines
         error: SLOSpecError = UnsupportedModelError(
@@ -273,14 +271,16 @@ class Batcher:
             self.lock.rest()
         with self._state:
             self._count(engine)
-            self._state.wait_for(lambda: is_busy or self._arrivals or self._aborted or self._asked or self._ending)
+            self._state.wait_for(
+                lambda: is_busy or self._arrivals or self._aborted or self._load_futures or self._ending
+            )
             arrivals, self._arrivals = self._arrivals, deque()
             aborted, self._aborted = self._aborted, deque()
-            asked, self._asked = self._asked, []
+            load_futures, self._load_futures = self._load_futures, []
             self._num_waiting += len(arrivals)
             ending = self._ending
         if not self.is_current():
-            refusal = self._follow(engines)
+            refusal = self._replace_engine(engines)
             engine, scheduler = engines[0], engines[0].scheduler
             while refusal is not None and arrivals:
                 request = arrivals.popleft().request
@@ -291,7 +291,7 @@ class Batcher:
         for handle, error in aborted:
             if not handle.request.is_finished:
                 self._retire(engine, handle.request, error)
-        for future in asked:
+        for future in load_futures:
             if future.set_running_or_notify_cancel():
                 future.set_result(load_of(scheduler))
         return ending != "now" and not (ending == "drain" and not _is_busy(scheduler))
@@ -321,13 +321,13 @@ class Batcher:
         except Exception:
             if self.is_current():
                 raise
-            return  # a layer was cast before the next one; the requests fail before the next step
+            return  # the model was cast during the step; the requests fail before the next one
         finally:
             self.step_begun_s = None
-        # All is counted before threads that wait for a result can read the counts.
+        # Counted first: threads that wait for a result may read the counts.
         with self._state:
             self._count(engine)
-        self._tell(self.observer.on_step, event)
+        self._notify(self.observer.on_step, event)
         for part in event.requests:
             request = self._handles[part.index].request
             if request.is_finished:
@@ -336,18 +336,15 @@ class Batcher:
                 self._handles[part.index].advance()
 
     def _count(self, engine: Engine[ContinuousScheduler]) -> None:
-        scheduler, self.num_kept = engine.scheduler, engine.target.num_kept
+        scheduler = engine.scheduler
         before, self._num_waiting = self._num_waiting, len(scheduler.waiting)
-        self.num_running, self.kv_held, self.lent_slots = (
-            len(scheduler.running),
-            scheduler.kv_held,
-            scheduler.lent_slots,
-        )
+        self.num_running, self.kv_held = len(scheduler.running), scheduler.kv_held
+        self.lent_slots, self.num_kept = scheduler.lent_slots, engine.target.num_kept
         if self._num_waiting < before:
             self._state.notify_all()  # there is room in the queue
 
     def _do_less(self, engine: Engine[ContinuousScheduler], error: MemoryError) -> None:
-        """Reduce the work of steps after one ran out of memory; a single request that is too large fails."""
+        """Reduce the work of steps after one ran out of memory; a request that is too large by itself fails."""
         scheduler = engine.scheduler
         with self.lock:
             if engine.relieve():
@@ -359,7 +356,7 @@ class Batcher:
             self._retire(engine, max(scheduler.running, key=lambda request: len(request.tokens)), error)
 
     def _retire(self, engine: Engine[ContinuousScheduler], request: Request, error: BaseException | None) -> None:
-        """End a request before its time."""
+        """End a request that is not finished."""
         request.end(error)
         with self.lock:
             engine.retire([request])
@@ -370,16 +367,16 @@ class Batcher:
         if request.error is not None:
             _clear_frames(request.error)
         try:
-            self._tell(self.observer.on_end, request)
+            self._notify(self.observer.on_end, request)
         finally:
             handle.advance()
 
-    def _tell(self, notify: Callable[[T], None], news: T) -> None:
-        """Pass news to the observer; where it fails, requests go on without what it counts."""
+    def _notify(self, callback: Callable[[T], None], event: T) -> None:
+        """Pass an event to the observer; requests continue if that raises."""
         try:
-            notify(news)
+            callback(event)
         except Exception:
-            logger.exception("the observer of the batcher raised; requests go on, and its counts may be wrong")
+            logger.exception("the observer of the batcher raised; requests continue, and its counts may be wrong")
 
 
 def _is_busy(scheduler: ContinuousScheduler) -> bool:
@@ -388,14 +385,14 @@ def _is_busy(scheduler: ContinuousScheduler) -> bool:
 
 def _clear_frames(error: BaseException) -> None:
     """Clear the frames that an error's traceback keeps, which refer to the engine and all of its K/V."""
-    at = error.__traceback__
-    while at is not None:
-        frame: Any = at.tb_frame
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame: Any = traceback.tb_frame
         while frame is not None:
-            with contextlib.suppress(RuntimeError):  # it still runs
+            with contextlib.suppress(RuntimeError):  # the frame still runs
                 frame.clear()
             frame = frame.f_back
-        at = at.tb_next
+        traceback = traceback.tb_next
 
 
 _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()

@@ -20,7 +20,7 @@ TRIAL: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8}
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device of ``--device``: for auto, CUDA, or MPS where its output is right, or else the CPU.
+    """Return the device that ``--device`` names; auto: CUDA, or MPS if a trial is right, else the CPU.
 
     Raises:
         InvalidInputError: torch has no such device here.
@@ -30,7 +30,7 @@ def chosen_device(name: str) -> torch.device:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, ImportError) as error:  # torch without CUDA, or without that device's module
-        raise InvalidInputError(f"--device {name}: {error}") from error
+        raise InvalidInputError(f"--device {name}: {error}; choose another device, or auto") from error
     if torch.device(name).type == "meta":
         raise InvalidInputError("--device meta: its tensors have no data; choose another device")
     return torch.device(name)
@@ -48,11 +48,11 @@ def _best_device() -> torch.device:
 
 
 def decodes_as_stock(device: torch.device) -> bool:
-    """Return whether the embedded pair, speculated on a device, gives what ``generate`` gives there."""
+    """Return whether the embedded pair gives the same tokens on a device with speculation as with ``generate``."""
     target, draft, tokenizer = load_tiny_pair()
     config = SLOSpecConfig(policy="fixed", max_depth=2, max_width=2)
     try:
-        model = target.to(device)  # type: ignore[arg-type]  # of the decorated method
+        model = target.to(device)  # type: ignore[arg-type]  # decorated method
         generator = SLOSpecGenerator(model, draft.to(device), config=config)  # type: ignore[arg-type]
         inputs = tokenizer(tiny_prompts()[0], return_tensors="pt").to(device)
         for do_sample in (False, True):
@@ -69,7 +69,7 @@ def decodes_as_stock(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device with the name of what it is."""
+    """Return a device as text, with its model name if that is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if device.type == "cpu":
         name = cpu_info("model name")

@@ -47,10 +47,10 @@ class SLOSpecGenerator:
         model: the target, a loaded transformers causal LM, or a PEFT model around one.
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
-        tokenizer: of both models.
+        tokenizer: the tokenizer of both models.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         drafter: as in :func:`enable`.
-        processor: of texts with images, for :meth:`submit`; its tokenizer is used if none is given.
+        processor: prepares prompts with images for :meth:`submit`; its tokenizer is used if none is given.
         make_policy, fallback: as in :func:`enable`.
 
     Raises:
@@ -70,19 +70,19 @@ class SLOSpecGenerator:
         fallback: bool = False,
     ):
         check_tokenizer(tokenizer)
+        tokenizer = tokenizer or getattr(processor, "tokenizer", None)
         if processor is not None and not callable(processor):
             raise InvalidTypeError(
                 "processor must be a loaded processor, such as AutoProcessor.from_pretrained(...) returns; got "
                 f"{type(processor).__name__}"
             )
         self.decoder = Decoder(
-            model, assistant_model, drafter=drafter, tokenizer=tokenizer or getattr(processor, "tokenizer", None),
-            config=config, make_policy=make_policy, fallback=fallback,
+            model, assistant_model, drafter=drafter, tokenizer=tokenizer, config=config, make_policy=make_policy,
+            fallback=fallback,
         )  # fmt: skip
-        self.model, self.assistant_model, self.processor = model, assistant_model, processor
-        self.tokenizer = tokenizer or getattr(processor, "tokenizer", None)
+        self.model, self.assistant_model, self.processor, self.tokenizer = model, assistant_model, processor, tokenizer
         self.config = self.decoder.config
-        self._service = BatchingService(self.decoder, self.tokenizer, processor)
+        self._service = BatchingService(self.decoder, tokenizer, processor)
 
     @classmethod
     def from_pretrained(
@@ -102,12 +102,11 @@ class SLOSpecGenerator:
     ) -> SLOSpecGenerator:
         """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or from folders.
 
-        With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
-        ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model,
-        further arguments to the target's ``from_pretrained``. Checkpoints that lack tensors, or have others than their
-        class, are refused unless ``allow_missing``. No weight requires a gradient; call ``requires_grad_(True)`` before
-        training. With ``distributed_config``, the target is tensor-parallel and each
-        process has the whole draft.
+        With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``, ``device_map`` and
+        Hub access (``token``, ``cache_dir``, ...) apply to the target and the assistant model, further arguments to the
+        target's ``from_pretrained``. Checkpoints whose tensors are not those of their class are refused unless
+        ``allow_missing``. No weight requires a gradient; call ``requires_grad_(True)`` before training. With
+        ``distributed_config``, the target is tensor-parallel and each process has the whole draft.
 
         Raises:
             InvalidInputError: there are a drafter and an assistant model.
@@ -116,7 +115,7 @@ class SLOSpecGenerator:
         check_drafting(assistant_model, drafter)
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
-        if not hub.get("local_files_only"):  # an unreachable Hub would be tried for most of a minute
+        if not hub.get("local_files_only"):  # an unreachable Hub would be retried for most of a minute
             for name in (model, assistant_model):
                 hub |= {} if name is None else hub_options(name, hub.get("cache_dir"))
         tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
@@ -124,7 +123,7 @@ class SLOSpecGenerator:
         kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
         target: Any = load_model(kind, model, allow_missing, dtype=dtype, device_map=device_map, **model_kwargs | hub)
         if (target.tp_size or 1) > 1:
-            device_map = input_device(target)  # of the whole draft, beside this process's part of the target
+            device_map = input_device(target)  # for the whole draft, beside this process's part of the target
         draft = None
         if assistant_model is not None:
             draft = load_model(
@@ -189,29 +188,29 @@ class SLOSpecGenerator:
     ) -> RequestHandle:
         """Queue one request for the batcher; may be called from any thread.
 
-        Its output is what ``generate`` gives for it alone, whatever else runs; of a sampled one, what it gives after
+        Its output is that of ``generate`` for this request alone, whatever else runs; if sampled, that after
         ``torch.manual_seed(seed)``.
 
         Args:
             prompt: a text or chat messages (with a tokenizer), or token ids of one request.
-            images: of a text with placeholders, for the generator's processor. Chat messages have them among the parts
-                of their content, and with token ids go the processor's tensors (``pixel_values``, ...), as ``kwargs``.
+            images: the images of a text with placeholders, for the generator's processor. Chat messages have theirs
+                in their content; with token ids, pass the processor's tensors (``pixel_values``, ...) as ``kwargs``.
             slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no SLO.
             slo_ttft: seconds from now to the first token.
             priority: requests with a lower number are guaranteed, and served, first, as with vLLM.
             best_effort: use leftover budget only, without a guarantee.
-            seed: of sampling; drawn if omitted, see ``handle.seed``.
+            seed: seed of sampling; drawn if omitted, see ``handle.seed``.
             block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.
             logprobs: record the log probability of every new token, and of so many of the most probable ones at its
-                place, before any processor: ``handle.logprobs``.
+                position, before any processor: ``handle.logprobs``.
             prompt_logprobs: the same for the prompt's tokens: ``handle.prompt_logprobs``. All of the prompt is
                 processed, in smaller chunks, even where K/V of its beginning is kept.
-            cache_salt: share K/V of common beginnings with requests of the same salt only, so that times do not tell
-                one user what others have sent.
+            cache_salt: share the K/V of common beginnings only with requests of the same salt, so that latencies do
+                not reveal what other users have sent.
             must_guarantee: end the request with NotGuaranteedError, before any work, unless its SLOs can be guaranteed
-                when it arrives; ``await handle.aguaranteed()`` tells.
-            resume: an output that was begun elsewhere, ``handle.progress`` there: the request goes on behind its last
-                token. With the same prompt, options and seed, the whole is what one generator would have written.
+                when it arrives; see ``await handle.aguaranteed()``.
+            resume: the ``handle.progress`` of a request elsewhere: this one continues after its last token. With the
+                same prompt, options and seed, the output is that of one generator.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 
@@ -229,7 +228,7 @@ class SLOSpecGenerator:
         return self._service.submit(prompt, slo_tpot, options, kwargs, images)
 
     def start(self) -> SLOSpecGenerator:
-        """Start the batcher unless it runs. Measures step times first if no profile is kept."""
+        """Start the batcher unless it runs. Step times are measured first if no profile is stored."""
         self._service.start()
         return self
 
@@ -259,7 +258,7 @@ class SLOSpecGenerator:
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and output that one submitted request may have, once the batcher was started."""
+        """Maximum tokens of prompt and output of one submitted request, once the batcher was started."""
         return self._service.max_len
 
     @property
@@ -280,7 +279,7 @@ class SLOSpecGenerator:
 
         Args:
             prompt: as for :meth:`submit`, which also has ``prompt_logprobs``.
-            num_top: number of most probable tokens to return for each place.
+            num_top: number of most probable tokens to return at each position.
 
         Returns:
             One entry per token; None for the first.

@@ -24,8 +24,8 @@ ToText = Callable[[list[int]], str]
 class RequestResult:
     """Output of a finished request."""
 
-    token_ids: list[int]  # the new ones
-    text: str | None  # of the new tokens; None without a tokenizer
+    token_ids: list[int]  # new tokens only
+    text: str | None  # text of the new tokens; None without a tokenizer
     finish_reason: FinishReason
     metrics: RequestMetrics
 
@@ -33,8 +33,8 @@ class RequestResult:
 class RequestHandle:
     """A stream of a request's output, and its result; may be used from any thread, or awaited.
 
-    Iterating yields pieces of text as tokens are committed, or token ids where there is no tokenizer. Every iteration
-    starts from the beginning. An error of the request is raised by its iteration and by ``result``.
+    Iterating yields pieces of text as tokens are committed, or token ids without a tokenizer. Every iteration starts
+    from the beginning. Iteration and ``result`` raise the error of a request that failed.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class RequestHandle:
         prompt_logprobs: Sequence[TokenLogprobs | None] = (),
     ):
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-        self.replica: str | None = None  # which serves it, where there are replicas
+        self.replica: str | None = None  # name of the replica that serves it, if there are replicas
         self.request, self._to_text, self._abort = request, to_text, abort
-        self.seed = seed  # of sampling; None for greedy decoding
+        self.seed = seed  # seed of sampling; None for greedy decoding
         self._changed = threading.Condition()
-        self._num_ready = -1  # until the engine has taken the request
-        self._traceback: TracebackType | None = None  # of the request's error, where it was raised
+        self._num_ready = -1  # published new tokens; -1 until the engine has taken the request
+        self._traceback: TracebackType | None = None  # traceback of the request's error
         self._is_done = False
         self._wakers: list[_Waker] = []
         self._pid = os.getpid()
@@ -66,10 +66,10 @@ class RequestHandle:
             self._num_ready, self._is_done = self.request.num_emitted, self.request.is_finished
             if self.request.error is not None:
                 self._traceback = self.request.error.__traceback__
-            wakers = [waker for waker in self._wakers if self._is_done or self._num_ready > waker.at]
+            wakers = [waker for waker in self._wakers if self._is_done or self._num_ready > waker.num_known]
             self._changed.notify_all()
         for waker in wakers:
-            with contextlib.suppress(RuntimeError):  # its loop has been closed meanwhile
+            with contextlib.suppress(RuntimeError):  # its loop was closed
                 waker.loop.call_soon_threadsafe(waker.wake)
 
     # ---- for the caller
@@ -79,41 +79,41 @@ class RequestHandle:
         """The new tokens so far."""
         return self._since(0)
 
-    def _since(self, at: int) -> list[int]:
-        """Return the new tokens but the first ``at``."""
+    def _since(self, num_known: int) -> list[int]:
+        """Return the new tokens but the first ``num_known``."""
         begin = self.request.prompt_len
-        return self.request.tokens[begin + at : begin + max(self._num_ready, 0)]
+        return self.request.tokens[begin + num_known : begin + max(self._num_ready, 0)]
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Log probabilities of the new tokens so far, where ``submit`` was asked for them."""
+        """Log probabilities of the new tokens so far, if ``submit`` was asked for them."""
         return list(self._logprobs[: max(self._num_ready, 0)])
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:
-        """Log probabilities of the prompt's tokens, from the first new token on; None for the first.
+        """Log probabilities of the prompt's tokens, None for the first; empty before the first new token.
 
-        None at all unless ``submit`` was asked for them.
+        Also empty unless ``submit`` was asked for them.
         """
         return list(self._prompt_logprobs) if self._num_ready > 0 else []
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Way in which the request ended; None while it goes on."""
+        """Reason why the request ended; None before that."""
         return self.request.finish_reason if self._is_done else None
 
     @property
     def commits(self) -> list[Commit]:
-        """Return what each step so far added, when, and how much of it the draft had proposed."""
+        """Commits of the steps so far: the number of tokens, accepted ones among them, and the time."""
         return [commit for commit in list(self.request.commits) if commit.num_emitted <= self._num_ready]
 
     @property
     def from_draft(self) -> list[bool]:
-        """Return for each of the new tokens so far whether it is an accepted draft token."""
+        """Flags of the new tokens so far: True for an accepted draft token."""
         origins: list[bool] = []
         for commit in self.commits:
             num_new = commit.num_emitted - len(origins)
-            origins += [place < commit.num_accepted for place in range(num_new)]
+            origins += [index < commit.num_accepted for index in range(num_new)]
         return origins
 
     @property
@@ -173,28 +173,26 @@ class RequestHandle:
 
     def _steps(self) -> Iterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last."""
-        at = 0
-        while True:
+        num_known, is_done = 0, False
+        while not is_done:
             self._check_waiting()
-            new, is_done = self._wait_past(at)
-            at += len(new)
+            new, is_done = self._wait_past(num_known)
+            num_known += len(new)
             yield new, is_done
-            if is_done:
-                self._raise_if_failed()
-                return
+        self._raise_if_failed()
 
-    def _wait_past(self, at: int) -> tuple[list[int], bool]:
-        """Wait for more than the first ``at`` tokens, or the end; return the new ones and whether they are the last."""
+    def _wait_past(self, num_known: int) -> tuple[list[int], bool]:
+        """Wait for further tokens or the end; return the tokens and whether they are the last."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_done or self._num_ready > at)
-            return self._since(at), self._is_done
+            self._changed.wait_for(lambda: self._is_done or self._num_ready > num_known)
+            return self._since(num_known), self._is_done
 
     # ---- for asyncio
 
     async def aguaranteed(self) -> bool:
-        """Wait until the engine has taken the request; return whether its SLOs are guaranteed by then.
+        """Wait until the engine has taken the request; return whether its SLOs are guaranteed then.
 
-        Without ``must_guarantee`` that is decided later, before the next step.
+        Without ``must_guarantee`` the engine decides later, before the next step.
 
         Raises:
             NotGuaranteedError: they are not, and it was submitted with ``must_guarantee``.
@@ -228,21 +226,21 @@ class RequestHandle:
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last."""
-        at, is_done = 0, False
+        num_known, is_done = 0, False
         while not is_done:
-            await self._more(at)
+            await self._more(num_known)
             with self._changed:
-                new, is_done = self._since(at), self._is_done
-            at += len(new)
+                new, is_done = self._since(num_known), self._is_done
+            num_known += len(new)
             yield new, is_done
         self._raise_if_failed()
 
-    async def _more(self, at: float) -> None:
-        """Wait until there is more than the first ``at`` tokens, or the end."""
+    async def _more(self, num_known: float) -> None:
+        """Wait for more than ``num_known`` new tokens, or the end."""
         self._check_waiting()
-        waker = _Waker(at)
+        waker = _Waker(num_known)
         with self._changed:
-            if self._is_done or self._num_ready > at:
+            if self._is_done or self._num_ready > num_known:
                 return
             self._wakers.append(waker)
         try:
@@ -254,11 +252,11 @@ class RequestHandle:
     def _check_waiting(self) -> None:
         """Raise NotRunningError where waiting would never end."""
         if self._pid != os.getpid():
-            raise NotRunningError("the request runs in the process this one was forked from")
+            raise NotRunningError("the request runs in the process this one was forked from; wait for it there")
         if threading.current_thread() is self.thread and not self._is_done:
             raise NotRunningError("the batcher's own thread would wait for itself; wait in another thread")
 
-    # ----
+    # ---- for both
 
     def _result(self) -> RequestResult:
         self._raise_if_failed()
@@ -275,10 +273,10 @@ class RequestHandle:
 
 
 class _Waker:
-    """A task in an event loop that waits for more than ``at`` tokens."""
+    """A task in an event loop that waits for more than ``num_known`` tokens."""
 
-    def __init__(self, at: float):
-        self.at, self.loop = at, asyncio.get_running_loop()
+    def __init__(self, num_known: float):
+        self.num_known, self.loop = num_known, asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self.loop.create_future()
 
     def wake(self) -> None:
@@ -287,7 +285,7 @@ class _Waker:
 
 
 class TextStream:
-    """Incremental text of a growing list of tokens: whole characters only, decoded with the tokens before them."""
+    """Incremental detokenization: whole characters only, decoded together with the tokens before them."""
 
     def __init__(self, to_text: ToText):
         self.to_text = to_text

@@ -1,4 +1,4 @@
-"""Loading of models by the options of a command: a target, what drafts for it, and a generator with both."""
+"""Models of a command: the target, its drafter and a generator with both, by the options of the command line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.tiny.embedded import HEADS, load_tiny_drafter
 from hf_slospec.tiny.load import Pair, load_pair
 
-ASSISTANT = "assistant"  # as a part of a drafter: the draft of the pair
-WITHOUT_DRAFT = "lookup"  # drafter of a target by name, where none is named
+ASSISTANT = "assistant"  # name of the pair's draft in --drafter
+WITHOUT_DRAFT = "lookup"  # default drafter with --target
 EMBEDDED = "tiny"  # model name of the embedded pair
 
 
@@ -37,13 +37,13 @@ class ModelOptions:
     target: str | None = None  # None: the embedded pair
     assistant: str | None = None
     drafter: str | None = None  # source for load_drafter; None: the draft of the pair, or without one prompt lookup
-    size: str = "tiny"  # of the embedded target
+    size: str = "tiny"  # size of the embedded target
     dtype: str = "fast"
     device: str = AUTO
-    allow_pickle: bool = True  # weights that are not safetensors, which may run code; never of a drafter
+    allow_pickle: bool = True  # load weights that are not safetensors, which may run code; never a drafter's
     share_texts: bool = False  # suffix trees hold the outputs of other requests with the same cache_salt, too
-    images: bool = False  # load the target with what encodes images, and its processor
-    allow_missing: bool = False  # load checkpoints that lack tensors, or have others than their class
+    images: bool = False  # load the target with its image encoder and processor
+    allow_missing: bool = False  # load checkpoints whose tensors are not those of their class
 
     def __post_init__(self) -> None:
         if self.assistant is not None and self.drafter is not None:
@@ -72,11 +72,11 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """Name of the target: of a folder, its last part."""
+        """Name of the target; the last part of a folder's path."""
         return EMBEDDED if self.target is None else named(self.target)
 
     def load(self) -> Pair:
-        """Return the models and the tokenizer; raises InvalidInputError if there are none, or no such drafter."""
+        """Return the models and the tokenizer; raises InvalidInputError if they or the drafter cannot be found."""
         try:
             self.check_drafter()
         except SLOSpecError as error:
@@ -88,20 +88,22 @@ class ModelOptions:
         )  # fmt: skip
 
     def method(self, pair: Pair) -> DraftMethod:
-        """Return what drafts for the target of the pair; raises InvalidInputError if that cannot be loaded."""
-        own: dict[str, Callable[[], Any]] = {ASSISTANT: lambda: pair.draft}
+        """Return the draft method for the target of the pair; raises InvalidInputError if it cannot be loaded."""
+        embedded: dict[str, Callable[[], Any]] = {ASSISTANT: lambda: pair.draft}
         if self.target is None:
-            own |= {kind: partial(load_tiny_drafter, kind, cast(LlamaForCausalLM, pair.target)) for kind in HEADS}
+            embedded |= {kind: partial(load_tiny_drafter, kind, cast(LlamaForCausalLM, pair.target)) for kind in HEADS}
         try:
-            sources = [own[part]() if part in own else part for part in self.parts]
+            sources = [embedded[part]() if part in embedded else part for part in self.parts]
             return load_drafter(
                 sources, pair.target, tokenizer=pair.tokenizer, share_texts=self.share_texts,
                 allow_missing=self.allow_missing,
             )  # fmt: skip
         except MissingExtraError:
             raise
-        except (SLOSpecError, ImportError) as error:  # ImportError: a model needs a package that is missing
+        except SLOSpecError as error:
             raise InvalidInputError(f"{self._drafting}: {error}") from error
+        except ImportError as error:
+            raise InvalidInputError(f"{self._drafting} needs a package, which must be installed: {error}") from error
 
     @property
     def _drafting(self) -> str:
@@ -112,7 +114,7 @@ class ModelOptions:
         check_source(self.parts, (ASSISTANT, *(HEADS if self.target is None else ())))
 
     def generator(self, config: SLOSpecConfig, chat_template: str | None = None) -> SLOSpecGenerator:
-        """Return a generator with the models; ``chat_template`` replaces the tokenizer's, if it is given."""
+        """Return a generator with the models; ``chat_template`` replaces that of the tokenizer, if given."""
         pair = self.load()
         processor = AutoProcessor.from_pretrained(self.target) if self.images else None
         if chat_template is not None:
@@ -126,30 +128,30 @@ class ModelOptions:
 
 
 def named(target: str) -> str:
-    """Return the name of a model: that of its folder, or of its repository."""
+    """Return the name of a model's folder, or its repository."""
     return os.path.basename(os.path.abspath(target)) if os.path.isdir(target) else target
 
 
 def size_and_place(model: PreTrainedModel) -> str:
-    """Return what a command says of the target that it has loaded: its size, dtype and device."""
+    """Return the size, dtype and device of a model, for commands to print."""
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{model.num_parameters() / 1e6:.0f} M parameters, {dtype}, on {device_name(input_device(model))}"
 
 
-def _check_chat_template(target: str | None, maker: Any, takes_parts: bool) -> None:
-    """Raise InvalidInputError if a chat template cannot write a conversation of one message.
+def _check_chat_template(target: str | None, renderer: Any, takes_parts: bool) -> None:
+    """Raise InvalidInputError if a chat template cannot render a conversation of one message.
 
     Args:
-        maker: the tokenizer or processor.
-        takes_parts: contents are lists of parts, as those of processors.
+        renderer: the tokenizer or processor.
+        takes_parts: message contents are lists of parts, as for processors.
     """
-    if getattr(maker, "chat_template", None) is None:
+    if getattr(renderer, "chat_template", None) is None:
         return
     content = [{"type": "text", "text": "Hello"}] if takes_parts else "Hello"
     try:
-        maker.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+        renderer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        if type(error) is jinja2.TemplateError:  # what a template's own raise_exception raises
+        if type(error) is jinja2.TemplateError:  # raised by raise_exception in a template, so it works
             return
         raise InvalidInputError(
             f"the chat template of {target or 'the embedded target'} is broken: {error}; give a working one in a file "

@@ -22,13 +22,13 @@ def only_errors_logged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logged_afterwards() -> Iterator[None]:
-    """Keep what the package logs inside the context, and write it to standard error at the end."""
+    """Keep log records of the package inside the context, and write them to standard error at the end."""
     logger, output = logging.getLogger("hf_slospec"), logging.StreamHandler()
     output.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    kept = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, target=output)
-    logger.addHandler(kept)
+    buffer = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, target=output)
+    logger.addHandler(buffer)
     try:
         yield
     finally:
-        logger.removeHandler(kept)
-        kept.close()  # writes them
+        logger.removeHandler(buffer)
+        buffer.close()  # writes the records

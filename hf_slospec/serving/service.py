@@ -37,6 +37,7 @@ from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.prompt_logprobs import read_prompt
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator, clock
+from hf_slospec.generate.validation import check_ids
 from hf_slospec.generate.whole_prompts import keeping_rope_deltas
 from hf_slospec.models.device.host_memory import return_freed_memory
 from hf_slospec.models.device.memory import free_memory
@@ -49,9 +50,9 @@ from hf_slospec.serving.submission import Prompt, SubmitOptions, check_arguments
 from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
 
 logger = logging.getLogger(__name__)
-STREAMER_S = 5.0  # that stopping waits for a streamer to receive the remaining tokens
-UNBOUNDED_LEN = 1 << 20  # tokens of a text for which no layer caches anything
-FREE_SHARE = 0.4  # share of the free memory for K/V; a pool that grows is there twice for a moment
+STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the remaining tokens
+UNBOUNDED_LEN = 1 << 20  # tokens of a request whose K/V takes no memory
+FREE_SHARE = 0.4  # share of the free memory for K/V; a growing pool is copied, so it needs twice its size for a moment
 
 
 class BatchingService:
@@ -59,15 +60,15 @@ class BatchingService:
 
     def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, processor: Any = None):
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, decoder.config
-        self.processor = processor  # of prompts with images
+        self.processor = processor  # for prompts with images
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
         self._batcher: Batcher | None = None
         self._limits: Limits | None = None
-        self._policy_config: SLOSpecConfig | None = None  # that of `set_policy`
+        self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None  # weak: it holds all K/V
-        self._places: list[tuple[Any, ...]] = []  # of the models when the engine was made
+        self._placements: list[tuple[Any, ...]] = []  # placements of the models when the engine was made
         self._index = itertools.count()
         self._lock = FairLock()
 
@@ -79,7 +80,7 @@ class BatchingService:
         Raises:
             UnsupportedModelError: the decoder can only fall back to stock ``generate``, or its model is split over
                 processes.
-            UnsupportedInputError: the model's generation config asks for what no request can be given.
+            UnsupportedInputError: every request would fail because of the model's generation config.
         """
         with self._lock:
             if self._batcher is None:
@@ -102,7 +103,7 @@ class BatchingService:
             self._batcher.start()
 
     def _check_defaults(self) -> None:
-        """Prepare a request without options of its own, so that what would fail each request fails the start."""
+        """Prepare a request without options, so that a generation config that fails every request fails the start."""
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self.decoder.model.device)
         short = {"max_new_tokens": 1, "min_new_tokens": 0, "min_length": 0, "tokenizer": self.tokenizer}
         try:
@@ -139,17 +140,16 @@ class BatchingService:
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and output that one request may have, once the batcher was started."""
-        most = trained_len(self.decoder.model) or math.inf
-        return int(min(most, self.limits.kv_tokens - self.limits.max_nodes))
+        """Maximum tokens of prompt and output of one request, once the batcher was started."""
+        return int(min(trained_len(self.decoder.model) or math.inf, self.limits.kv_tokens - self.limits.max_nodes))
 
     def _new_engine(self) -> Engine[ContinuousScheduler]:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
-        self._places = speculator.places
-        kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens
-        target = speculator.new_target(self._samplers, slots, kept)
-        drafter = speculator.new_drafter(slots, kept, keeps_rng=False)  # every request has noise of its own
-        costs = speculator.costs.for_own_engine()  # generate calls beside it have other batches
+        self._placements = speculator.placements
+        max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens
+        target = speculator.new_target(self._samplers, slots, max_kept)
+        drafter = speculator.new_drafter(slots, max_kept, keeps_rng=False)  # every request has its own noise
+        costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
         engine = continuous_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
         )
@@ -157,7 +157,7 @@ class BatchingService:
         return engine
 
     def _is_current(self) -> bool:
-        return self._places == self.decoder.speculator.places
+        return self._placements == self.decoder.speculator.placements
 
     def set_policy(self, config: SLOSpecConfig) -> None:
         """Use this config's policy from the next step on.
@@ -185,7 +185,7 @@ class BatchingService:
     def on_end(self, request: Request) -> None:
         """Count a request that ended, and drop its sampler."""
         self._samplers.remove(request)
-        request.noise = request.prefill = request.prompt_reader = None  # a kept handle must not keep noise and images
+        request.noise = request.prefill = request.prompt_reader = None  # not to be held by a handle that is kept
         self.telemetry.on_end(request)
 
     def stats(self) -> Stats:
@@ -223,12 +223,12 @@ class BatchingService:
                 "submit outside of it, and let Accelerator.prepare turn autocast on within the model's forward"
             )
         streamer = arguments.pop("streamer", None)
-        own = inputs_of(prompt, images, self.tokenizer, self.processor)
-        own["attention_mask"] = torch.ones_like(own["inputs"])
-        own = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
-               for name, value in own.items()}  # fmt: skip
+        inputs = inputs_of(prompt, images, self.tokenizer, self.processor)
+        inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
+        inputs = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
+                  for name, value in inputs.items()}  # fmt: skip
         with keeping_rope_deltas(self.decoder.model):
-            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | own, batcher.is_idle)
+            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | inputs, batcher.is_idle)
         request = self._request(call, options)
         call.speculator.lock.rest()  # this thread may have read weights or encoded images
         call.rows.record.num_top = options.logprobs
@@ -242,7 +242,7 @@ class BatchingService:
             self._samplers.add(request, call.sampler(seed, sharing=self.config.max_batch))
         handle = RequestHandle(
             request, self._to_text, batcher.abort, seed if request.is_sampled else None, call.rows.record.logprobs[0],
-            [] if reader is None else reader.found,
+            [] if reader is None else reader.logprobs,
         )  # fmt: skip
         try:
             batcher.submit(handle, options.block, options.timeout)
@@ -272,10 +272,8 @@ class BatchingService:
         return request
 
     def _resume(self, call: Call, request: Request, progress: Progress) -> None:
-        """Continue an output; log probabilities of the tokens that are there already are not known."""
-        known = vocab_size(self.decoder.model)
-        if wrong := [token for token in progress.tokens if token >= known]:
-            raise InvalidInputError(f"resume has token {wrong[0]}, and the vocabulary has {known} tokens")
+        """Continue an output; the log probabilities of its earlier tokens are not known."""
+        check_ids("resume", progress.tokens, vocab_size(self.decoder.model))
         request.resume(progress, clock())
         if call.rows.record.num_top is not None:
             call.rows.record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(progress.tokens)
@@ -296,19 +294,19 @@ def _batcher_thread() -> Iterator[None]:
 def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
     """Return how many tokens of K/V fit into a share of the free memory, at most those of a full batch.
 
-    Recurrent states of a full batch come first; where all layers keep states, tokens take no memory.
+    The recurrent states of a full batch are subtracted; if all layers keep states, tokens take no memory.
     """
     bytes_per_token = sum(model.kv_bytes_per_token for model in speculator.models)
     state_bytes = max_batch * sum(model.state_bytes for model in speculator.models)
     device = speculator.target.packed.device
-    if device.type == "cuda":  # torch keeps memory that it has freed
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + kept
+    if device.type == "cuda":  # torch's allocator reserves memory that it has freed
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reserved
     else:
         free = free_memory()
-    most = trained_len(speculator.target.model) or (math.inf if bytes_per_token else UNBOUNDED_LEN)
+    max_len = trained_len(speculator.target.model) or (math.inf if bytes_per_token else UNBOUNDED_LEN)
     fitting = max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token if bytes_per_token else math.inf
-    return int(min(fitting, max_batch * (most + speculator.max_nodes)))
+    return int(min(fitting, max_batch * (max_len + speculator.max_nodes)))
 
 
 def _draft_share(speculator: Speculator) -> float:
@@ -318,7 +316,7 @@ def _draft_share(speculator: Speculator) -> float:
 
 
 def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
-    """Send tokens to a streamer in a thread of its own: a slow one delays no step, and its errors are its own."""
+    """Send tokens to a streamer; runs in its own thread, so that a slow streamer delays no step."""
     try:
         try:
             streamer.put(prompt.cpu())
@@ -326,7 +324,7 @@ def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
                 streamer.put(torch.tensor([token]))
         finally:
             streamer.end()
-    except Exception as error:  # noqa: BLE001  an error of the streamer fails its request, unless that is over
+    except Exception as error:  # noqa: BLE001  an error of the streamer fails its request, unless that is done
         if handle.done() and error is not handle.request.error and not isinstance(error, RequestCancelledError):
             logger.warning("the streamer of request %d raised after its end: %r", handle.request.index, error)
         handle.fail(error)

@@ -1,4 +1,4 @@
-"""A submitted request before it is queued: its options, and its prompt as token ids."""
+"""Options and prompt of a submitted request, checked before it is queued."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hf_slospec.errors import (
 from hf_slospec.generate.slo import LEAST_S
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
-IMPOSSIBLE = "impossible"  # of type and range, and still no value to work with
+IMPOSSIBLE = "impossible"  # type and range are right, and the value contradicts itself or others
 WRONG_VALUE = ("greater_than", "less_than", "finite", IMPOSSIBLE)  # pydantic's error types that are no type errors
-# Raised by tokenizers, chat templates and processors for what they cannot process.
+# Raised by tokenizers, chat templates and processors for inputs that they cannot process.
 REFUSALS = (
     TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, RuntimeError,
 )  # fmt: skip
-NOT_FOR_ONE = (  # arguments of generate that say nothing about a single request's tokens
+NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a single request
     "assistant_model",
     "attention_mask",
     "input_ids",
@@ -55,8 +55,8 @@ class SubmitOptions(BaseModel):
     cache_salt: str = ""
     must_guarantee: bool = False
     resume: Progress | None = None
-    logprobs: int | None = Field(None, ge=0)  # log probabilities at each place, besides the token's own
-    prompt_logprobs: int | None = Field(None, ge=0)  # the same, of the prompt's places
+    logprobs: int | None = Field(None, ge=0)  # most probable tokens at each position, beside the token itself
+    prompt_logprobs: int | None = Field(None, ge=0)  # the same for the prompt's positions
 
     @field_validator("slo_ttft", "timeout", mode="before")
     @classmethod
@@ -68,7 +68,7 @@ class SubmitOptions(BaseModel):
     @model_validator(mode="after")
     def _fit_together(self) -> SubmitOptions:
         if self.must_guarantee and self.best_effort:
-            raise PydanticCustomError(IMPOSSIBLE, "must_guarantee and best_effort exclude each other")
+            raise PydanticCustomError(IMPOSSIBLE, "must_guarantee and best_effort exclude each other; leave one out")
         return self
 
     @field_validator("resume")
@@ -76,7 +76,7 @@ class SubmitOptions(BaseModel):
     def _is_sound(cls, progress: Progress | None) -> Progress | None:
         if progress is not None:
             if not all(type(token) is int and token >= 0 for token in progress.tokens):
-                raise PydanticCustomError(IMPOSSIBLE, "its tokens must be token ids")
+                raise PydanticCustomError(IMPOSSIBLE, "its tokens must be token ids; pass handle.progress")
             if not 0 <= progress.decoding_s <= progress.elapsed_s < math.inf:
                 raise PydanticCustomError(IMPOSSIBLE, "its seconds must be finite, 0 <= decoding_s <= elapsed_s")
         return progress
@@ -86,7 +86,7 @@ class SubmitOptions(BaseModel):
         """Return validated options.
 
         Raises:
-            InvalidTypeError, InvalidInputError: the message names the option, what is wrong with it and its value.
+            InvalidTypeError, InvalidInputError: the message names the option, the problem and the value.
         """
         try:
             return cls(**values)
@@ -118,8 +118,8 @@ def inputs_of(
     """Return the tensors of one prompt as arguments of ``generate``, ``inputs`` [1, length] int64 among them.
 
     Args:
-        images: those of a text, in order; chat messages have them among their parts.
-        processor: of texts with images; None: there are none.
+        images: the images of a text, in order; chat messages have theirs in their content.
+        processor: prepares texts with images; None: images are refused.
 
     Raises:
         InvalidInputError, InvalidTypeError: the prompt or its images cannot be processed.
@@ -139,20 +139,20 @@ def inputs_of(
         )
     try:
         if images is None:
-            found = processor.apply_chat_template(
+            processed = processor.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
             )
         else:
-            found = processor(text=[prompt], images=list(images), return_tensors="pt")
+            processed = processor(text=[prompt], images=list(images), return_tensors="pt")
     except REFUSALS as error:
         raise InvalidInputError(f"the processor refused the prompt and its images: {error}") from error
-    return tensors_of_one(found)
+    return tensors_of_one(processed)
 
 
-def tensors_of_one(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a processor made of one prompt as arguments of ``generate``."""
-    inputs = {name: value for name, value in found.items() if name not in ("input_ids", "attention_mask")}
-    return inputs | {"inputs": found["input_ids"]}
+def tensors_of_one(processed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a processor's output for one prompt as arguments of ``generate``."""
+    inputs = {name: value for name, value in processed.items() if name not in ("input_ids", "attention_mask")}
+    return inputs | {"inputs": processed["input_ids"]}
 
 
 def _has_images(message: dict[str, Any]) -> bool:
@@ -170,17 +170,17 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> lis
         InvalidTypeError: it is none of these.
     """
     if isinstance(prompt, str):
-        known = _tokenizer_for("a text", tokenizer)
+        given = _tokenizer_for("a text", tokenizer)
         try:
-            ids = known(prompt)["input_ids"]
-        except REFUSALS as error:  # half of a surrogate pair, for one
+            ids = given(prompt)["input_ids"]
+        except REFUSALS as error:  # such as half of a surrogate pair
             raise InvalidInputError(f"the tokenizer refused the prompt: {error}") from error
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, dict) for message in prompt):
-        known = _tokenizer_for("chat messages", tokenizer)
-        if getattr(known, "chat_template", None) is None:
+        given = _tokenizer_for("chat messages", tokenizer)
+        if getattr(given, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
         try:
-            ids = known.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = given.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
         except REFUSALS as error:
             raise InvalidInputError(f"the chat template refused the messages: {error}") from error
     else:

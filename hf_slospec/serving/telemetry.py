@@ -1,4 +1,4 @@
-"""Counters of a batcher: as a snapshot, and for Prometheus under the names that vLLM made common."""
+"""Counters of a batcher: as a snapshot, and for Prometheus under vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.errors import NotGuaranteedError
 from hf_slospec.models.device.memory import MemoryUse
 
-RECENT = 1024  # finished requests that percentiles are taken over
+RECENT = 1024  # number of last finished requests that percentiles are taken over
 PREFIX = "hf_slospec:"
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 TIME_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -38,26 +38,32 @@ class Stats(BaseModel):
 
     running: int = Field(description="Requests that hold K/V.")
     waiting: int = Field(description="Requests that wait for room, preempted ones included.")
-    kv_tokens: int = Field(description="Tokens of K/V that the texts of running requests hold at their longest.")
-    kept_tokens: int = Field(description="Tokens of finished requests whose K/V is kept for requests that begin alike.")
-    kv_limit: int = Field(description="Tokens of K/V at most.")
+    kv_tokens: int = Field(description="Tokens of K/V that running requests need at their longest.")
+    kept_tokens: int = Field(description="Tokens of finished requests whose K/V is kept for reuse by later ones.")
+    kv_limit: int = Field(description="Maximum tokens of K/V.")
     memory: MemoryUse | None = Field(description="None before the batcher was first started.")
-    finished: dict[str, int] = Field(description="Requests by how they ended: stop, length, cancelled, error.")
+    finished: dict[str, int] = Field(description="Requests by finish reason: stop, length, cancelled, error.")
     attained: int = Field(description="Finished requests that met their SLOs.")
-    missed: int = Field(description="Finished requests that missed one of theirs.")
+    missed: int = Field(description="Finished requests that missed an SLO.")
     guaranteed: int = Field(description="Finished requests whose SLOs had been guaranteed.")
     broken: int = Field(description="Guaranteed requests that missed an SLO.")
     declined: int = Field(description="Requests refused because their SLOs could not be guaranteed (must_guarantee).")
     preempted: int = Field(description="Times that finished requests had been preempted.")
     steps: int
-    prompt_tokens: int = Field(description="Of finished requests.")
-    reused_tokens: int = Field(description="Of these, tokens whose K/V other requests had computed.")
+    prompt_tokens: int = Field(description="Prompt tokens of finished requests.")
+    reused_tokens: int = Field(description="Prompt tokens whose K/V other requests had computed.")
     generated_tokens: int
-    drafted_tokens: int = Field(description="Of finished requests.")
+    drafted_tokens: int = Field(description="Drafted tokens that were verified, of finished requests.")
     accepted_tokens: int = Field(description="Drafted tokens that were accepted.")
     tokens_per_step: float = Field(description="Tokens committed per decoding request and step (acceptance length).")
     ttft_s: Percentiles | None = Field(description="Time to the first token.")
     tpot_s: Percentiles | None = Field(description="Time per output token.")
+
+
+COUNTS = (  # counters with the names of the fields of Stats
+    *("attained", "missed", "guaranteed", "broken", "declined", "preempted", "steps"),
+    *("prompt_tokens", "reused_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens"),
+)
 
 
 class _Histogram:
@@ -76,7 +82,7 @@ class _Histogram:
 
 
 class Telemetry:
-    """Counts in the batcher's thread; may be read from any thread."""
+    """Counters that the batcher's thread writes and any thread reads."""
 
     def __init__(self) -> None:
         self._lock = FairLock()
@@ -96,7 +102,7 @@ class Telemetry:
         with self._lock:
             self._counts.update(
                 steps=1,
-                generated=step.committed,
+                generated_tokens=step.committed,
                 request_steps=step.num_decoding,
                 decoded=sum(request.committed for request in step.decoding),
             )
@@ -111,11 +117,11 @@ class Telemetry:
                 return
             self._finished[str(request.finish_reason)] += 1
             self._counts.update(
-                prompt=request.prompt_len,
-                drafted=metrics.drafted,
-                accepted=metrics.accepted,
+                prompt_tokens=request.prompt_len,
+                reused_tokens=metrics.reused,
+                drafted_tokens=metrics.drafted,
+                accepted_tokens=metrics.accepted,
                 preempted=metrics.preempted,
-                reused=metrics.reused,
             )
             if metrics.ttft_s is None:
                 return
@@ -133,7 +139,7 @@ class Telemetry:
     def stats(
         self, running: int, waiting: int, kv_tokens: int, kept_tokens: int, kv_limit: int, memory: MemoryUse | None
     ) -> Stats:
-        """Return a snapshot with the present state, which the caller knows."""
+        """Return a snapshot; the arguments are the present state of the batcher."""
         with self._lock:
             counts = self._counts
             return Stats(
@@ -144,21 +150,10 @@ class Telemetry:
                 kv_limit=kv_limit,
                 memory=memory,
                 finished=dict(self._finished),
-                attained=counts["attained"],
-                missed=counts["missed"],
-                guaranteed=counts["guaranteed"],
-                broken=counts["broken"],
-                declined=counts["declined"],
-                preempted=counts["preempted"],
-                steps=counts["steps"],
-                prompt_tokens=counts["prompt"],
-                reused_tokens=counts["reused"],
-                generated_tokens=counts["generated"],
-                drafted_tokens=counts["drafted"],
-                accepted_tokens=counts["accepted"],
                 tokens_per_step=counts["decoded"] / max(counts["request_steps"], 1),
                 ttft_s=_percentiles(self._ttft_s),
                 tpot_s=_percentiles(self._tpot_s),
+                **{name: counts[name] for name in COUNTS},
             )
 
     def families(self, stats: Stats, prefix: str) -> Iterator[Any]:
@@ -185,15 +180,15 @@ class Telemetry:
             ("slo_guarantees_declined", "Requests refused as their SLOs could not be guaranteed.", stats.declined),
         ):
             yield CounterMetricFamily(prefix + name, text, value=value)
-        ended = CounterMetricFamily(
-            prefix + "request_success", "Requests by how they ended.", labels=["finished_reason"]
+        finished = CounterMetricFamily(
+            prefix + "request_success", "Requests by finish reason.", labels=["finished_reason"]
         )
         for reason, count in stats.finished.items():
-            ended.add_metric([reason], count)
-        yield ended
+            finished.add_metric([reason], count)
+        yield finished
         with self._lock:
-            read = [(name, own.cumulative(), own.sum) for name, own in self._histograms.items()]
-        for name, buckets, total in read:
+            histograms = [(name, each.cumulative(), each.sum) for name, each in self._histograms.items()]
+        for name, buckets, total in histograms:
             yield HistogramMetricFamily(prefix + name, name.replace("_", " "), buckets=buckets, sum_value=total)
 
 

@@ -27,13 +27,13 @@ Head = TypeVar("Head", Eagle3Head, MtpHead)
 def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
     """Return a larger model with the logits of ``model``, up to the rounding of longer sums.
 
-    Larger heads also round their queries, which are scaled by the root of the ratio of head sizes. Additional ids have
-    logits below -100.
+    Larger heads also round their queries, which are scaled by the square root of the ratio of head sizes. Additional
+    ids have logits below -100.
 
     Args:
         model: a Llama without biases, with plain rotary embeddings.
-        shape: the new size, no dimension smaller than before.
-        seed: of the random weights that do not affect the output.
+        shape: the new size; no dimension may be smaller than before.
+        seed: seed of the random weights, which do not affect the output.
 
     Raises:
         InvalidInputError: the shape is smaller than the model, or not a multiple of its hidden and head sizes; it has
@@ -52,22 +52,25 @@ def config_of(model: LlamaForCausalLM, shape: Shape) -> LlamaConfig:
     old: Any = model.config
     if old.attention_bias or old.mlp_bias:
         raise InvalidInputError("a model with biases cannot be inflated; use one without attention and MLP biases")
-    _check_holds(shape, old, model.dtype)
-    factor = shape.hidden_size // old.hidden_size
-    num_heads = shape.num_heads or old.num_attention_heads * factor
-    num_kv_heads = shape.num_kv_heads or old.num_key_value_heads * factor
-    head_dim, vocab_size = shape.head_dim or old.head_dim, shape.vocab_size or old.vocab_size
+    factor = max(shape.hidden_size // old.hidden_size, 1)
     is_tied = old.tie_word_embeddings if shape.tie_word_embeddings is None else shape.tie_word_embeddings
+    shape = shape._replace(
+        num_heads=shape.num_heads or old.num_attention_heads * factor,
+        num_kv_heads=shape.num_kv_heads or old.num_key_value_heads * factor,
+        head_dim=shape.head_dim or old.head_dim, vocab_size=shape.vocab_size or old.vocab_size,
+        tie_word_embeddings=is_tied,
+    )  # fmt: skip
+    _check_holds(shape, old, model.dtype)
     return LlamaConfig(**old.to_dict() | {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": is_tied,
-        # The mean square is smaller by the factor, because most channels are zero; so epsilon must be, too.
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        # The additional channels are zero, so the mean square is smaller by the factor, and epsilon must be, too.
         "rms_norm_eps": old.rms_norm_eps / factor,
     })  # fmt: skip
 
@@ -80,7 +83,7 @@ def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, 
         head: an EAGLE-3 head or MTP layer of ``plain``.
         plain: the model before :func:`inflate`.
         target: the inflated model.
-        seed: of the random weights that do not affect the output.
+        seed: seed of the random weights, which do not affect the output.
     """
     factor = target.config.hidden_size // plain.config.hidden_size
     larger: Any
@@ -107,17 +110,14 @@ def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, 
     return inflated
 
 
-def _check_holds(shape: Shape, old: Any, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError if a shape cannot hold a model with this config and dtype."""
-    factor = max(shape.hidden_size // old.hidden_size, 1)
-    num_heads = shape.num_heads or old.num_attention_heads * factor
-    num_kv_heads = shape.num_kv_heads or old.num_key_value_heads * factor
-    vocab_size = shape.vocab_size or old.vocab_size
+def _check_holds(shape: Any, old: Any, dtype: torch.dtype) -> None:
+    """Raise InvalidInputError if a :class:`Shape` without None cannot hold a model with this config and dtype."""
+    num_heads, num_kv_heads, vocab_size = shape.num_heads, shape.num_kv_heads, shape.vocab_size
     needs = {
         f"a multiple of hidden size {old.hidden_size}": shape.hidden_size % old.hidden_size == 0,
         f"at least {old.intermediate_size} MLP neurons": shape.intermediate_size >= old.intermediate_size,
         f"at least {old.num_hidden_layers} layers": shape.num_layers >= old.num_hidden_layers,
-        f"a multiple of head size {old.head_dim}": (shape.head_dim or old.head_dim) % old.head_dim == 0,
+        f"a multiple of head size {old.head_dim}": shape.head_dim % old.head_dim == 0,
         f"at least {old.num_key_value_heads} K/V heads": num_kv_heads >= old.num_key_value_heads,
         "for each K/V head as many heads as before, or more": num_heads % num_kv_heads == 0
         and num_heads // num_kv_heads >= old.num_attention_heads // old.num_key_value_heads,
@@ -132,10 +132,10 @@ def _check_holds(shape: Shape, old: Any, dtype: torch.dtype) -> None:
 
 
 def _fill(larger: torch.nn.Module, source: torch.nn.Module, placement: Placement, seed: int) -> None:
-    """Set the weights of a larger model from those of a smaller one."""
+    """Fill the weights of a larger model from those of a smaller one."""
     sources = dict(source.named_parameters())
     generators = dict[torch.device, torch.Generator]()
     for name, parameter in larger.named_parameters():
         generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
-        shared = "model.embed_tokens.weight" if name == "lm_head.weight" else name  # tied in the smaller model
+        shared = "model.embed_tokens.weight" if name == "lm_head.weight" else name  # if tied
         placement.fill(name, parameter, sources.get(name, sources.get(shared)), generator)

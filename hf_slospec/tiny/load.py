@@ -1,4 +1,4 @@
-"""Models of commands: the embedded pair at any size, or models by name."""
+"""Loading of the models of commands: the embedded pair at any size, or models by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     """A target and its draft with their tokenizer."""
 
     target: PreTrainedModel
-    draft: Any  # PreTrainedModel; None beside a target by name if no draft was named
+    draft: Any  # PreTrainedModel; None if a target was named and no draft
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -53,13 +53,13 @@ def load_pair(
 ) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
 
-    The target of size 8B has the shape of Llama-3.1-8B, and its draft that of Llama-3.2-1B; other sizes have the draft
-    as it is embedded.
+    The target of size 8B has the shape of Llama-3.1-8B, and its draft that of Llama-3.2-1B; other sizes have the
+    embedded draft.
 
-    The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is the one that
-    this machine is fast in, see `fast_dtype`; ``auto`` is that of the checkpoint. Without ``may_unpickle``, weights are
-    read from safetensors only, as pickled files may run code. A target by name has no draft unless an assistant is
-    named; with ``images`` it is loaded with its image encoder. ``allow_missing`` is that of
+    The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is that of
+    :func:`fast_dtype`, ``auto`` that of the checkpoint. Without ``may_unpickle``, weights are read from safetensors
+    only, as pickled files may run code. A named target has no draft unless an assistant is named; with ``images`` it is
+    loaded with its image encoder. ``allow_missing`` is that of
     :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient.
 
     Raises:
@@ -70,8 +70,8 @@ def load_pair(
         raise InvalidInputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
     if target is not None:
-        own = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        named: list[tuple[Any, str | None]] = [(own, target), (AutoModelForCausalLM, assistant)]
+        auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        named: list[tuple[Any, str | None]] = [(auto_class, target), (AutoModelForCausalLM, assistant)]
         options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
         try:
             hub = {name: hub_options(name) for _, name in named if name is not None}

@@ -1,4 +1,4 @@
-"""Places of a model's weights within those of a larger one, and the values around them."""
+"""Positions of a model's weights within those of a larger one, and the values of the other weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-# One hidden channel tells the additional ids apart from the others. It is the same at every token, too small to change
-# a norm, and read by the output only.
+# One hidden channel separates the additional ids from the others. It has this value at every token, which is too small
+# to change a norm, and only the output reads it.
 DELTA = 2.0**-13
-NEVER = -(2.0**32)  # beyond the range of fp16
+NEVER = -(2.0**32)  # weight of the additional ids for that channel; beyond the range of fp16
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Placement:
     """Sizes of a Llama, or of a head with Llama's layers, before and after inflation."""
 
     hidden_size: int
-    factor: int  # of the hidden size
+    factor: int  # larger hidden size / hidden size
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -48,10 +48,10 @@ class Placement:
         """Copy the old weights; set weights that write to hidden channels to zero, and unused weights to random values.
 
         Args:
-            name: of the parameter in its model.
+            name: name of the parameter in its model.
             parameter: the larger weight.
             source: the old one; None for a weight of an additional layer.
-            generator: of the random values, on the parameter's device.
+            generator: draws the random values, on the parameter's device.
         """
         module = name.rpartition(".")[0].rpartition(".")[2]
         if "norm" in name:
@@ -71,19 +71,19 @@ class Placement:
         if "norm" in name:
             scale = self.factor**-0.5
         elif ".q_proj." in name:
-            rows = self._places(self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group).to(device)
+            rows = self._channels(self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group).to(device)
             # The channels of a larger head between the old ones add nothing to its scores, whose scale is smaller.
             used = rows.view(self.num_heads, -1)[:, 0] // self.larger_head_dim
             parameter.unflatten(0, (self.larger_num_heads, -1))[used] = 0.0
             scale = (self.larger_head_dim // self.head_dim) ** 0.5
         elif ".k_proj." in name or ".v_proj." in name:
-            rows = self._places(self.num_kv_heads, 1, 1).to(device)
+            rows = self._channels(self.num_kv_heads, 1, 1).to(device)
         if source.dim() == 1 and "norm" not in name:  # a bias
             parameter[rows] = source * scale
             return
         columns = torch.arange(source.shape[-1], device=device)
         if ".o_proj." in name:
-            columns = self._places(self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group).to(device)
+            columns = self._channels(self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group).to(device)
         elif ".down_proj." not in name:  # reads hidden states, one or more of them side by side
             block = columns // self.hidden_size
             columns = columns + block * (self.factor - 1) * self.hidden_size
@@ -96,8 +96,8 @@ class Placement:
     def _larger_group(self) -> int:
         return self.larger_num_heads // self.larger_num_kv_heads
 
-    def _places(self, num_heads: int, group: int, larger_group: int) -> torch.Tensor:
-        """Return the places of all channels of all heads.  -> [num_heads * head_dim] int64
+    def _channels(self, num_heads: int, group: int, larger_group: int) -> torch.Tensor:
+        """Return the indices of all heads' channels among the larger ones.  -> [num_heads * head_dim] int64
 
         Rotary embeddings turn channel pairs (i, i + head_dim / 2) by the frequency theta ** (-2i / head_dim), so that
         pair i of a small head turns like pair ``ratio`` * i of a head that is ``ratio`` times as large.
@@ -110,7 +110,7 @@ class Placement:
         return (heads[:, None] * self.larger_head_dim + channels).flatten()
 
     def _exclude(self, name: str, module: str, parameter: torch.Tensor) -> None:
-        """Give the additional ids logits that never win, by the first additional hidden channel."""
+        """Give the additional ids very low logits, by the first additional hidden channel."""
         channel = self.hidden_size
         if module in ("embed_tokens", "lm_head"):
             parameter[: self.vocab_size, channel] = DELTA if module == "embed_tokens" else 0.0
@@ -118,5 +118,5 @@ class Placement:
             parameter[self.vocab_size :, channel] = NEVER
         elif module.endswith("layernorm"):
             parameter[channel] = 0.0
-        elif name == "fc.weight" and parameter.shape[1] == 2 * self.hidden_size * self.factor:  # of an MTP layer
-            parameter[channel, channel] = 1.0  # its hidden state begins with the embedding's
+        elif name == "fc.weight" and parameter.shape[1] == 2 * self.hidden_size * self.factor:
+            parameter[channel, channel] = 1.0  # an MTP layer: its input begins with the embedding

@@ -13,7 +13,7 @@ class Shape(NamedTuple):
     num_layers: int
     num_heads: int | None = None  # None: scaled with the hidden size, as are the K/V heads
     num_kv_heads: int | None = None
-    head_dim: int | None = None  # None for this and the following: as before
+    head_dim: int | None = None  # None: as in the embedded target; so for the following
     vocab_size: int | None = None
     tie_word_embeddings: bool | None = None
 
@@ -26,7 +26,7 @@ SHAPES = {
     "1B": Shape(1024, 11008, 28),
     "8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, tie_word_embeddings=False),  # Llama-3.1-8B
 }
-# Of drafts, by the size of the target; beside other sizes, the draft stays as it is.
+# Shapes of drafts by the size of their target; other sizes have the embedded draft.
 DRAFT_SHAPES = {
     "8B": Shape(2048, 8192, 16, 32, 8, 64, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
 }

@@ -264,7 +264,7 @@ class Simulation:
         assert num_short <= most, f"{num_short} requests failed as memory ran short {len(memory)} times"
         for server in self.servers:
             batcher = server.batcher
-            left = [batcher._handles, batcher._arrivals, batcher._aborted, batcher._asked]
+            left = [batcher._handles, batcher._arrivals, batcher._aborted, batcher._load_futures]
             assert not any(left), f"orders are kept: {left}"
             assert (batcher.num_waiting, batcher.num_running, batcher.kv_held, batcher.num_kept) == (0, 0, 0, 0)
             assert "died" not in batcher._why_not or fatal, f"the engine died: {batcher._why_not}"

@@ -1,4 +1,4 @@
-"""``hf_slospec check``: a model of the user's beside stock ``generate``, as a report for an issue."""
+"""``hf_slospec check``: a user's model compared with stock ``generate``, as a report for an issue."""
 
 from __future__ import annotations
 
@@ -104,14 +104,15 @@ def check(
 def _facts(name: str, target: Any) -> dict[str, str]:
     from hf_slospec.cli import benchmark
 
-    own, device = benchmark.provenance(), target.device.type
-    machine = f"{device}: {own['cpu' if device == 'cpu' else 'gpu']}, {own['isa']}, {own['threads']} threads"
+    facts, device = benchmark.provenance(), target.device.type
+    machine = f"{device}: {facts['cpu' if device == 'cpu' else 'gpu']}, {facts['isa']}, {facts['threads']} threads"
     return {
         "model": f"{name}: {type(target).__name__}, {target.num_parameters() / 1e6:.1f} M parameters",
         "dtype": str(target.dtype).removeprefix("torch."),
         "machine": machine,
-        "versions": f"hf_slospec {__version__}, transformers {own['transformers']}, "
-        f"torch {own['torch']}, Python {own['python']}" + (f", commit {own['commit']}" if own["commit"] else ""),
+        "versions": f"hf_slospec {__version__}, transformers {facts['transformers']}, "
+        f"torch {facts['torch']}, Python {facts['python']}"
+        + (f", commit {facts['commit']}" if facts["commit"] else ""),
     }
 
 
@@ -132,9 +133,9 @@ def _outcome(comparison: Comparison) -> str:
 
 def _memory(model: ModelCheck) -> str:
     target, *draft = (f"{size / 1024:.1f} KiB" for size in model.kv_bytes_per_token)
-    beside = f", of the draft {draft[0]}" if draft else ""
-    most = f"; at most {model.kv_bytes / 2**20:.1f} MiB in the batcher" if model.kv_bytes else ""
-    return f"{target} per token{beside}{most}"
+    of_draft = f", of the draft {draft[0]}" if draft else ""
+    maximum = f"; at most {model.kv_bytes / 2**20:.1f} MiB in the batcher" if model.kv_bytes else ""
+    return f"{target} per token{of_draft}{maximum}"
 
 
 def _speed(rows: list[dict[str, Any]], repeats: int) -> dict[str, str]:
@@ -143,17 +144,17 @@ def _speed(rows: list[dict[str, Any]], repeats: int) -> dict[str, str]:
     if not rows:
         return {"speed": "left out for lack of time"}
     stock = {row["batch"]: row["tokens_per_s"] for row in rows if row["name"] == benchmark.PLAIN}
-    found = {}
+    lines = {}
     for row in rows:
         if row["name"] == benchmark.OURS:
             ratios, length = row["speedup_per_repeat"], row["acceptance_length"]
-            found[f"speed, batch {row['batch']}"] = (
+            lines[f"speed, batch {row['batch']}"] = (
                 f"{row['speedup_vs_generate']:.2f}x stock ({min(ratios):.2f} to {max(ratios):.2f}, "
                 f"median of {len(ratios)}{', fewer for lack of time' if len(ratios) < repeats else ''}); "
                 f"{row['tokens_per_s']:.1f} and {stock[row['batch']]:.1f} tokens/s"
                 + (f"; {length:.2f} tokens per step" if length else "")
             )
-    return found
+    return lines
 
 
 def _headline(verdict: str, comparisons: Sequence[Comparison]) -> str:

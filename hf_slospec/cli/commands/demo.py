@@ -7,11 +7,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.options import AllowMissing, Assistant, Device, Drafter, DType, Size, TargetModel, errors_shown
+from hf_slospec.cli.options import (
+    AllowMissing,
+    Assistant,
+    Device,
+    Drafter,
+    DType,
+    Size,
+    TargetModel,
+    is_given,
+    usage_errors,
+)
 from hf_slospec.demo import SIZE
 from hf_slospec.extras import need
 
-LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options of models in this process
+LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options that --server excludes
 
 
 def demo(
@@ -56,21 +66,15 @@ def demo(
 
     With a running server:  hf_slospec demo --server http://127.0.0.1:8000
     """
-    if server is not None and (given := [f"--{name}" for name in LOADING if _is_given(context, name)]):
+    if server is not None and (given := [f"--{name}" for name in LOADING if is_given(context, name)]):
         raise typer.BadParameter(f"{', '.join(given)}: --server has a model of its own; leave one of them out")
-    if server is None and _is_given(context, "api_key"):
-        raise typer.BadParameter("--api-key: it is the server's; give --server, too")
+    if server is None and is_given(context, "api_key"):
+        raise typer.BadParameter("--api-key is the key of a server; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
-    with errors_shown(console):
+    with usage_errors(OSError):
         need("demo", "the demo")
         from hf_slospec.demo.serve import Options, serve
         from hf_slospec.serving.loading import ModelOptions
 
         models = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
         serve(Options(models, host, port, password, no_password, server, api_key), console.print)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    """Return whether an option is on the command line, also with the value of its default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"

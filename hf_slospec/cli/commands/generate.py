@@ -22,15 +22,15 @@ from hf_slospec.cli.options import (
     TargetModel,
     check_outputs,
     settings_of,
+    usage_errors,
 )
-from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.serving.log_level import logged_afterwards
 
 if TYPE_CHECKING:
     from hf_slospec.engine.request import RequestMetrics
     from hf_slospec.serving.handle import RequestHandle, RequestResult
 
-FAILED, MISSED, INTERRUPTED = 1, 3, 130  # exit codes; 2 is a usage error
+MISSED, INTERRUPTED = 3, 130  # exit codes; 1 is an error, 2 a usage error
 
 
 def generate(
@@ -85,19 +85,15 @@ def generate(
     arguments = dict(slo_tpot=slo_tpot, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stop or None, **sampling)
     console = Console(stderr=True)
     try:
-        with console.status("loading, and measuring the speed of the models (stored for later runs)"):
-            options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
-            generator = options.generator(settings).start()
-        facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
-        console.print(facts, style="dim", highlight=False, soft_wrap=True)
-        with generator, logged_afterwards():  # not within the text
-            handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
-            result = _streamed(handle, is_shown=json_path != "-")
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from error
-    except SLOSpecError as error:
-        console.print(str(error), style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(FAILED) from error
+        with usage_errors():
+            with console.status("loading, and measuring the speed of the models (stored for later runs)"):
+                options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
+                generator = options.generator(settings).start()
+            facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
+            console.print(facts, style="dim", highlight=False, soft_wrap=True)
+            with generator, logged_afterwards():  # logs follow the text
+                handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
+                result = _streamed(handle, is_shown=json_path != "-")
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
     console.print(summary(result.metrics), style="dim", highlight=False, soft_wrap=True)
@@ -123,12 +119,12 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     else:
         text = str(prompt)
     if not text:
-        raise typer.BadParameter("the prompt is empty")
+        raise typer.BadParameter("the prompt is empty; give at least one character")
     return text
 
 
 def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
-    """Print the text while it is decoded.  -> the result"""
+    """Print the text while it is decoded, and return the result."""
     for piece in handle:
         if is_shown:
             print(piece, end="", flush=True)
@@ -153,8 +149,7 @@ def summary(metrics: RequestMetrics) -> str:
 
 def record(prompt: str, result: RequestResult, handle: RequestHandle) -> dict[str, Any]:
     """Return the content of ``--json``."""
-    own = result.metrics
-    metrics = dataclasses.asdict(own) | {"acceptance_length": own.acceptance_length}
+    metrics = dataclasses.asdict(result.metrics) | {"acceptance_length": result.metrics.acceptance_length}
     return {
         "prompt": prompt,
         "text": result.text,

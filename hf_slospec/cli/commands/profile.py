@@ -40,7 +40,7 @@ def profile(
         bool, typer.Option(help="Store the result, which later runs use in place of a shorter measurement.")
     ] = True,
 ) -> None:
-    """Measure the latencies of forwards on this machine, of the target and of a model that drafts, and the fit's error.
+    """Measure the latencies of forwards on this machine, of target and draft model, and the error of the fit.
 
     Example:  hf_slospec profile --size 0.3B --seconds 20 --plot curves.png
     """

@@ -18,8 +18,8 @@ from hf_slospec.cli.options import (
     DType,
     Size,
     TargetModel,
-    errors_shown,
     settings_of,
+    usage_errors,
 )
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
@@ -71,7 +71,7 @@ def serve(
         ),
     ] = False,
     special_tokens: Annotated[
-        str, typer.Option(help="Of texts in chats: allow as control tokens, refuse, or escape as plain text.")
+        str, typer.Option(help="Control tokens written in chats: allow, refuse, or escape as plain text.")
     ] = "allow",
     chat_template: Annotated[Path | None, typer.Option(help="File with a chat template (Jinja).")] = None,
     response_template: Annotated[
@@ -82,7 +82,7 @@ def serve(
         bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors; such files may run code.")
     ] = False,
     metrics_prefix: Annotated[
-        str, typer.Option(help="Of the names at /metrics; tools for vLLM look for vllm:.")
+        str, typer.Option(help="Prefix of the names at /metrics; tools for vLLM look for vllm:.")
     ] = "hf_slospec:",
     root_path: Annotated[
         str,
@@ -102,7 +102,7 @@ def serve(
         int | None, typer.Option(min=1, help="Serve with so many replicas on Ray; RAY_ADDRESS names a cluster.")
     ] = None,
     request_limits: Annotated[
-        str, typer.Option(help='Of what one request may ask for, as JSON: {"prompts": 8, "stop_strings": 4}.')
+        str, typer.Option(help='Limits of a single request, as JSON: {"prompts": 8, "stop_strings": 4}.')
     ] = "{}",
     config: ConfigJSON = "{}",
 ) -> None:
@@ -113,7 +113,7 @@ def serve(
     Example:  hf_slospec serve --size 0.1B --port 8000
     """
     console = Console(stderr=True, soft_wrap=True)
-    with errors_shown(console):
+    with usage_errors(OSError):
         need("serve" if replicas is None else "ray", "the server")
         from hf_slospec.serving.loading import ModelOptions
         from hf_slospec.serving.openai.limits import RequestLimits

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from hf_slospec.cli.options import ResultPath, check_outputs, console, write_results
+from hf_slospec.cli.options import ResultPath, check_outputs, console, is_given, write_results
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab import comparison
 from hf_slospec.lab.hardware import HARDWARE, hardware_of
@@ -56,9 +56,7 @@ def simulate(
     distance: Annotated[
         float, typer.Option(help="Synthetic texts: total variation distance between draft and target.")
     ] = 0.0,
-    coupled: Annotated[
-        bool, typer.Option(help="Synthetic texts: drafts know the noise that the target samples with.")
-    ] = False,
+    coupled: Annotated[bool, typer.Option(help="Synthetic texts: drafts sample with the target's noise.")] = False,
     replicas: Annotated[int, typer.Option(min=1, help="Engines that share the load.")] = 1,
     router: Annotated[str, typer.Option(help=f"Router of several replicas: {', '.join(ROUTERS)}.")] = OURS,
     metric: Annotated[str, typer.Option(help=f"Definition of attainment: {', '.join(METRICS)}.")] = "tpot",
@@ -86,15 +84,16 @@ def simulate(
         traced = None if trace is None else read_trace(trace, base_tpot)
         loads = []
         rates: list[float | None] = [*rate] or [None if traced else DEFAULT_RATE]
-        for own_rate in rates:
+        for load_rate in rates:
             rng = np.random.default_rng(seed)
             if traced is None:
-                assert own_rate is not None
-                times_s = arrival_times(arrivals, rng, own_rate, number, variation)
+                assert load_rate is not None
+                times_s = arrival_times(arrivals, rng, load_rate, number, variation)
                 jobs = jobs_of(mix_of(mix), times_s, rng, lambda tokens: float(device.target(tokens, 1, tokens)))
             else:
-                jobs = traced if own_rate is None else comparison.at_rate(traced, own_rate)
-            loads.append(comparison.Load.of("as traced" if own_rate is None else f"{own_rate:g}/s", jobs, texts, rng))
+                jobs = traced if load_rate is None else comparison.at_rate(traced, load_rate)
+            label = "as traced" if load_rate is None else f"{load_rate:g}/s"
+            loads.append(comparison.Load.of(label, jobs, texts, rng))
         with only_errors_logged():
             runs = comparison.compare(system, loads, device, replicas=replicas, seed=seed, router=router)
     except InvalidInputError as error:
@@ -105,7 +104,7 @@ def simulate(
         comparison.draw(runs, loads, metric, plot)
         output.print(f"plotted to {plot}", soft_wrap=True)
     if csv_path is not None:
-        pairs = [(load.label, run) for own in runs.values() for load, run in zip(loads, own, strict=True)]
+        pairs = [(load.label, run) for of_system in runs.values() for load, run in zip(loads, of_system, strict=True)]
         write_requests(pairs, METRICS[metric], csv_path)
     if json_path is not None:
         from hf_slospec.cli import benchmark  # which imports torch
@@ -125,7 +124,7 @@ def simulate(
 def _refuse_unused(
     context: typer.Context, trace: Path | None, recording: Path | None, arrivals: str, replicas: int
 ) -> None:
-    """Raise BadParameter for options that have no effect beside the others."""
+    """Raise BadParameter for options that have no effect with the given ones."""
     without_effect = [
         (trace is not None, "--trace", ("mix", "arrivals", "variation", "number")),
         (trace is None, "no --trace", ("base_tpot",)),
@@ -135,6 +134,5 @@ def _refuse_unused(
     ]
     for is_true, reason, names in without_effect:
         for name in names:
-            source = context.get_parameter_source(name)
-            if is_true and source is not None and source.name == "COMMANDLINE":
+            if is_true and is_given(context, name):
                 raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {reason}")
