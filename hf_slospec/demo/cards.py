@@ -159,9 +159,9 @@ def cards(scene: Scene) -> tuple[list[str], str, str]:
     scale = full_scale(views)
     share = dict(zip(map(id, views), shares([view.nodes for view in views]), strict=True))
     simulated = ["" if view is None else card(view, scale, share[id(view)]) for view in scene.simulated]
-    own = "" if scene.own is None else card(scene.own, scale, share[id(scene.own)])
-    others = "".join(card(view, scale, share[id(view)], hides_text=True) for view in scene.others)
-    return simulated, own, f'<div class="others">{others}</div>' if others else ""
+    visitor = "" if scene.visitor is None else card(scene.visitor, scale, share[id(scene.visitor)])
+    rest = "".join(card(view, scale, share[id(view)], hides_text=True) for view in scene.other_visitors)
+    return simulated, visitor, f'<div class="others">{rest}</div>' if rest else ""
 
 
 def headline(scene: Scene) -> str:

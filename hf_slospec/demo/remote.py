@@ -90,7 +90,7 @@ class RemoteHandle:
             if line.startswith(EVENT):
                 reason = self._take(json.loads(line[len(EVENT) - 1 :])) or reason
         if reason is None:
-            raise NotRunningError("the server ended the stream before the answer was complete")
+            raise NotRunningError("the server ended the stream before the answer was complete; send the request again")
         self.end("length" if reason == "length" else "stop")
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:

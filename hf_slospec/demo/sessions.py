@@ -27,15 +27,15 @@ class Scene:
 
     policy: str | None  # None: it cannot be changed
     simulated: tuple[View | None, ...]  # by index; None: no user
-    own: View | None  # the visitor's stream
-    others: tuple[View, ...]  # streams of other visitors
+    visitor: View | None  # the visitor's own stream
+    other_visitors: tuple[View, ...]
     counts: tuple[int, int]  # answers since the policy was chosen: with a met speed target, with a speed target
 
     @property
     def views(self) -> list[View]:
         """All streams; new ones come last, so that existing ones keep their colours."""
-        own = [] if self.own is None else [self.own]
-        return [*(view for view in self.simulated if view is not None), *own, *self.others]
+        views = (*self.simulated, self.visitor, *self.other_visitors)
+        return [view for view in views if view is not None]
 
 
 class DemoSessions:
@@ -85,7 +85,7 @@ class DemoSessions:
     def _stream_at(self, index: int) -> Stream:
         stream = self._simulated[index]
         if stream is None:
-            raise InvalidInputError("this user has been removed")
+            raise InvalidInputError("this user has been removed; add another one")
         return stream
 
     # ---- visitors
@@ -139,13 +139,14 @@ class DemoSessions:
                 if stream.is_due(now_s):
                     with contextlib.suppress(SLOSpecError):  # the stream shows the error
                         self._start(stream)
-            own = self._visitors.get(visitor)
+            stream_of_visitor = self._visitors.get(visitor)
+            view = None if stream_of_visitor is None else stream_of_visitor.view(now_s)
             counts = [self._counts, *(stream.counts for stream in self._streams())]
             return Scene(
                 policy=self.generator.policy,
                 simulated=tuple(None if stream is None else stream.view(now_s) for stream in self._simulated),
-                own=None if own is None else replace(own.view(now_s), name=f"You ({own.name.lower()})"),
-                others=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
+                visitor=None if view is None else replace(view, name=f"You ({view.name.lower()})"),
+                other_visitors=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
                 counts=(sum(attained for attained, _ in counts), sum(judged for _, judged in counts)),
             )
 

@@ -29,7 +29,7 @@ class View:
     state: State
     user_request: UserRequest
     pieces: tuple[TextPiece, ...]
-    metrics: RequestMetrics | None  # of the current request; None if there are none yet
+    metrics: RequestMetrics | None  # those of the current request; None before the first
     tokens_per_s: float  # over the last seconds
     nodes: int  # nodes verified for it in the last seconds
     history: tuple[float, ...]  # tokens per second, second by second

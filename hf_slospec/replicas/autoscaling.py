@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-UP = 0.05  # add replicas if a larger share of SLOs is missed, or of requests waits
+UP = 0.05  # replicas are added if a larger share of SLOs is missed, or if more requests wait as a share of the running
 LOW = 0.6  # remove a replica if the utilisation of the remaining ones stays below this
 GAUGES = ("missed", "waiting", "utilisation")
 

@@ -51,7 +51,7 @@ class ReplicatedEngine:
         self.processor, self.work = None, work or Work()  # replicas take no images
         self.response_template, self._max_nodes = description.response_template, description.max_nodes
         self.name = uuid.uuid4().hex[:12]
-        self._number = itertools.count()
+        self.offer_numbers = itertools.count()
 
     async def submit(self, order: Order) -> ReplicatedDecoding:
         """Return the request, once a replica serves it.
@@ -74,10 +74,6 @@ class ReplicatedEngine:
         kv_tokens = prompt_len + arguments["max_new_tokens"] + self._max_nodes
         return Need(prompt_len, kv_tokens, tpot_slo_s, ttft_slo_s)
 
-    def next_number(self) -> int:
-        """Return the number of the next offer."""
-        return next(self._number)
-
     async def families(self, prefix: str) -> list[Any]:
         """Return the metric families of all replicas, their samples labelled with the replica."""
         names = self.running()
@@ -98,7 +94,7 @@ class ReplicatedEngine:
     def check_running(self) -> None:
         """Raise NotRunningError unless a replica runs."""
         if not self.running():
-            raise NotRunningError("no replica runs; they may be starting")
+            raise NotRunningError("no replica runs; they may be starting, retry later")
 
 
 class ReplicatedDecoding:
@@ -153,7 +149,7 @@ class ReplicatedDecoding:
         if self.prompt_logprobs:  # already computed by a replica that died
             order = replace(order, arguments=order.arguments | {"prompt_logprobs": None})
         offer = Offer(
-            order, self._need, self._progress, self._engine.name, self._engine.next_number(), declined,
+            order, self._need, self._progress, self._engine.name, next(self._engine.offer_numbers), declined,
             frozenset(self._failed), must_guarantee,
         )  # fmt: skip
         self._stream = _call(self._engine.streams.decode, offer)
@@ -231,7 +227,7 @@ class ReplicatedDecoding:
         self._failed |= set() if replica is None else {replica}
         self.num_faults += 1
         if self.num_faults >= MAX_FAULTS:
-            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request")
+            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request; see their logs")
 
     def _check_wanted(self) -> None:
         if self._is_cancelled:

@@ -23,7 +23,7 @@ class Offer:
     order: Order
     need: Need
     progress: Progress  # output so far, of replicas that served it before
-    sender: str  # name of the front
+    sender: str  # name of the front that sends it
     number: int  # consecutive for each sender
     declined: frozenset[str] = frozenset()  # replicas that declined it, asked again only if no other is left
     failed: frozenset[str] = frozenset()  # replicas that died while they served it; they may still be listed as running

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from hf_slospec.config import SLOSpecConfig
@@ -56,19 +56,13 @@ class ReplicaOptions(AccessOptions):
     upscale_delay_s: float = Field(10.0, ge=0, description="Seconds of missed SLOs before replicas are added.")
     downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
 
-    @field_validator("dtype")
+    @field_validator("dtype", "size")
     @classmethod
-    def _is_dtype(cls, dtype: str) -> str:
-        if dtype not in DTYPES:
-            raise ValueError(f"must be one of {', '.join(DTYPES)}")
-        return dtype
-
-    @field_validator("size")
-    @classmethod
-    def _is_size(cls, size: str) -> str:
-        if size not in SIZES:
-            raise ValueError(f"must be one of {', '.join(SIZES)}")
-        return size
+    def _is_known(cls, value: str, info: ValidationInfo) -> str:
+        known = DTYPES if info.field_name == "dtype" else SIZES
+        if value not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return value
 
     @field_validator("cpus", "gpus")
     @classmethod

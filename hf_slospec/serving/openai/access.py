@@ -32,12 +32,9 @@ class Tenant:
     """Clients that share an API key: their limits, and the salt that separates their K/V from that of other keys."""
 
     def __init__(self, limits: SLOLimits, key: str, secret: bytes, name: str = ""):
-        """Create the tenant of a key.
+        """Create the tenant of a key, which is empty if all clients are one tenant; ``name`` does not reveal the key.
 
-        Args:
-            key: empty if all clients are one tenant.
-            secret: the server's secret, from which salts are derived.
-            name: identifies the key without revealing it.
+        Salts are derived from ``secret``, which all processes of the server share.
         """
         self.limits, self._key, self._secret, self.name = limits, key, secret, name
 
@@ -64,7 +61,7 @@ class AccessOptions(InputModel):
     """Options of an HTTP application that do not depend on its model."""
 
     api_keys: dict[str, SLOLimits] = Field(
-        default_factory=dict, description="Limits by API key; empty: no key is asked for."
+        default_factory=dict, description="Limits by API key; empty: no key is required."
     )
     limits: SLOLimits = Field(SLOLimits(), description="Limits where there are no keys.")
     share_prefixes: bool = Field(False, description="Requests of all keys share K/V and suffix trees.")
@@ -89,11 +86,11 @@ class AccessOptions(InputModel):
         """
         if not self.api_keys:
             return Tenant(self.limits, "", secret)
-        scheme, _, key_given = header.partition(" ")
-        given = key_given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the encoding of headers
+        scheme, _, credentials = header.partition(" ")
+        sent = credentials.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the encoding of headers
         tenant = None
         for number, (key, limits) in enumerate(self.api_keys.items()):
-            if hmac.compare_digest(key.encode(), given):
+            if hmac.compare_digest(key.encode(), sent):
                 tenant = Tenant(limits, "" if self.share_prefixes else key, secret, f"key {number}")
         return tenant
 

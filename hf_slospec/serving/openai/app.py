@@ -35,7 +35,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     )  # fmt: skip
     reader = RequestReader(engine, settings)
     templates, schemas = ChatTemplates(settings.special_tokens), SchemaCheck(settings.bounds)
-    completions, others = Completions(reader, templates, schemas), _SmallEndpoints(reader, templates, schemas)
+    completions, small = Completions(reader, templates, schemas), _SmallEndpoints(reader, templates, schemas)
     app.state.reader_s, app.state.counts = settings.bounds.reader_s, reader.counts  # read by the connections
     if settings.allowed_origins:
         app.add_middleware(
@@ -49,15 +49,15 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     for method, path, endpoint, body in (
         ("POST", "/v1/chat/completions", completions.chat, ChatBody),
         ("POST", "/v1/completions", completions.complete, CompletionBody),
-        ("POST", "/tokenize", others.tokenize, TokenizeBody),
-        ("POST", "/detokenize", others.detokenize, DetokenizeBody),
-        ("POST", "/load_model", others.load_model, LoadBody),
-        ("GET", "/v1/models", others.models, None),
-        ("GET", "/v1/models/{model:path}", others.model, None),
-        ("GET", "/health", others.health, None),
-        ("HEAD", "/health", others.health, None),
-        ("GET", "/metrics", others.metrics, None),
-        ("GET", "/version", others.version, None),
+        ("POST", "/tokenize", small.tokenize, TokenizeBody),
+        ("POST", "/detokenize", small.detokenize, DetokenizeBody),
+        ("POST", "/load_model", small.load_model, LoadBody),
+        ("GET", "/v1/models", small.models, None),
+        ("GET", "/v1/models/{model:path}", small.model, None),
+        ("GET", "/health", small.health, None),
+        ("HEAD", "/health", small.health, None),
+        ("GET", "/metrics", small.metrics, None),
+        ("GET", "/version", small.version, None),
     ):
         extra = None if body is None else {"requestBody": _described(body, definitions)}
         app.add_api_route(

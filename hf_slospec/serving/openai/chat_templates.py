@@ -107,11 +107,11 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(each)
 
 
-def _check_variables(processor: Any, given: Mapping[str, Any]) -> None:
+def _check_variables(processor: Any, variables: Mapping[str, Any]) -> None:
     """Raise InvalidInputError for variables that the template does not use, or that are arguments of its call."""
     taken = inspect.signature(processor.apply_chat_template).parameters
     known = _get_template_variables(_template_of(processor))
-    if refused := [name for name in given if name in taken or name not in known]:
+    if refused := [name for name in variables if name in taken or name not in known]:
         available = ", ".join(sorted(known - {*taken, "messages"})) or "none"
         raise InvalidInputError(
             f"chat_template_kwargs: {', '.join(refused)} cannot be given; only variables of the chat template's own "

@@ -105,7 +105,7 @@ class Choice:
     to_text: ToText
     in_pool: Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
     stop_strings: Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()  # not shown at the end
+    stop_tokens: Sequence[int] = ()  # token ids that are not shown at the end
     keeps_stop: bool = False
     echo: Echo | None = None  # None: the output does not begin with the prompt
     parser: PlainParts | TemplateParts = field(default_factory=PlainParts)

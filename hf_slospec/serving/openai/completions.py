@@ -32,7 +32,7 @@ from hf_slospec.serving.openai.reading import RequestReader, fault_of
 from hf_slospec.serving.openai.schemas import SchemaCheck
 
 InPool = Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
-LONG_PIECE = 64  # tokens in a piece from which on log probabilities are written in the thread pool
+LONG_PIECE = 64  # log probabilities of more tokens than this are written in the thread pool
 
 
 class Completions:

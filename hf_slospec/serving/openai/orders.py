@@ -131,7 +131,7 @@ def chat_prompt(
     tensors = tensors_of_one(encoded) if has_images else {}
     ids = tensors.pop("inputs")[0].tolist() if has_images else encoded["input_ids"]
     if not ids:
-        raise InvalidInputError("messages: the chat template made no tokens of them")
+        raise InvalidInputError("messages: the chat template made no tokens of them; send a text")
     return PromptInputs(ids, tensors)
 
 
@@ -189,8 +189,8 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
     defaults = generation_config if generation_config.do_sample else None
     options = {}
     for name, neutral in {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}.items():
-        given = (getattr(body, name), getattr(defaults, name, None), neutral)
-        options[name] = next((value for value in given if value is not None), None)
+        candidates = (getattr(body, name), getattr(defaults, name, None), neutral)
+        options[name] = next((value for value in candidates if value is not None), None)
     if options["top_k"] == -1:  # vLLM's value for all tokens
         options["top_k"] = 0
     if options["temperature"] == 0:
@@ -201,7 +201,7 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
 def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
     room = engine.max_len - prompt_len
     if room < 1:
-        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in the {engine.max_len} that fit")
+        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in the {engine.max_len} that fit; shorten it")
     is_chat, requested = isinstance(body, ChatBody), body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         requested = body.max_completion_tokens

@@ -175,7 +175,7 @@ async def answer_fault(request: Request, error: Exception) -> Response:
 async def check_framing(request: Request) -> None:
     """Raise Fault if the body's length is given twice: a proxy may have used the other one (request smuggling)."""
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
-        text = "Content-Length and Transfer-Encoding exclude each other"
+        text = "Content-Length and Transfer-Encoding exclude each other; send one of them"
         raise Fault(400, error_body(text, "invalid_request_error"), {"Connection": "close"})
 
 

@@ -20,9 +20,9 @@ def main() -> None:
     from llguidance import LLMatcher
 
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    given = json.load(sys.stdin)
+    job = json.load(sys.stdin)
     try:
-        grammar = LLMatcher.grammar_from_json_schema(given["schema"], overrides=given["options"])
+        grammar = LLMatcher.grammar_from_json_schema(job["schema"], overrides=job["options"])
         sys.stdout.write(LLMatcher.validate_grammar(grammar))
     except ValueError as error:
         sys.stdout.write(str(error))

@@ -52,9 +52,9 @@ class SchemaCheck:
             sys.executable, "-P", str(PROGRAM), str(seconds), str(memory),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
-        given = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
+        job = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
         try:
-            fault, _ = await asyncio.wait_for(process.communicate(given), WALL_TIMES * (seconds + 1))
+            fault, _ = await asyncio.wait_for(process.communicate(job), WALL_TIMES * (seconds + 1))
         except TimeoutError:
             fault = b""
         finally:

@@ -46,7 +46,7 @@ class ServeOptions:
     chat_template: Path | None = None
     response_template: Path | None = None  # JSON, see transformers' response templates
     root_path: str = ""
-    access: AccessOptions = field(default_factory=AccessOptions)  # its limits are those of api_keys
+    access: AccessOptions = field(default_factory=AccessOptions)  # its limits are those of api_keys, too
     config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
 
     @property
@@ -73,7 +73,7 @@ class ServeOptions:
 
     def keys(self) -> dict[str, SLOLimits]:
         """Return the SLO limits of every API key; raises InvalidInputError."""
-        keys = dict.fromkeys(self.api_keys, self.access.limits)
+        keys = self.access.api_keys | dict.fromkeys(self.api_keys, self.access.limits)
         if self.key_file is not None:
             try:
                 keys |= KEYS.validate_json(_read("--api-key-file", self.key_file))
@@ -154,8 +154,8 @@ def requests_to_try(
 ) -> tuple[str, str]:
     """Return a request for curl and for OpenAI's client: of a chat, if the model has a chat template."""
     prompt = CHAT_PROMPT if is_chat else EMBEDDED_PROMPT if is_embedded else BASE_PROMPT
-    given: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-    body = {"model": name, **given, "max_tokens": 64}
+    inputs: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    body = {"model": name, **inputs, "max_tokens": 64}
     path = "chat/completions" if is_chat else "completions"
     auth = ' -H "Authorization: Bearer $KEY"' if is_guarded else ""
     arguments = ", ".join(f"{field}={value!r}" for field, value in body.items())

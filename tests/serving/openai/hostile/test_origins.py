@@ -122,7 +122,8 @@ def test_operator_may_allow_all_names_and_pages(generator: SLOSpecGenerator) -> 
 
 
 def test_name_that_is_listened_on_is_allowed() -> None:
-    options = ServeOptions(ModelOptions(), host="box.lan", allows_no_key=True, access=AccessOptions(allowed_hosts=("llm.lan",)))
+    access = AccessOptions(allowed_hosts=("llm.lan",))
+    options = ServeOptions(ModelOptions(), host="box.lan", allows_no_key=True, access=access)
     assert options.settings.allowed_hosts == ("box.lan", "llm.lan")
 
 
