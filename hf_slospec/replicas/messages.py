@@ -42,7 +42,6 @@ class Taken:
     """Answer to an offer: the replica serves the request."""
 
     replica: str
-    is_guaranteed: bool
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class ModelReplica:
             is_guaranteed = await handle.aguaranteed()
             self._record(offer)
             logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
-            yield Taken(self.name, is_guaranteed)
+            yield Taken(self.name)
             async for update in _updates(handle, len(offer.progress.tokens)):
                 yield update
             if offer.need.has_slo:

@@ -201,7 +201,7 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
 def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
     room = engine.max_len - prompt_len
     if room < 1:
-        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in the {engine.max_len} that fit; shorten it")
+        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in {engine.max_len}; shorten it")
     is_chat, requested = isinstance(body, ChatBody), body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         requested = body.max_completion_tokens
