@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-UP = 0.05  # replicas are added if a larger share of SLOs is missed, or if more requests wait as a share of the running
-LOW = 0.6  # remove a replica if the utilisation of the remaining ones stays below this
+UP = 0.05  # replicas are added if a larger share of recent SLOs is missed, or a larger share of a batch waits
+LOW = 0.6  # a replica is removed if the utilisation of the remaining ones stays below this
 GAUGES = ("missed", "waiting", "utilisation")
 
 
@@ -22,7 +22,7 @@ def wanted_replicas(current: int, missed: float, waiting: float, utilisation: fl
     Args:
         current: replicas now, at least 1.
         missed: share of recent requests with SLOs whose SLOs were not guaranteed, or guaranteed and missed.
-        waiting: requests that wait for room, as a share of the requests that have room.
+        waiting: requests that wait for room, as a share of the largest batch.
         utilisation: largest share in use of a replica's time, K/V and batch.
     """
     if missed > UP or waiting > UP:

@@ -80,7 +80,7 @@ def test_the_process_ends_with_its_client_and_the_next_one_has_its_turn() -> Non
         hard.cancel()
         await fine
         assert hard.cancelled() and queued.cancelled() and check.slots.num_dropped == 1 and not programs()
-        assert check.slots.num_running == check.turns.num_waiting == 0
+        assert check.slots.num_running == check.slots.num_waiting == 0
 
     run(story())
 
