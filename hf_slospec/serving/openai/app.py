@@ -121,9 +121,7 @@ class _SmallEndpoints:
         if body.tokens and max(body.tokens) >= self.engine.vocab_size:
             text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
             raise Fault(400, error_body(text, "invalid_request_error", "tokens"))
-        return await self.reader.while_connected(
-            request, self.reader.in_pool(request, self._detokenized, body.tokens)
-        )
+        return await self.reader.while_connected(request, self.reader.in_pool(request, self._detokenized, body.tokens))
 
     def _detokenized(self, tokens: list[int]) -> Response:
         return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
