@@ -1,4 +1,4 @@
-"""HTML of a scene. Whatever a colour says is also said in words or by a pattern."""
+"""HTML of a scene. Words or patterns repeat what colours say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hf_slospec.demo.rates import shares
 from hf_slospec.demo.sessions import Scene
 from hf_slospec.demo.stream import View
 
-MAX_CHARS = 1200  # of the end of an answer
-NUM_PATTERNS = 5  # of segments in the budget bar, see style.css
+MAX_CHARS = 1200  # characters that are shown of the end of an answer
+NUM_PATTERNS = 5  # patterns of segments in the budget bar, see style.css
 STATES = {
     "waiting": "reading the prompt",
     "writing": "writing",
@@ -39,7 +39,7 @@ def full_scale(views: Sequence[View]) -> float:
 
 
 def verdict(view: View) -> tuple[str, str]:
-    """Return whether the speed target is met: a CSS class and its words."""
+    """Return a CSS class and words that say whether the speed target is met."""
     if view.user_request.tpot_slo_ms is None:
         return "unjudged", "no speed target"
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
@@ -57,7 +57,7 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
     Args:
         scale: tokens per second at the right end of its bar.
         share: its share of the token budget.
-        hides_text: leaves out the text, which is shown to its own visitor only.
+        hides_text: leave out the text, which only its own visitor sees.
     """
     look, words = verdict(view)
     parts = [
@@ -129,13 +129,15 @@ def _text(pieces: Sequence[TextPiece], is_writing: bool) -> str:
 
 
 def _figures(view: View, share: float) -> str:
-    own = view.metrics
-    length = None if own is None else own.acceptance_length
-    accepted = f"{100 * own.accepted / own.drafted:.0f} %" if own is not None and own.drafted else "-"
+    metrics = view.metrics
+    length = None if metrics is None else metrics.acceptance_length
+    accepted = f"{100 * metrics.accepted / metrics.drafted:.0f} %" if metrics is not None and metrics.drafted else "-"
     guarantee = ""
-    if view.user_request.tpot_slo_ms is not None and own is not None and view.is_active:
-        guarantee = "planned for by the scheduler" if own.guaranteed else "not planned for: others' targets come first"
-        if own.guaranteed and own.attained is False:
+    if view.user_request.tpot_slo_ms is not None and metrics is not None and view.is_active:
+        guarantee = "planned for by the scheduler"
+        if not metrics.guaranteed:
+            guarantee = "not planned for: others' targets come first"
+        if metrics.guaranteed and metrics.attained is False:
             guarantee += ", and missed so far"
         guarantee = f"speed target of this answer: {guarantee}"
     pairs = [
@@ -145,21 +147,21 @@ def _figures(view: View, share: float) -> str:
         ("answers in time", f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-"),
     ]
     if view.replica is not None:
-        after = f", after {own.resumed} tokens on another" if own is not None and own.resumed else ""
+        after = f", after {metrics.resumed} tokens on another" if metrics is not None and metrics.resumed else ""
         pairs.append(("replica", f"{escape(view.replica)}{after}"))
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="figures">{cells}</dl><p class="dim guarantee">{guarantee}&nbsp;</p>'
 
 
 def cards(scene: Scene) -> tuple[list[str], str, str]:
-    """Return the cards of the simulated users by place, the visitor's own card, and those of other visitors."""
+    """Return the cards of the simulated users by index, the visitor's own card, and those of other visitors."""
     views = scene.views
     scale = full_scale(views)
     share = dict(zip(map(id, views), shares([view.nodes for view in views]), strict=True))
     simulated = ["" if view is None else card(view, scale, share[id(view)]) for view in scene.simulated]
-    own = "" if scene.own is None else card(scene.own, scale, share[id(scene.own)])
-    others = "".join(card(view, scale, share[id(view)], hides_text=True) for view in scene.others)
-    return simulated, own, f'<div class="others">{others}</div>' if others else ""
+    visitor = "" if scene.visitor is None else card(scene.visitor, scale, share[id(scene.visitor)])
+    rest = "".join(card(view, scale, share[id(view)], hides_text=True) for view in scene.other_visitors)
+    return simulated, visitor, f'<div class="others">{rest}</div>' if rest else ""
 
 
 def headline(scene: Scene) -> str:

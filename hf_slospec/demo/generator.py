@@ -1,4 +1,4 @@
-"""Interface between the demo and whatever decodes, and the generator of this process behind it."""
+"""Generator interface of the demo, and its implementation by a generator in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DemoHandle(Protocol):
 
     @property
     def commits(self) -> list[Commit]:
-        """Return what the steps so far added, and when."""
+        """Return the tokens that each step so far added, with its time."""
 
     @property
     def pieces(self) -> list[TextPiece]:
@@ -38,11 +38,11 @@ class DemoHandle(Protocol):
 
     @property
     def replica(self) -> str | None:
-        """Return the replica that serves it; None where there are no replicas."""
+        """Return the name of the replica that serves the request; None without replicas."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Return how the request ended; None while it goes on."""
+        """Return the reason why the request ended; None before."""
 
     @property
     def error(self) -> BaseException | None:
@@ -52,18 +52,18 @@ class DemoHandle(Protocol):
         """Cancel the request, unless it is done."""
 
     def result(self) -> RequestMetrics:
-        """Wait for the end of the request and return its measurements; an error of the request is raised."""
+        """Wait for the end of the request and return its measurements; raises its error."""
 
 
 class DemoGenerator(Protocol):
     """A model that serves the users of the demo: in this process, or behind a server."""
 
-    policy: str | None  # name of the present one; None: it cannot be switched
-    drafter: str | None  # what drafts; None: not known
-    is_chat: bool  # prompts are put into a chat template; otherwise the model continues them
+    policy: str | None  # name of the current policy; None: it cannot be changed
+    drafter: str | None  # kind of drafter; None: unknown
+    is_chat: bool  # True: prompts are put into a chat template; False: the model continues them
 
     def start(self) -> None:
-        """Make it ready for requests, or raise what is in the way."""
+        """Start to take requests, or raise the error that prevents it."""
 
     def submit(self, prompt: str, **options: Any) -> DemoHandle:
         """Queue a request; ``options`` are those of ``SLOSpecGenerator.submit``."""
@@ -130,13 +130,13 @@ class LocalGenerator:
     def submit(self, prompt: str, **options: Any) -> LocalHandle:
         num_tokens = len(self._tokenizer(prompt)["input_ids"])
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise InvalidInputError(f"the prompt has {num_tokens} tokens; the limit is {MAX_PROMPT_TOKENS}")
-        given: Any = [{"role": "user", "content": prompt}] if self.is_chat else prompt
+            raise InvalidInputError(f"the prompt has {num_tokens} tokens; shorten it to {MAX_PROMPT_TOKENS}")
+        inputs: Any = [{"role": "user", "content": prompt}] if self.is_chat else prompt
         try:
-            handle = self.generator.submit(given, **options)
+            handle = self.generator.submit(inputs, **options)
         except NotRunningError:  # an error stopped the engine; the streams of that step show it
             self.generator.start()
-            handle = self.generator.submit(given, **options)
+            handle = self.generator.submit(inputs, **options)
         return LocalHandle(handle, self._to_text)
 
     def _to_text(self, ids: list[int]) -> str:

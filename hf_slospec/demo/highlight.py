@@ -1,4 +1,4 @@
-"""Texts split by the origin of their tokens: accepted drafts or the target."""
+"""Text split by the origin of its tokens: accepted drafts or the target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HighlightedText:
 
         Args:
             tokens: all tokens so far, those of earlier calls included.
-            from_draft: for each of them, whether it is an accepted draft.
+            from_draft: True for accepted drafts, one per token.
         """
         fresh = list(zip(tokens, from_draft, strict=False))[self._num_tokens :]
         for is_draft, run in groupby(fresh, key=lambda pair: pair[1]):

@@ -141,14 +141,14 @@ class Page:
             head = gr.HTML(apply_default_css=False, elem_id="headline")
             gr.HTML(LEGEND, apply_default_css=False, elem_id="legend")
             with gr.Row(elem_classes=["users", "simulated"]):
-                panels = [self._panel(place) for place in range(MAX_SIMULATED)]
+                panels = [self._panel(index) for index in range(MAX_SIMULATED)]
             with gr.Row(elem_classes="adding"):
                 persona = gr.Dropdown(list(self.personas), label="Another simulated user", min_width=180)
                 add = gr.Button("Add user", elem_id="add", min_width=120)
-            own = self._own()
-            others = gr.HTML(apply_default_css=False, elem_id="others")
+            own_card = self._own_panel()
+            other_cards = gr.HTML(apply_default_css=False, elem_id="others")
             seen = gr.State({"policy": "", "versions": [None] * MAX_SIMULATED})
-            outputs = [seen, policy, head, own, others, *(part for panel in panels for part in panel.all)]
+            outputs = [seen, policy, head, own_card, other_cards, *(part for panel in panels for part in panel.all)]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
                 event(self.refresh, seen, outputs, show_progress="hidden", queue=False)
             set_policy = with_error_message(self.sessions.set_policy)
@@ -157,23 +157,23 @@ class Page:
             page.unload(self.leave)
         return page
 
-    def _panel(self, place: int) -> Panel:
-        with gr.Column(min_width=300, visible=False, elem_classes="user", elem_id=f"user-{place}") as column:
+    def _panel(self, index: int) -> Panel:
+        with gr.Column(min_width=300, visible=False, elem_classes="user", elem_id=f"user-{index}") as column:
             card = gr.HTML(apply_default_css=False)
             controls = Controls.of(next(iter(self.personas.values()))[1], self.max_slo_ms, folds_prompt=True)
             with gr.Row():
                 start = gr.Button("Start again", size="sm", min_width=60)
                 stop = gr.Button("Stop", size="sm", min_width=60)
                 remove = gr.Button("Remove", size="sm", min_width=60)
-        change = with_error_message(lambda *values: self.sessions.change(place, request_of(*values)))
+        change = with_error_message(lambda *values: self.sessions.change(index, request_of(*values)))
         for event in (start.click, controls.tpot_slo_ms.release, controls.has_slo.input):
             event(change, controls.all, None, concurrency_limit=None, show_progress="hidden")
-        stop.click(with_error_message(lambda: self.sessions.stop(place)), None, None, concurrency_limit=None)
-        remove.click(with_error_message(lambda: self.sessions.remove(place)), None, None, concurrency_limit=None)
+        stop.click(with_error_message(lambda: self.sessions.stop(index)), None, None, concurrency_limit=None)
+        remove.click(with_error_message(lambda: self.sessions.remove(index)), None, None, concurrency_limit=None)
         return Panel(column, card, controls)
 
-    def _own(self) -> gr.HTML:
-        """Create the visitor's own panel.  -> the component of its card"""
+    def _own_panel(self) -> gr.HTML:
+        """Create the visitor's own panel, and return the component of its card."""
         first = next(iter(self.personas.values()))[1]
         with gr.Row(elem_classes="users"):
             with gr.Column(min_width=330, elem_classes=["user", "yours"], elem_id="own-request"):
@@ -210,13 +210,13 @@ class Page:
         """Return the updates of all components for this session.
 
         Args:
-            seen: policy and request versions that the session shows; controls are set only if another session
-                changed them.
+            seen: policy and versions of requests that the session shows; controls are updated only if another
+                session changed them.
         """
         scene = self.sessions.refresh(str(request.session_hash))
-        simulated, own, others = cards.cards(scene)
+        simulated, own_card, other_cards = cards.cards(scene)
         policy = gr.skip() if scene.policy == seen["policy"] else scene.policy
-        updates = [policy, cards.headline(scene), own or EMPTY_CARD, others]
+        updates = [policy, cards.headline(scene), own_card or EMPTY_CARD, other_cards]
         for view, html, version in zip(scene.simulated, simulated, seen["versions"], strict=True):
             updates += _panel_updates(view, html, version)
         versions = [None if view is None else view.version for view in scene.simulated]

@@ -15,7 +15,7 @@ MAX_TPOT_SLO_MS = 10_000
 
 
 class UserRequest(InputModel):
-    """The settings of one user's request; raises InvalidInputError for values beyond the demo's limits."""
+    """Settings of one user's request. Values beyond the demo's limits raise InvalidInputError."""
 
     prompt: str = Field(max_length=MAX_PROMPT_CHARS)
     tpot_slo_ms: float | None = Field(gt=0, le=MAX_TPOT_SLO_MS, description="None: no speed target.")
@@ -45,7 +45,7 @@ class Persona(BaseModel):
 
     name: str
     description: str
-    code_prompt: str  # for models that continue it, such as the embedded pair, trained on Python source only
+    code_prompt: str  # for models without a chat template, such as the embedded pair, trained on Python
     chat_prompt: str  # for models with a chat template
     slo_factor: float | None  # its TPOT SLO as a multiple of plain decoding's TPOT; None: no SLO
     temperature: float = 0.0

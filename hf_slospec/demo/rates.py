@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from hf_slospec.engine.events import Commit
 
-WINDOW_S = 3.0  # over which current speeds are averaged
-HISTORY_S = 30
+WINDOW_S = 3.0  # seconds over which current speeds are averaged
+HISTORY_S = 30  # seconds
 
 
 class Gain(NamedTuple):
@@ -17,11 +17,11 @@ class Gain(NamedTuple):
 
     at_s: float
     tokens: int
-    nodes: int  # of the step's token budget
+    nodes: int  # verified for it in the step
 
 
 def gains(commits: Sequence[Commit]) -> list[Gain]:
-    """Return the progress of one request by step, without its first token, which is part of the prefill."""
+    """Return the progress of one request by step, without its first token, which the prefill commits."""
     return [Gain(now.at_s, now.num_emitted - before.num_emitted, now.num_nodes) for before, now in pairwise(commits)]
 
 
@@ -30,16 +30,16 @@ def recent(all_gains: Iterable[Gain], now_s: float, window_s: float = WINDOW_S) 
     return [gain for gain in all_gains if now_s - window_s < gain.at_s <= now_s]
 
 
-def tokens_per_s(own: Iterable[Gain], now_s: float, begun_s: float) -> float:
+def tokens_per_s(all_gains: Iterable[Gain], now_s: float, begun_s: float) -> float:
     """Return the speed over the last :data:`WINDOW_S` seconds, or since ``begun_s`` if that is shorter."""
     span_s = min(WINDOW_S, now_s - begun_s)
-    return sum(gain.tokens for gain in recent(own, now_s, span_s)) / span_s if span_s > 0 else 0.0
+    return sum(gain.tokens for gain in recent(all_gains, now_s, span_s)) / span_s if span_s > 0 else 0.0
 
 
-def history(own: Iterable[Gain], now_s: float) -> list[float]:
+def history(all_gains: Iterable[Gain], now_s: float) -> list[float]:
     """Return tokens per second in each of the last :data:`HISTORY_S` seconds, the oldest first."""
     counts = [0.0] * HISTORY_S
-    for gain in own:
+    for gain in all_gains:
         age_s = now_s - gain.at_s
         if 0 <= age_s < HISTORY_S:
             counts[HISTORY_S - 1 - int(age_s)] += gain.tokens
@@ -49,4 +49,4 @@ def history(own: Iterable[Gain], now_s: float) -> list[float]:
 def shares(nodes: Sequence[int]) -> list[float]:
     """Return each user's share of all verified nodes; zeros if there are none."""
     total = sum(nodes)
-    return [own / total if total else 0.0 for own in nodes]
+    return [number / total if total else 0.0 for number in nodes]

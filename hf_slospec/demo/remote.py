@@ -1,4 +1,4 @@
-"""A running server in place of models in this process: every stream of the demo is a streamed request to it."""
+"""Generator of the demo by a running server: every stream is a streamed request to it."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from hf_slospec.generate.speculator import clock
 
 T = TypeVar("T")
 MAX_PORT = 65535
-TIMEOUT = httpx.Timeout(10.0, read=120.0)  # seconds; read: to the next chunk, which includes the wait in the queue
-FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # options of submit with other names there
-# Errors by OpenAI's types.
+TIMEOUT = httpx.Timeout(10.0, read=120.0)  # seconds; a read waits for the next chunk, also in the server's queue
+FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # options of submit, fields of bodies
+# Exceptions by OpenAI's types of errors.
 FAULTS = {
     "invalid_request_error": InvalidInputError,
     "rate_limit_error": QueueFull,
     "service_unavailable_error": NotRunningError,
 }
-EVENT = "data: {"  # beginning of a line with a chunk
+EVENT = "data: {"  # prefix of lines with a chunk
 
 
 class RemoteHandle:
     """A streamed request to a server, as far as it has been received.
 
-    Speeds and verdicts are the server's own. Times of commits are those of the chunks' arrival. A chunk has the tokens
-    of one step or, where the reader was slow, of several; the accepted draft tokens of a chunk count as its first ones.
+    Measurements are the server's; times of commits are arrival times of chunks. A chunk has the tokens of one step or,
+    if this reader was slow, of several; its accepted draft tokens are taken to be its first ones.
     """
 
     def __init__(self, read: Callable[[RemoteHandle], Future[None]]):
-        """``read`` starts the reading of the stream."""
+        """``read`` starts to read the stream into this handle."""
         self._commits: list[Commit] = []
         self._pieces: list[TextPiece] = []
-        self._num_nodes = self._num_accepted = 0  # of all commits
+        self._num_nodes = self._num_accepted = 0  # total of all commits
         self.metrics: RequestMetrics | None = None
         self.replica: str | None = None
         self.finish_reason: FinishReason | None = None
@@ -73,7 +73,7 @@ class RemoteHandle:
         self._reading.cancel()
 
     def result(self) -> RequestMetrics:
-        """Wait for the end and return the server's measurements; an error of the request is raised."""
+        """Wait for the end and return the server's measurements; raises the request's error."""
         concurrent.futures.wait([self._reading])
         if self.error is not None:
             raise self.error
@@ -84,13 +84,13 @@ class RemoteHandle:
     # ---- for the reader
 
     async def read(self, lines: AsyncIterator[str]) -> None:
-        """Take all chunks; raises the error that one of them has, or NotRunningError if the last one is missing."""
+        """Take all chunks; raises the error of a chunk, or NotRunningError if the last chunk is missing."""
         reason = None
         async for line in lines:
             if line.startswith(EVENT):
                 reason = self._take(json.loads(line[len(EVENT) - 1 :])) or reason
         if reason is None:
-            raise NotRunningError("the server ended the stream before the answer was complete")
+            raise NotRunningError("the server ended the stream before the answer was complete; send the request again")
         self.end("length" if reason == "length" else "stop")
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -105,28 +105,28 @@ class RemoteHandle:
         reason, before = None, 0 if self.metrics is None else self.metrics.tokens
         self.metrics = _metrics(chunk["usage"])
         self.replica = chunk["usage"]["metrics"].get("replica")
-        for choice in chunk["choices"]:  # none in the last chunk
+        for choice in chunk["choices"]:  # empty in the last chunk, which has the usage
             num_accepted = self._commit(self.metrics, self.metrics.tokens - before)
             self._pieces += _split(*_texts(choice), num_accepted)
             reason = choice["finish_reason"]
         return reason
 
     def _commit(self, now: RequestMetrics, num_new: int) -> int:
-        """Add a commit of so many tokens, if there are any, and return how many of them are accepted draft tokens."""
+        """Add a commit of ``num_new`` tokens, if any, and return the number of accepted draft tokens among them."""
         if not num_new:
             return 0
         # The server's counts may be a step ahead of the chunk's tokens; the next chunk has the rest.
         num_accepted = min(now.accepted - self._num_accepted, num_new)
-        num_nodes = now.drafted + now.steps + 1  # with the root of every step, and of the prefill
+        num_nodes = now.drafted + now.steps + 1  # with a root for every step and for the prefill
         self._commits.append(Commit(now.tokens, clock(), num_nodes - self._num_nodes, num_accepted))
         self._num_nodes, self._num_accepted = num_nodes, self._num_accepted + num_accepted
         return num_accepted
 
 
 class RemoteGenerator:
-    """A server of hf_slospec with the model and the policy that it was started with.
+    """A running hf_slospec server, whose model and policy cannot be changed.
 
-    One thread with an event loop reads all streams, so that a request can be cancelled at any time, even in the queue.
+    A thread with an event loop reads all streams, so that a request can be cancelled at any time, also in the queue.
     """
 
     policy: str | None = None
@@ -147,7 +147,7 @@ class RemoteGenerator:
         self._thread.start()
 
     def start(self) -> None:
-        """Read the server's model and find out whether it has a chat template; this checks address and key, too."""
+        """Read the name of the server's model and whether it has a chat template, which checks address and key, too."""
         self._run(self._describe()).result()
 
     def submit(self, prompt: str, **options: Any) -> RemoteHandle:
@@ -157,7 +157,7 @@ class RemoteGenerator:
             "temperature": 0.0,
         }
         body |= {FIELDS.get(name, name): value for name, value in options.items() if name != "do_sample"}
-        # Log probabilities come with the text of every single token, which tells accepted drafts from the others.
+        # Log probabilities come with the text of every token, which shows where accepted drafts end.
         if self.is_chat:
             body |= {"messages": [{"role": "user", "content": prompt}], "logprobs": True}
         else:
@@ -165,11 +165,11 @@ class RemoteGenerator:
         return RemoteHandle(lambda handle: self._run(self._read(handle, body)))
 
     def set_policy(self, name: str) -> None:
-        """Refuse: the policy is the server's."""
+        """Raise UnsupportedOptionError: the policy is the server's."""
         raise UnsupportedOptionError("a server keeps the policy it was started with; restart it with another one")
 
     def stop(self) -> None:
-        """Cancel the requests of this page and disconnect; the server goes on."""
+        """Cancel the requests of this demo and disconnect."""
         self._run(self._disconnect()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -186,7 +186,7 @@ class RemoteGenerator:
         try:
             async with self._answer("/tokenize", {"messages": [{"role": "user", "content": "x"}]}):
                 self.is_chat = True
-        except InvalidInputError:  # there is no chat template, or it refuses messages of a user alone
+        except InvalidInputError:  # there is no chat template, or it refuses a single user message
             self.is_chat = False
 
     async def _read(self, handle: RemoteHandle, body: dict[str, Any]) -> None:
@@ -196,11 +196,11 @@ class RemoteGenerator:
         except Exception as error:  # noqa: BLE001  the stream shows it
             handle.end("error", error)
         finally:
-            handle.end("cancelled")  # if nothing else ended it
+            handle.end("cancelled")  # no effect if the request has ended
 
     @asynccontextmanager
     async def _answer(self, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[httpx.Response]:
-        """Send a request and yield the beginning of its answer; raises the error that it is."""
+        """Send a request and yield its answer, with an unread body; an answer that is an error is raised."""
         try:
             async with self._client.stream("GET" if body is None else "POST", path, json=body) as answer:
                 if not answer.is_success:
@@ -209,18 +209,18 @@ class RemoteGenerator:
                 yield answer
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise NotRunningError(f"the server at {self.url} does not answer: {reason}") from error
+            raise NotRunningError(f"the server at {self.url} does not answer: {reason}; check that it runs") from error
 
     async def _disconnect(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        reading = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in reading:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*reading, return_exceptions=True)
         await self._client.aclose()
 
 
 def _error(answer: httpx.Response) -> dict[str, Any]:
-    """Return the error of an answer in OpenAI's form, also where a proxy wrote another one."""
+    """Return the error of an answer in OpenAI's form, also if a proxy wrote it in another."""
     try:
         error: dict[str, Any] = answer.json()["error"]
         return {"type": error["type"], "message": error["message"]}
@@ -230,35 +230,35 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _fault(error: dict[str, Any]) -> SLOSpecError:
-    """Return an error in OpenAI's form as the exception that a generator of this process raises."""
+    """Return the exception that a generator in this process would raise, from an error in OpenAI's form."""
     return FAULTS.get(error["type"], SLOSpecError)(error["message"])
 
 
 def _metrics(usage: dict[str, Any]) -> RequestMetrics:
-    """Return the measurements of a chunk's usage; those that the server does not send are empty."""
-    own, counts = usage["metrics"], usage["completion_tokens_details"]
+    """Return the measurements in a chunk's usage; those that the server does not send are empty."""
+    measured, counts = usage["metrics"], usage["completion_tokens_details"]
     accepted, rejected = counts["accepted_prediction_tokens"], counts["rejected_prediction_tokens"]
 
     def seconds(milliseconds: float | None) -> float | None:
         return None if milliseconds is None else milliseconds / 1e3
 
     return RequestMetrics(
-        tpot_slo_s=own["slo_tpot"],
-        tpot_s=seconds(own["mean_itl_ms"]),
-        ttft_s=seconds(own["time_to_first_token_ms"]),
-        attained=own["attained"],
+        tpot_slo_s=measured["slo_tpot"],
+        tpot_s=seconds(measured["mean_itl_ms"]),
+        ttft_s=seconds(measured["time_to_first_token_ms"]),
+        attained=measured["attained"],
         tokens=usage["completion_tokens"],
-        steps=own["speculative_decoding"]["num_spec_steps"],
+        steps=measured["speculative_decoding"]["num_spec_steps"],
         drafted=accepted + rejected,
         accepted=accepted,
         slack_s=None,
         worst_tpot_s=None,
         expected_tokens=0.0,
         phases=PhaseTimes(),
-        ttft_slo_s=own["slo_ttft"],
-        guaranteed=own["guaranteed"],
+        ttft_slo_s=measured["slo_ttft"],
+        guaranteed=measured["guaranteed"],
         reused=usage["prompt_tokens_details"]["cached_tokens"],
-        resumed=own.get("resumed_tokens", 0),
+        resumed=measured.get("resumed_tokens", 0),
     )
 
 
@@ -274,10 +274,10 @@ def _texts(choice: dict[str, Any]) -> tuple[str, list[str]]:
 def _split(text: str, tokens: list[str], num_accepted: int) -> list[TextPiece]:
     """Return the text before and after the end of its first ``num_accepted`` tokens.
 
-    Where the text does not end with the other tokens, all of it counts as drafted: the last one is an end token, or has
-    part of a character.
+    If the text does not end with the remaining tokens, all of it counts as drafted: the last token is then hidden or
+    has part of a character.
     """
-    others = "".join(tokens[num_accepted:])
-    end = len(text) - len(others) if text.endswith(others) else len(text)
+    rest = "".join(tokens[num_accepted:])
+    end = len(text) - len(rest) if text.endswith(rest) else len(text)
     parts = ((text[:end], True), (text[end:], False)) if num_accepted else ((text, False),)
     return [TextPiece(part, is_draft) for part, is_draft in parts if part]

@@ -1,4 +1,4 @@
-"""Assembly and serving of the demo."""
+"""Start of the demo: its models or server, simulated users and page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_slospec.serving.log_level import only_errors_logged
 if TYPE_CHECKING:
     import gradio as gr
 
-NUM_STREAMS, NUM_TOKENS, NUM_REPEATS = 4, 16, 3  # of the measurement of plain decoding
+NUM_STREAMS, NUM_TOKENS, NUM_REPEATS = 4, 16, 3  # in the measurement of plain decoding
 MAX_SLO_FACTOR = 6.0  # slowest speed target on the sliders, as a multiple of plain decoding's TPOT
 NO_TELEMETRY = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
 # Makes the browser refuse requests to other hosts.
@@ -37,15 +37,15 @@ class Options:
     """Models or server, address and password of the demo."""
 
     models: ModelOptions = field(default_factory=lambda: ModelOptions(size=SIZE))
-    host: str | None = None  # None: GRADIO_SERVER_NAME, or else only this machine
+    host: str | None = None  # None: GRADIO_SERVER_NAME, or else this machine only
     port: int | None = None
     password: str | None = None
     allows_no_password: bool = False
     server: str | None = None  # URL of a running server, in place of models in this process
-    api_key: str | None = None  # that the server asks for
+    api_key: str | None = None  # for that server
 
     def check_open(self) -> None:
-        """Raise InvalidInputError if other machines could come in without a password, unless that is allowed."""
+        """Raise InvalidInputError if other machines could connect without a password, unless that is allowed."""
         host = self.host or os.environ.get("GRADIO_SERVER_NAME") or "localhost"
         if self.password == "":
             raise InvalidInputError("--password is empty; leave it out, or give one")
@@ -110,7 +110,7 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
 
 
 def local_generator(models: ModelOptions) -> LocalGenerator:
-    """Load the models.  -> a generator with room for all users"""
+    """Load the models, and return a generator with room for all users."""
     kv_tokens = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
     return LocalGenerator(models.generator(CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
 
@@ -118,8 +118,8 @@ def local_generator(models: ModelOptions) -> LocalGenerator:
 def plain_tpot_s(generator: DemoGenerator) -> float:
     """Measure the TPOT of a few simultaneous streams, which the speed targets are based on.
 
-    Speculation is switched off meanwhile. On a server it cannot be: there, the TPOT is that of requests without an SLO
-    under the server's policy and its present load, as the server measures it, and lower than that of plain decoding.
+    Speculation is switched off meanwhile. A server does not allow that; its TPOT is that of requests without an SLO
+    under its policy and current load, and lower than that of plain decoding.
     """
     policy = generator.policy
     if policy is not None:
@@ -130,15 +130,15 @@ def plain_tpot_s(generator: DemoGenerator) -> float:
             generator.submit(persona.code_prompt, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS)
             for persona in PERSONAS[:NUM_STREAMS]
         ]
-        own = [handle.result().tpot_s for handle in handles]
-        measured.append(statistics.median(tpot_s for tpot_s in own if tpot_s is not None))
+        tpots_s = [handle.result().tpot_s for handle in handles]
+        measured.append(statistics.median(tpot_s for tpot_s in tpots_s if tpot_s is not None))
     if policy is not None:
         generator.set_policy(policy)
-    return min(measured)  # the repeat least disturbed by other processes
+    return min(measured)  # the repeat that other processes disturbed least
 
 
 def launch(page: gr.Blocks, options: Options) -> str:
-    """Serve the page in background threads.  -> its address"""
+    """Serve the page in background threads, and return its address."""
     import gradio as gr
     from starlette.middleware import Middleware
 
@@ -147,7 +147,7 @@ def launch(page: gr.Blocks, options: Options) -> str:
         server_port=options.port,
         auth=None if options.password is None else password_check(options.password),
         auth_message="The demo asks for a password; any name will do.",
-        # system fonts, which need no download
+        # System fonts need no download.
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         css_paths=Path(__file__).with_name("style.css"),
         app_kwargs={"middleware": [Middleware(ContentSecurityPolicy)]},

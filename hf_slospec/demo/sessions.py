@@ -1,4 +1,4 @@
-"""The users of the demo's engine: simulated users that every visitor sees, and the visitors themselves."""
+"""Users of the demo: simulated users, which every visitor sees, and the visitors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_slospec.demo.stream import Stream, View
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 
 MAX_SIMULATED = 6
-MAX_VISITORS = 8  # with a running stream
-VISITOR_TIMEOUT_S = 30.0  # without a refresh, after which a visitor counts as gone
-# Two more than all users together: cancelled requests hold their place until the current step ends.
+MAX_VISITORS = 8  # visitors with a running stream
+VISITOR_TIMEOUT_S = 30.0  # seconds without a refresh after which a visitor is removed
+# Two more than all users together, as a cancelled request is in the batch until the current step ends.
 CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
 
 
@@ -25,17 +25,17 @@ CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
 class Scene:
     """Snapshot of all streams for one visitor."""
 
-    policy: str | None  # None: it cannot be switched
-    simulated: tuple[View | None, ...]  # by place
-    own: View | None
-    others: tuple[View, ...]  # streams of other visitors
-    counts: tuple[int, int]  # answers since the policy was chosen: those that met their speed target, those with one
+    policy: str | None  # None: it cannot be changed
+    simulated: tuple[View | None, ...]  # by index; None: no user
+    visitor: View | None  # the visitor's own stream
+    other_visitors: tuple[View, ...]
+    counts: tuple[int, int]  # answers since the policy was chosen: with a met speed target, with a speed target
 
     @property
     def views(self) -> list[View]:
-        """All streams; new ones come last, so that the others keep their colours."""
-        own = [] if self.own is None else [self.own]
-        return [*(view for view in self.simulated if view is not None), *own, *self.others]
+        """All streams; new ones come last, so that existing ones keep their colours."""
+        views = (*self.simulated, self.visitor, *self.other_visitors)
+        return [view for view in views if view is not None]
 
 
 class DemoSessions:
@@ -45,47 +45,47 @@ class DemoSessions:
         self.generator, self.clock = generator, clock
         self._simulated: list[Stream | None] = [None] * MAX_SIMULATED
         self._visitors: dict[str, Stream] = {}
-        self._numbers: dict[str, int] = {}  # of visitors, in order of arrival
-        self._refreshed_s: dict[str, float] = {}  # last refresh of each visitor
-        self._counts = (0, 0)  # of streams that were removed
+        self._numbers: dict[str, int] = {}  # by visitor, in order of arrival
+        self._refreshed_s: dict[str, float] = {}  # by visitor: time of the last refresh
+        self._counts = (0, 0)  # counts of removed streams, as in Scene
         self._versions = itertools.count(1)
         self._lock = threading.RLock()
 
     # ---- simulated users
 
     def add(self, persona: Persona, user_request: UserRequest) -> int:
-        """Add a simulated user.  -> its place"""
+        """Add a simulated user, and return its index."""
         with self._lock:
             if None not in self._simulated:
                 raise InvalidInputError(f"there is room for {MAX_SIMULATED} simulated users; remove one first")
-            place = self._simulated.index(None)
+            index = self._simulated.index(None)
             stream = self._new(persona.name, persona.description, user_request, is_simulated=True)
-            self._simulated[place] = stream
+            self._simulated[index] = stream
             self._start(stream)
-            return place
+            return index
 
-    def change(self, place: int, user_request: UserRequest) -> None:
+    def change(self, index: int, user_request: UserRequest) -> None:
         """Replace the request of a simulated user and start it, also if the user was stopped."""
         with self._lock:
-            stream = self._stream_at(place)
+            stream = self._stream_at(index)
             stream.user_request, stream.version = user_request, next(self._versions)
             self._start(stream)
 
-    def stop(self, place: int) -> None:
+    def stop(self, index: int) -> None:
         """Stop a simulated user."""
         with self._lock:
-            self._stream_at(place).stop(self.clock())
+            self._stream_at(index).stop(self.clock())
 
-    def remove(self, place: int) -> None:
+    def remove(self, index: int) -> None:
         """Remove a simulated user."""
         with self._lock:
-            self._retire(self._stream_at(place))
-            self._simulated[place] = None
+            self._retire(self._stream_at(index))
+            self._simulated[index] = None
 
-    def _stream_at(self, place: int) -> Stream:
-        stream = self._simulated[place]
+    def _stream_at(self, index: int) -> Stream:
+        stream = self._simulated[index]
         if stream is None:
-            raise InvalidInputError("this user has been removed")
+            raise InvalidInputError("this user has been removed; add another one")
         return stream
 
     # ---- visitors
@@ -93,8 +93,8 @@ class DemoSessions:
     def ask(self, visitor: str, user_request: UserRequest) -> None:
         """Start a visitor's request in place of the previous one."""
         with self._lock:
-            others = [key for key, stream in self._visitors.items() if key != visitor and stream.view(0.0).is_active]
-            if len(others) >= MAX_VISITORS:
+            active = [key for key, stream in self._visitors.items() if key != visitor and stream.view(0.0).is_active]
+            if len(active) >= MAX_VISITORS:
                 raise InvalidInputError(
                     f"{MAX_VISITORS} visitors are being served, which is the limit; try again later"
                 )
@@ -130,22 +130,23 @@ class DemoSessions:
                     stream.reset_counts()
 
     def refresh(self, visitor: str) -> Scene:
-        """Return what this visitor sees now; also restarts simulated users and removes visitors that left."""
+        """Return the scene for this visitor; also restart simulated users and remove visitors that left."""
         with self._lock:
             now_s = self._refreshed_s[visitor] = self.clock()
             for key in [key for key, at_s in self._refreshed_s.items() if now_s - at_s > VISITOR_TIMEOUT_S]:
                 self.leave(key)
             for stream in self._streams():
                 if stream.is_due(now_s):
-                    with contextlib.suppress(SLOSpecError):  # the stream shows it
+                    with contextlib.suppress(SLOSpecError):  # the stream shows the error
                         self._start(stream)
-            own = self._visitors.get(visitor)
+            stream_of_visitor = self._visitors.get(visitor)
+            view = None if stream_of_visitor is None else stream_of_visitor.view(now_s)
             counts = [self._counts, *(stream.counts for stream in self._streams())]
             return Scene(
                 policy=self.generator.policy,
                 simulated=tuple(None if stream is None else stream.view(now_s) for stream in self._simulated),
-                own=None if own is None else replace(own.view(now_s), name=f"You ({own.name.lower()})"),
-                others=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
+                visitor=None if view is None else replace(view, name=f"You ({view.name.lower()})"),
+                other_visitors=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
                 counts=(sum(attained for attained, _ in counts), sum(judged for _, judged in counts)),
             )
 

@@ -16,8 +16,8 @@ from hf_slospec.errors import NotRunningError, QueueFull
 
 Submit = Callable[[UserRequest], DemoHandle]
 State = Literal["waiting", "writing", "finished", "stopped", "failed"]
-PAUSE_S = 1.5  # between two requests of a simulated user
-RETRY_S = 5.0  # after which a simulated user asks again where no requests were taken
+PAUSE_S = 1.5  # seconds between two requests of a simulated user
+RETRY_S = 5.0  # seconds after which a simulated user asks again if its request was refused
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class View:
     state: State
     user_request: UserRequest
     pieces: tuple[TextPiece, ...]
-    metrics: RequestMetrics | None  # of the current request; None if there are none yet
+    metrics: RequestMetrics | None  # those of the current request; None before the first
     tokens_per_s: float  # over the last seconds
-    nodes: int  # verified for it in the last seconds
+    nodes: int  # nodes verified for it in the last seconds
     history: tuple[float, ...]  # tokens per second, second by second
     num_attained: int  # finished requests that met their speed target
-    num_judged: int  # finished requests that had one
-    replica: str | None  # that serves the current request, where there are several
+    num_judged: int  # finished requests with a speed target
+    replica: str | None  # name of the current request's replica; None without replicas
     error: str | None
     version: int  # changes with user_request
 
     @property
     def is_active(self) -> bool:
-        """Return whether its request is being processed."""
+        """Return True while its request is waiting or being decoded."""
         return self.state in ("waiting", "writing")
 
 
@@ -60,7 +60,7 @@ class Stream:
         self._is_stopped = False
 
     def start(self, submit: Submit, now_s: float) -> None:
-        """Submit the user's request in place of the current one; an error is shown by the stream and raised."""
+        """Submit the user's request in place of the current one; an error is raised, and shown by the stream."""
         self.stop(now_s)
         self._handle, self._submit_error, self._is_stopped = None, None, False
         try:
@@ -72,7 +72,7 @@ class Stream:
 
     def stop(self, now_s: float) -> None:
         """Cancel the current request; its text so far stays visible."""
-        if self._handle is not None and not self._is_stopped:  # its commits are among the past ones otherwise
+        if self._handle is not None and not self._is_stopped:  # otherwise _past has its commits
             self._handle.cancel()
             self._past.extend(gains(self._handle.commits))
         while self._past and self._past[0].at_s < now_s - HISTORY_S:
@@ -98,7 +98,7 @@ class Stream:
         return ended.get(handle.finish_reason, "finished")
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether a simulated user's pause is over, after a finished request or one that was not taken."""
+        """Return True if a simulated user's pause is over, after a finished or a refused request."""
         self._count(now_s)
         is_refused = self.state == "failed" and isinstance(self._error, NotRunningError | QueueFull)
         if self._is_stopped or not self.is_simulated or not (is_refused or self.state == "finished"):
@@ -121,18 +121,18 @@ class Stream:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Finished requests that met their speed target, and those that had one."""
+        """Finished requests that met their speed target, and those with a speed target."""
         return self._num_attained, self._num_judged
 
     def view(self, now_s: float) -> View:
         """Return a snapshot."""
         self._count(now_s)
-        handle, own, begun_s = self._handle, list(self._past), now_s
+        handle, steps, begun_s = self._handle, list(self._past), now_s
         pieces: list[TextPiece] = []
         if handle is not None:
             commits = handle.commits
-            own += [] if self._is_stopped else gains(commits)
-            begun_s = own[0].at_s if self._past and own else (commits[0].at_s if commits else now_s)
+            steps += [] if self._is_stopped else gains(commits)
+            begun_s = steps[0].at_s if self._past and steps else (commits[0].at_s if commits else now_s)
             pieces = handle.pieces
         return View(
             name=self.name,
@@ -141,9 +141,9 @@ class Stream:
             user_request=self.user_request,
             pieces=tuple(pieces),
             metrics=None if handle is None else handle.metrics,
-            tokens_per_s=tokens_per_s(own, now_s, begun_s),
-            nodes=sum(gain.nodes for gain in recent(own, now_s)),
-            history=tuple(history(own, now_s)),
+            tokens_per_s=tokens_per_s(steps, now_s, begun_s),
+            nodes=sum(gain.nodes for gain in recent(steps, now_s)),
+            history=tuple(history(steps, now_s)),
             num_attained=self._num_attained,
             num_judged=self._num_judged,
             replica=None if handle is None else handle.replica,

@@ -1,4 +1,4 @@
-"""The Serve application: an HTTP front, and replicas of the models behind it."""
+"""Ray Serve application: a deployment that takes HTTP requests, the front, and one of model replicas."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from hf_slospec.replicas.loopback import keep_replica_on_loopback
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
 from hf_slospec.replicas.running import running_replicas
-from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.access import ServerSettings
+from hf_slospec.serving.openai.app import make_app
 from hf_slospec.serving.openai.serve import SWITCH_S
 
-REPORT_S = 0.5  # between two reports of a replica's load
-HEALTH_S = 2.0  # between two checks of its health
-MAX_CALLS = 100_000  # of one process at a time; the batcher's max_queue is the limit that counts
+REPORT_S = 0.5  # seconds between reports of a replica's load
+HEALTH_S = 2.0  # seconds between health checks
+MAX_CALLS = 100_000  # concurrent calls of one process: no limit in effect, as the batcher has max_queue
 FRONT = "HTTP"
 MODEL = "Model"
 
 
 class Front:
-    """Deployment that takes HTTP requests."""
+    """Deployment that takes HTTP requests and tokenizes."""
 
     def __init__(self, models: DeploymentHandle, settings: ServerSettings):
-        """Take a handle of the replicas; the application is made once one of them runs."""
+        """Create the front of ``models``; its application is made once one replica runs."""
         sys.setswitchinterval(SWITCH_S)
         keep_replica_on_loopback()
         self.models, self.settings = models, settings
@@ -45,7 +46,7 @@ def app(options: ReplicaOptions) -> Application:
     """Return the application for ``serve.run``, ``serve run`` and Serve's config files.
 
     Args:
-        options: see :class:`ReplicaOptions`; a dict of them, as Serve makes it of a config file.
+        options: a :class:`ReplicaOptions`, or a dict of its fields, as Serve reads it from a config file.
 
     Raises:
         InvalidInputError: an option is invalid.

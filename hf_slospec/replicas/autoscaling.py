@@ -1,6 +1,6 @@
 """Autoscaling by guarantees: replicas are added while SLOs are not guaranteed or missed, not by numbers of requests.
 
-Serve's controller runs this module by value, without this package; it imports nothing of it.
+Serve's controller gets this module by value and may lack this package, so the module must not import from it.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-UP = (
-    0.05  # share of recent requests with SLOs that are missed, or of a batch that waits, above which replicas are added
-)
-LOW = 0.6  # utilisation that the others may have once a replica is removed
+UP = 0.05  # replicas are added if a larger share of recent SLOs is missed, or a larger share of a batch waits
+LOW = 0.6  # a replica is removed if the utilisation of the remaining ones stays below this
 GAUGES = ("missed", "waiting", "utilisation")
 
 
 def wanted_replicas(current: int, missed: float, waiting: float, utilisation: float) -> int:
     """Return how many replicas there should be.
 
-    Shares are averages over the replicas. Between the two bounds nothing changes, and Serve waits before it follows.
+    Shares are averages over the replicas. Serve applies the number after its delays.
 
     Args:
         current: replicas now, at least 1.
         missed: share of recent requests with SLOs whose SLOs were not guaranteed, or guaranteed and missed.
-        waiting: requests that wait for room, as a share of the requests that have room.
-        utilisation: share of a replica's time, K/V and places in use.
+        waiting: requests that wait for room, as a share of the largest batch.
+        utilisation: largest share in use of a replica's time, K/V and batch.
     """
     if missed > UP or waiting > UP:
-        short = min(max(missed, waiting), 0.5)  # under overload all are missed, which says nothing of how many lack
-        return max(math.ceil(current / (1.0 - short)), current + 1)
+        lacking = min(max(missed, waiting), 0.5)  # at most double: under overload all SLOs are missed
+        return max(math.ceil(current / (1.0 - lacking)), current + 1)
     if current > 1 and not missed and not waiting and utilisation * current / (current - 1) < LOW:
         return current - 1
     return current
@@ -43,10 +41,9 @@ def by_guarantees(context: Any) -> tuple[int, dict[str, Any]]:
     if context.total_queued_requests and not metrics:  # no replica has reported yet
         return current, {}
     wanted = wanted_replicas(current, missed, waiting, utilisation)
-    if len(context.running_replicas) < current:  # those that start will take a part
+    if len(context.running_replicas) < current:  # replicas that are starting will take a part
         wanted = min(wanted, current)
-    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-    return min(max(wanted, least), most), {}
+    return min(max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas), {}
 
 
 def _mean(values: Sequence[float]) -> float:

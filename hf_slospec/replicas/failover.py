@@ -1,4 +1,4 @@
-"""The models behind the HTTP application as replicas: offers requests to them, and resumes what dying ones had."""
+"""Failover: an engine that offers requests to replicas, and resumes those of replicas that die on other ones."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hf_slospec.serving.openai.work import Work
 logger = logging.getLogger("ray.serve")
 FAULTS = (RayError, RayServeException, StopAsyncIteration)  # a replica died, or there is none
 MAX_FAULTS = 5  # replicas that may die while they serve a request; one that kills them must not kill all
-ANSWER_S = 5.0  # that a replica has to tell its metrics
-AGAIN_S = 0.5  # between two looks where all queues are full, or all replicas have failed
-PATIENCE_S = 120.0  # to wait for a replica that has not failed, before those that have are asked again
+ANSWER_S = 5.0  # seconds for a replica to return its metrics
+AGAIN_S = 0.5  # seconds between retries while all queues are full, or all replicas have failed
+PATIENCE_S = 120.0  # seconds to wait for a replica that has not failed, before failed ones are asked again
 
 
 class ReplicatedEngine:
-    """Replicas of the models, as the HTTP application sees them."""
+    """Engine of the HTTP application whose requests replicas decode."""
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class ReplicatedEngine:
         running: Callable[[], Sequence[str]],
         work: Work | None = None,
     ):
-        """Take a handle of the deployment of :class:`ModelReplica`; ``running`` names the replicas that run."""
+        """``handle`` is that of the :class:`ModelReplica` deployment; ``running`` names the running replicas."""
         self.handle, self.streams, self.running = handle, handle.options(stream=True), running
         self.tokenizer, self.generation_config = description.tokenizer, description.generation_config
         self.vocab_size, self.max_len = description.vocab_size, description.max_len
         self.processor, self.work = None, work or Work()  # replicas take no images
         self.response_template, self._max_nodes = description.response_template, description.max_nodes
         self.name = uuid.uuid4().hex[:12]
-        self._number = itertools.count()
+        self.offer_numbers = itertools.count()
 
     async def submit(self, order: Order) -> ReplicatedDecoding:
         """Return the request, once a replica serves it.
 
         Raises:
             QueueFull: all replicas have as many waiting requests as they may have.
-            NotRunningError: replicas died, one after the other.
+            NotRunningError: too many replicas died while they served it.
         """
         decoding = ReplicatedDecoding(self, _seeded(order), self._need(order))
         try:
@@ -74,15 +74,11 @@ class ReplicatedEngine:
         kv_tokens = prompt_len + arguments["max_new_tokens"] + self._max_nodes
         return Need(prompt_len, kv_tokens, tpot_slo_s, ttft_slo_s)
 
-    def next_number(self) -> int:
-        """Return the number of the next offer."""
-        return next(self._number)
-
     async def families(self, prefix: str) -> list[Any]:
         """Return the metric families of all replicas, their samples labelled with the replica."""
         names = self.running()
-        found = await asyncio.gather(*(self._families_of(name, prefix) for name in names))
-        return merged(dict(zip(names, found, strict=True)))
+        per_replica = await asyncio.gather(*(self._families_of(name, prefix) for name in names))
+        return merged(dict(zip(names, per_replica, strict=True)))
 
     async def _families_of(self, replica: str, prefix: str) -> list[Any]:
         response = _call(self.handle.families, ToReplica(replica), prefix)
@@ -98,14 +94,14 @@ class ReplicatedEngine:
     def check_running(self) -> None:
         """Raise NotRunningError unless a replica runs."""
         if not self.running():
-            raise NotRunningError("no replica runs; they may be starting")
+            raise NotRunningError("no replica runs; they may be starting, retry later")
 
 
 class ReplicatedDecoding:
     """A request that replicas decode, one after the other if they die."""
 
     finish_reason: FinishReason | None = None
-    replica: str | None = None  # that serves it now
+    replica: str | None = None  # name of the replica that serves the request now
 
     def __init__(self, engine: ReplicatedEngine, order: Order, need: Need):
         self._engine, self._order, self._need = engine, order, need
@@ -116,20 +112,20 @@ class ReplicatedDecoding:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.metrics: RequestMetrics = Request(0, order.prompt, 0).metrics()
-        self.num_faults = 0  # replicas that died while they served it
-        self._failed = set[str]()  # their names
+        self.num_faults = 0  # replicas that died while they served the request
+        self._failed = set[str]()  # names of these replicas, as far as known
 
     async def begin(self) -> None:
         """Send offers of the request to replicas, until one takes it.
 
-        Those of the first round must be guaranteed, and go to each replica once; those of the last need room only.
+        First, each replica is asked once whether it guarantees the SLOs; then for room in its queue only.
 
         Raises:
-            QueueFull: there is none.
+            QueueFull: no replica has room.
         """
         declined, full = set[str](), set[str]()
         while True:
-            running = await self._others()
+            running = await self._usable_replicas()
             if running and full >= running:
                 raise QueueFull("all replicas have as many waiting requests as they may have; retry later")
             must_guarantee = self._has_choice and len(running) > 1 and not declined >= running
@@ -143,17 +139,17 @@ class ReplicatedDecoding:
                     full |= {replica} if is_full else set()
                 case Broken(replica, reason):
                     self._count_fault(replica, reason)
-                case Failed(own_error):
-                    raise own_error
+                case Failed(error):
+                    raise error
 
     async def _answer_to(self, declined: frozenset[str], must_guarantee: bool) -> Any:
         """Return the answer to an offer; None if the replica died instead."""
         self._check_wanted()
         order = self._order
-        if self.prompt_logprobs:  # another replica need not compute them again
+        if self.prompt_logprobs:  # already computed by a replica that died
             order = replace(order, arguments=order.arguments | {"prompt_logprobs": None})
         offer = Offer(
-            order, self._need, self._progress, self._engine.name, self._engine.next_number(), declined,
+            order, self._need, self._progress, self._engine.name, next(self._engine.offer_numbers), declined,
             frozenset(self._failed), must_guarantee,
         )  # fmt: skip
         self._stream = _call(self._engine.streams.decode, offer)
@@ -163,23 +159,23 @@ class ReplicatedDecoding:
             self._count_fault(None, repr(error))
             return None
 
-    async def _others(self) -> set[str]:
-        """Return the replicas that have not died with it; where there are none, wait some time for new ones."""
+    async def _usable_replicas(self) -> set[str]:
+        """Return the running replicas that have not died with this request; if all have, wait for new ones."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             running = {*self._engine.running()}
-            others = running - self._failed
-            if others or not running or time.monotonic() > until_s:
-                return others or running
+            usable = running - self._failed
+            if usable or not running or time.monotonic() > until_s:
+                return usable or running
             await asyncio.sleep(AGAIN_S)
 
     @property
     def _has_choice(self) -> bool:
-        """Return whether a replica may decline it."""
+        """Return True if replicas may decline the request because they cannot guarantee its SLOs."""
         return self._need.has_slo and not self._order.arguments.get("best_effort")
 
-    async def _begin_again(self) -> None:
-        """Find another replica for a request that has begun, and that is therefore not lost where all are full."""
+    async def _resume(self) -> None:
+        """Send the request to another replica; wait while all are full, as a request that has begun must not fail."""
         while True:
             try:
                 await self.begin()
@@ -189,10 +185,10 @@ class ReplicatedDecoding:
 
     @property
     def _progress(self) -> Progress:
-        now_s, own = time.monotonic(), self.metrics
+        now_s, metrics = time.monotonic(), self.metrics
         decoding_s = now_s - self._first_token_s if self.tokens else 0.0
         elapsed_s = max(now_s - self._begun_s, decoding_s)
-        return Progress(self.tokens.copy(), elapsed_s, decoding_s, own.steps, own.drafted, own.accepted)
+        return Progress(self.tokens.copy(), elapsed_s, decoding_s, metrics.steps, metrics.drafted, metrics.accepted)
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last."""
@@ -203,7 +199,7 @@ class ReplicatedDecoding:
                 answer = Broken(self.replica or "", repr(error))
             if isinstance(answer, Broken):
                 self._count_fault(self.replica, answer.reason)
-                await self._begin_again()
+                await self._resume()
                 name = self._order.request_id
                 logger.info("%s goes on on replica %s after %d tokens", name, self.replica, len(self.tokens))
                 continue
@@ -219,11 +215,11 @@ class ReplicatedDecoding:
             yield answer.tokens, self.finish_reason is not None
 
     def _count_fault(self, replica: str | None, reason: str) -> None:
-        """Count a replica that died, by its name if that is known.
+        """Count a replica that died while it served the request; ``replica`` is its name, if known.
 
         Raises:
-            RequestCancelledError: none did; the request was cancelled.
-            NotRunningError: these are too many.
+            RequestCancelledError: no replica died; the request was cancelled.
+            NotRunningError: ``MAX_FAULTS`` replicas died.
         """
         self._check_wanted()
         name = self._order.request_id
@@ -231,7 +227,7 @@ class ReplicatedDecoding:
         self._failed |= set() if replica is None else {replica}
         self.num_faults += 1
         if self.num_faults >= MAX_FAULTS:
-            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request")
+            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request; see their logs")
 
     def _check_wanted(self) -> None:
         if self._is_cancelled:
@@ -245,7 +241,7 @@ class ReplicatedDecoding:
 
 
 def _call(method: Any, *arguments: Any) -> Any:
-    """Return the response of a replica's method, called under an id of its own.
+    """Return the response of a replica's method, called under a new request id.
 
     Serve gives all calls made for one HTTP request the same id, and its routers confuse those under way at once.
     """
@@ -253,7 +249,7 @@ def _call(method: Any, *arguments: Any) -> Any:
 
 
 async def _next(stream: Any) -> Any:
-    """Return the next answer of a stream; Serve makes an error of its own of a task's cancellation."""
+    """Return the next answer of a stream. Serve turns a task's cancellation into another error; raise the original."""
     try:
         return await anext(stream)
     except serve.exceptions.RequestCancelledError as error:
@@ -261,7 +257,7 @@ async def _next(stream: Any) -> Any:
 
 
 def _seeded(order: Order) -> Order:
-    """Return the order with a seed, so that another replica draws the same noise."""
+    """Return the order with a seed if it samples, so that another replica draws the same noise."""
     if order.arguments.get("seed") is None and order.arguments.get("do_sample"):
         return replace(order, arguments=order.arguments | {"seed": uuid.uuid4().int % 2**63})
     return order
@@ -270,8 +266,8 @@ def _seeded(order: Order) -> Order:
 def merged(families: dict[str, list[Any]]) -> list[Any]:
     """Return the metric families of replicas as one list, their samples labelled with the replica."""
     by_name: dict[str, Any] = {}
-    for replica, own in families.items():
-        for family in own:
+    for replica, of_replica in families.items():
+        for family in of_replica:
             samples = [sample._replace(labels=sample.labels | {"replica": replica}) for sample in family.samples]
             if family.name in by_name:
                 by_name[family.name].samples += samples

@@ -1,4 +1,4 @@
-"""A Ray that other machines cannot reach; it would otherwise listen on all interfaces, whatever address is served."""
+"""Restriction of Ray to the loopback interface; it would otherwise listen on all interfaces."""
 
 from __future__ import annotations
 

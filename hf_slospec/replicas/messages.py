@@ -1,4 +1,4 @@
-"""Messages between the front of the application and its replicas."""
+"""Messages between the front (the HTTP deployment) and the replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_slospec.engine.request import FinishReason, Progress, RequestMetrics
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.openai.engine import Order
 
-LOAD = TypeAdapter(ReplicaLoad)  # reports are plain data, so that Serve's controller needs nothing of this package
+LOAD = TypeAdapter(ReplicaLoad)  # reports are plain data, as Serve's controller may lack this package
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Offer:
 
     order: Order
     need: Need
-    progress: Progress  # of its output, on the replicas that served it before
-    sender: str
-    number: int  # the sender's offers are numbered as they are sent
-    declined: frozenset[str] = frozenset()  # by these replicas, which are asked only where no other is left
-    failed: frozenset[str] = frozenset()  # replicas that died with it, and may still be listed as running
+    progress: Progress  # output so far, of replicas that served it before
+    sender: str  # name of the front that sends it
+    number: int  # consecutive for each sender
+    declined: frozenset[str] = frozenset()  # replicas that declined it, asked again only if no other is left
+    failed: frozenset[str] = frozenset()  # replicas that died while they served it; they may still be listed as running
     must_guarantee: bool = False  # the replica declines it unless its SLOs can be guaranteed
 
 
 @dataclass(frozen=True)
 class ToReplica:
-    """First argument of a call that goes to one replica, whatever its load."""
+    """First argument of a call that is routed to one replica, whatever its load."""
 
     replica: str
 
@@ -42,7 +42,6 @@ class Taken:
     """Answer to an offer: the replica serves the request."""
 
     replica: str
-    is_guaranteed: bool
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,19 @@ class Declined:
     """Answer to an offer: the replica does not serve the request, and has done nothing for it."""
 
     replica: str
-    is_full: bool  # it has no place in its queue; otherwise it cannot guarantee the SLOs
+    is_full: bool  # True: its queue is full; False: it cannot guarantee the SLOs
 
 
 @dataclass(frozen=True)
 class Failed:
-    """End of a request by an error of its own, which no other replica would avoid."""
+    """End of a request by an error that would occur on every replica."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class Broken:
-    """End of a replica's answers because the replica has failed; another one can go on from the updates so far."""
+    """End of a replica's answers because the replica has failed; another one can resume from the updates so far."""
 
     replica: str
     reason: str
@@ -73,10 +72,10 @@ class Update:
     """Newly committed tokens of a request."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs]  # of these tokens, if they were asked for
+    logprobs: list[TokenLogprobs]  # one per token, empty unless requested
     metrics: RequestMetrics
-    finish_reason: FinishReason | None  # of the last update
-    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # in the first update of each replica, if asked for
+    finish_reason: FinishReason | None  # None before the last update
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # in the first update of each replica, if requested
 
 
 Answer = Taken | Declined | Failed | Broken | Update
@@ -89,6 +88,6 @@ class Description:
     tokenizer: Any
     generation_config: Any
     vocab_size: int
-    max_len: int  # tokens of prompt and output at most
-    max_nodes: int  # tokens of K/V that speculation needs beside these
+    max_len: int  # maximum tokens of prompt and output
+    max_nodes: int  # K/V slots that speculation needs in addition
     response_template: dict[str, Any] | None

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.serving.devices import AUTO
 from hf_slospec.serving.loading import ModelOptions
-from hf_slospec.serving.openai.access import OPTIONS, AccessOptions
-from hf_slospec.serving.openai.app import ServerSettings
+from hf_slospec.serving.openai.access import AccessOptions, ServerSettings
 from hf_slospec.serving.openai.orders import SLOLimits
 from hf_slospec.tiny.load import DTYPES
 from hf_slospec.tiny.shapes import SIZES
@@ -56,25 +56,19 @@ class ReplicaOptions(AccessOptions):
     upscale_delay_s: float = Field(10.0, ge=0, description="Seconds of missed SLOs before replicas are added.")
     downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
 
-    @field_validator("dtype")
+    @field_validator("dtype", "size")
     @classmethod
-    def _is_dtype(cls, dtype: str) -> str:
-        if dtype not in DTYPES:
-            raise ValueError(f"must be one of {', '.join(DTYPES)}")
-        return dtype
-
-    @field_validator("size")
-    @classmethod
-    def _is_size(cls, size: str) -> str:
-        if size not in SIZES:
-            raise ValueError(f"must be one of {', '.join(SIZES)}")
-        return size
+    def _is_known(cls, value: str, info: ValidationInfo) -> str:
+        known = DTYPES if info.field_name == "dtype" else SIZES
+        if value not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return value
 
     @field_validator("cpus", "gpus")
     @classmethod
     def _is_allocatable(cls, number: float) -> float:
         if number > 1 and number != int(number):
-            raise ValueError("Ray reserves whole numbers above 1")
+            raise ValueError(f"Ray reserves whole numbers above 1; give {math.ceil(number)}")
         return number
 
     @field_validator("device")
@@ -82,7 +76,7 @@ class ReplicaOptions(AccessOptions):
     def _is_device(cls, device: str) -> str:
         try:
             if device != AUTO:
-                torch.device(device)  # which this process need not have
+                torch.device(device)  # checks the syntax only; this machine may lack the device
         except RuntimeError as error:
             raise ValueError(str(error).partition("\n")[0]) from error
         return device
@@ -98,12 +92,12 @@ class ReplicaOptions(AccessOptions):
     @classmethod
     def _have_keys(cls, keys: dict[str, SLOLimits]) -> dict[str, SLOLimits]:
         if "" in keys:
-            raise ValueError("a key is empty")
+            raise ValueError("a key is empty; leave it out, or give one")
         return keys
 
     @model_validator(mode="after")
     def _fit_together(self) -> ReplicaOptions:
-        _ = self.models  # raises InvalidInputError, a ValueError
+        _ = self.models  # raises InvalidInputError, a ValueError, if they do not fit together
         if self.max_replicas is None and self.min_replicas != 1:
             raise ValueError("min_replicas has no effect without max_replicas; give both, or replicas alone")
         if self.max_replicas is not None and not self.min_replicas <= self.replicas <= self.max_replicas:
@@ -126,12 +120,12 @@ class ReplicaOptions(AccessOptions):
     @property
     def settings(self) -> ServerSettings:
         """Return the settings of the HTTP application."""
-        own = {name: getattr(self, name) for name in OPTIONS}
-        return ServerSettings(model_name=self.name, api_keys=self.api_keys, **own)
+        access = {name: getattr(self, name) for name in AccessOptions.model_fields}
+        return ServerSettings(model_name=self.name, **access)
 
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
-        """Return validated options."""
+        """Return options, made of a dict if need be; raises InvalidInputError."""
         if isinstance(options, ReplicaOptions):
             return options
         if not isinstance(options, dict):

@@ -1,4 +1,4 @@
-"""One replica: a generator with its batcher, in a process of its own."""
+"""One replica: a generator with its batcher, in a separate process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.serve import SWITCH_S
 
-logger = logging.getLogger("ray.serve")  # whose lines carry replica and request
-RECENT_S = 60.0  # over which missed SLOs are counted
+logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
+RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
 class ModelReplica:
@@ -53,8 +53,8 @@ class ModelReplica:
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
-        self._seen: dict[str, int] = {}  # the last offer of each sender that the engine has taken or declined
-        self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: when, and whether they were missed
+        self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
+        self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: end in seconds, is_missed
 
     # ---- for the front
 
@@ -74,19 +74,19 @@ class ModelReplica:
         try:
             handle = await self.engine.submit(order)
             is_guaranteed = await handle.aguaranteed()
-            self._saw(offer)
+            self._record(offer)
             logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
-            yield Taken(self.name, is_guaranteed)
+            yield Taken(self.name)
             async for update in _updates(handle, len(offer.progress.tokens)):
                 yield update
             if offer.need.has_slo:
                 self._recent.append((time.monotonic(), not handle.metrics.guaranteed or not handle.metrics.attained))
                 self._forget_old()
         except (NotGuaranteedError, QueueFull) as error:
-            self._saw(offer)
+            self._record(offer)
             logger.info("%s declined: %s", order.request_id, error)
             yield Declined(self.name, isinstance(error, QueueFull))
-        except Exception as error:  # noqa: BLE001  of the request, unless the whole replica has failed
+        except Exception as error:  # noqa: BLE001  the request's error, unless the replica has failed
             fault = self._fault()
             yield Failed(_sendable(error)) if fault is None else Broken(self.name, str(fault))
         finally:
@@ -99,33 +99,33 @@ class ModelReplica:
         return list(self.generator.collector(prefix).collect())
 
     def _fault(self) -> NotRunningError | None:
-        """Return why no requests are taken; None if they are."""
+        """Return the error that keeps requests from being taken; None if they are."""
         try:
             self.generator.check_running()
         except NotRunningError as error:
             return error
         return None
 
-    def _saw(self, offer: Offer) -> None:
+    def _record(self, offer: Offer) -> None:
         self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
 
     # ---- for Serve
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load for routers, and which of each front's offers it contains."""
+        """Return the load for routers, and the number of the last offer of each front that it contains."""
         seen = dict(self._seen)
         load = await self.generator.aload()
         return {"load": LOAD.dump_python(load), "seen": seen}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the number of replicas is decided by."""
+        """Return the gauges that the autoscaling policy decides by."""
         stats, load = self.generator.stats(), await self.generator.aload()
         self._forget_old()
-        num_missed, most = sum(is_missed for _, is_missed in self._recent), self.options.config.max_batch
+        num_missed, max_batch = sum(is_missed for _, is_missed in self._recent), self.options.config.max_batch
         return {
             "missed": num_missed / max(len(self._recent), 1),
-            "waiting": stats.waiting / most,
-            "utilisation": max(utilisation(load), stats.kv_tokens / stats.kv_limit, stats.running / most),
+            "waiting": stats.waiting / max_batch,
+            "utilisation": max(utilisation(load), stats.kv_tokens / stats.kv_limit, stats.running / max_batch),
         }
 
     def _forget_old(self) -> None:
@@ -135,8 +135,8 @@ class ModelReplica:
     def check_health(self) -> None:
         """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``.
 
-        The process ends when that is found for the second time: Serve would give its requests ``drain_s`` to end, which
-        they cannot, while other replicas can go on with them.
+        The process exits at the second failed check, so that other replicas resume its requests at once: Serve would
+        first wait ``drain_s`` for them to finish, which they cannot.
         """
         try:
             self.generator.check_running(self.options.hang_s)
@@ -149,16 +149,16 @@ class ModelReplica:
 
 
 async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:
-    """Yield a request's output as it is committed, but for the first ``num_known`` tokens."""
-    at, is_first = 0, True
+    """Yield a request's output as it is committed, without the first ``num_known`` tokens."""
+    num_tokens, is_first = 0, True
     async for tokens, is_last in handle.asteps():
-        new = tokens[max(num_known - at, 0) :]
-        at += len(tokens)
+        new = tokens[max(num_known - num_tokens, 0) :]
+        num_tokens += len(tokens)
         is_whole = handle.finish_reason in ("stop", "length")  # otherwise an error follows
         if new or is_whole:
             reason = handle.finish_reason if is_last and is_whole else None
             of_prompt = handle.prompt_logprobs if is_first else ()
-            yield Update(new, handle.logprobs[at - len(new) : at], handle.metrics, reason, of_prompt)
+            yield Update(new, handle.logprobs[num_tokens - len(new) : num_tokens], handle.metrics, reason, of_prompt)
             is_first = False
 
 
@@ -172,6 +172,6 @@ def _own_name() -> str:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or where its class may be unknown elsewhere, one that says the same."""
+    """Return the error, or one with the same text if the receiver may not know its class."""
     is_known = isinstance(error, SLOSpecError) or type(error).__module__ == "builtins"
     return error if is_known else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Serve's request router for replicas that guarantee SLOs: ranks them for every offer, and counts what it sends."""
+"""Ray Serve's request router by guarantees: ranks the replicas for every offer, and counts offers under way."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_slospec.algo.routing import Need, ReplicaLoad, ranked
 from hf_slospec.replicas.messages import LOAD, Offer, ToReplica
 from hf_slospec.replicas.running import set_running
 
-UNSEEN_S = 10.0  # after which an offer counts no longer; reports come twice a second
+UNSEEN_S = 10.0  # seconds after which an offer is no longer counted; reports come twice a second
 
 
 class SentOffer(NamedTuple):
-    """An offer under way, as far as loads depend on it."""
+    """An offer that was sent to a replica, with the fields that change the replica's load."""
 
     replica: str
     sender: str
@@ -30,25 +30,25 @@ class SentOffer(NamedTuple):
 
 
 class SentOffers:
-    """Offers that replicas were sent and that their reports do not contain yet.
+    """Offers that were sent to replicas and that the replicas' reports do not contain yet.
 
-    A burst would otherwise be routed by the same report as a whole, to one replica.
+    Without them a whole burst would be routed by the same report, to one replica.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
-        self._sent: dict[str, SentOffer] = {}  # by call, oldest first
+        self._sent: dict[str, SentOffer] = {}  # by id of the call, oldest first
 
     def add(self, call: str, replica: str, offer: Offer) -> None:
-        """Count an offer, which may have been counted for another replica before."""
+        """Add an offer; it replaces that of the same call to another replica."""
         self.remove(call)
         now_s = self._now()
         while self._sent and next(iter(self._sent.values())).at_s < now_s - UNSEEN_S:
-            del self._sent[next(iter(self._sent))]  # Serve does not say of every call that it is over
+            del self._sent[next(iter(self._sent))]  # Serve does not report the end of every call
         self._sent[call] = SentOffer(replica, offer.sender, offer.number, offer.need, offer.must_guarantee, now_s)
 
     def remove(self, call: str) -> None:
-        """Count a call no longer: it is over, or was never made."""
+        """Remove the offer of a call that is over or was never made."""
         self._sent.pop(call, None)
 
     def on(self, replica: str, reported: ReplicaLoad, seen: Mapping[str, int]) -> ReplicaLoad:
@@ -63,7 +63,7 @@ class SentOffers:
         return reported
 
     def keep(self, replicas: Sequence[str]) -> None:
-        """Drop the counts of all other replicas."""
+        """Keep only offers to these replicas."""
         self._sent = {call: sent for call, sent in self._sent.items() if sent.replica in replicas}
 
 
@@ -78,10 +78,10 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().__init__(*arguments, **options)
         self._running: list[str] = []
         self._sent, self._prefixes = SentOffers(), PrefixIndex()
-        self._reports: dict[str, tuple[dict[str, Any], ReplicaLoad]] = {}  # of each replica, and as read
+        self._reports: dict[str, tuple[dict[str, Any], ReplicaLoad]] = {}  # by replica: report, parsed load
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take over which replicas run, and what they report."""
+        """Update the running replicas and their reports."""
         super().update_replicas(replicas)
         names = [_name(replica.replica_id) for replica in replicas]
         for gone in set(self._running) - set(names):
@@ -98,7 +98,7 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
         if pending_request is None:
             return [[replica] for replica in candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # where no replica has room for a call, wait
+        pending_request.routing_context.should_backoff = True  # if no replica has room for a call, wait
         address = pending_request.args[0] if pending_request.args else None
         if isinstance(address, ToReplica):
             return [[by_name[address.replica]]] if address.replica in by_name else []
@@ -109,32 +109,32 @@ class GuaranteeRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         return [[by_name[name]] for name in order]
 
     def _in_order(self, offer: Offer | None, loads: dict[str, ReplicaLoad]) -> list[str]:
-        """Return the names of replicas, best first: by what they can guarantee, or else by their load alone."""
+        """Return the names of replicas, best first: by guarantees if the offer asks for them, else by load alone."""
         if offer is None:
             return [list(loads)[index] for index in ranked(list(loads.values()), Need(0, 0))]
-        must, need = offer.must_guarantee, offer.need
+        need = offer.need
         alive = [name for name in loads if name not in offer.failed] or list(loads)
         names = [name for name in alive if name not in offer.declined] or alive
         known = self._prefixes.num_known(names, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
         by_load = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
-        order = ranked([loads[name] for name in names], need if must else by_load, known)
+        order = ranked([loads[name] for name in names], need if offer.must_guarantee else by_load, known)
         return [names[index] for index in order]
 
     def _load(self, name: str, report: dict[str, Any]) -> ReplicaLoad:
-        """Return the load of a replica, with what was sent to it since it reported."""
-        if name not in self._reports or self._reports[name][0] is not report:  # each is read once, for many offers
+        """Return the load of a replica, with the offers sent since its report."""
+        if name not in self._reports or self._reports[name][0] is not report:  # parse every report once
             self._reports[name] = report, LOAD.validate_python(report["load"]) if report else ReplicaLoad()
         return self._sent.on(name, self._reports[name][1], report.get("seen", {}))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count a call for the replica that took it, which may not be the first of the ranking."""
+        """Count an offer for the replica that got it, which may not be the first of the ranking."""
         if pending_request.args and isinstance(offer := pending_request.args[0], Offer):
             name = _name(replica_id)
             self._sent.add(pending_request.metadata.internal_request_id, name, offer)
             self._prefixes.record(name, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a call no longer."""
+        """Remove the offer of a call that is over."""
         self._sent.remove(internal_request_id)
 
 

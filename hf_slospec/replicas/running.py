@@ -1,6 +1,6 @@
-"""Names of the replicas that the routers of this process know to run.
+"""Names of the running replicas, as known to the routers of this process.
 
-Serve copies the router's module into its own code, so what others need to know of routers is kept in this one.
+Serve copies the router's module, so state that is shared with other modules is kept in this one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDict
 
 
 def set_running(router: object, names: Sequence[str]) -> None:
-    """Set which replicas a router knows to run."""
+    """Set the names of the running replicas that a router knows."""
     _names[router] = tuple(names)
 
 
 def running_replicas() -> list[str]:
-    """Return the names of the replicas, in order."""
+    """Return the names of the running replicas, sorted."""
     return sorted({name for names in list(_names.values()) for name in names})

@@ -26,8 +26,8 @@ from hf_slospec.replicas.options import MODEL_OPTIONS, ReplicaOptions
 from hf_slospec.serving.openai.serve import ServeOptions, requests_to_try
 
 APP = "hf_slospec"
-OBJECT_STORE_BYTES = 100 * 2**20  # of a local Ray: requests and tokens are small
-FRONT_CPUS = 1  # that a local Ray has besides those of replicas
+OBJECT_STORE_BYTES = 100 * 2**20  # for a local Ray, as requests and tokens are small
+FRONT_CPUS = 1  # CPUs of a local Ray besides those of replicas
 
 
 def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
@@ -39,12 +39,11 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
     is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
     return ReplicaOptions(
         **{name: getattr(options.models, name) for name in MODEL_OPTIONS},
+        **options.access_fields(),
         chat_template=options.read_chat_template(),
         response_template=options.read_response_template(),
         config=options.config,
         model_name=options.model_name,
-        api_keys=options.keys(),
-        **options.access,
         replicas=replicas,
         cpus=(cores / replicas if replicas > cores else cores // replicas) if is_local else 1.0,
         threads=max(cores // replicas, 1) if is_local else None,
@@ -55,8 +54,8 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
 def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -> Iterator[str]:
     """Serve in a ``with`` block, and yield the address; at its end requests in progress are finished.
 
-    A Ray that was started for it ends with it; a cluster keeps running without the application. Where the cluster's
-    Serve runs already, it listens where it was told to, not at ``host`` and ``port``.
+    A Ray that this function started ends with the block; a cluster keeps running without the application. If Serve
+    runs already in the cluster, it keeps its address and ignores ``host`` and ``port``.
 
     Raises:
         InvalidInputError: a model cannot be found.
@@ -87,7 +86,7 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
 
 
 def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
-    """Check what would fail in each process of a local Ray, after a minute."""
+    """Check models, drafter and port now; in the processes of a local Ray they would fail after a minute."""
     for name in (options.target, options.assistant):
         if name is not None:
             try:
@@ -101,26 +100,26 @@ def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+            raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}; choose another port") from error
 
 
 def _is_chat(options: ReplicaOptions) -> bool:
-    """Return whether the model has a chat template, as far as can be told here."""
+    """Return True if the model has a chat template; False also if its tokenizer is not on this machine."""
     if options.chat_template is not None or options.target is None:
         return options.chat_template is not None
     try:
         return AutoTokenizer.from_pretrained(options.target, local_files_only=True).chat_template is not None
-    except LOADING_ERRORS:  # the cluster has it elsewhere
+    except LOADING_ERRORS:  # the path may exist on the cluster's machines only
         return False
 
 
 def _join_or_start(options: ReplicaOptions) -> str | None:
     """Start a local Ray and return its folder, or join the cluster and return None."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Serve's controller ends a proxy that is not ready after 5 s, as on a busy machine, and does not try again.
+    # On a busy machine a proxy may not be ready after 5 s; Serve's controller then ends it and does not try again.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     if "RAY_ADDRESS" in os.environ:
-        with on_loopback():  # the address may be that of such a Ray
+        with on_loopback():  # the address may be that of a Ray on loopback
             ray.init(log_to_driver=False)
         return None
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need short paths
@@ -144,15 +143,16 @@ def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], No
         InvalidInputError: an option is invalid, or the server would be open to other machines without a key.
     """
     options.check_open()
-    own, ended = replica_options(options, replicas), threading.Event()
-    where = os.environ.get("RAY_ADDRESS", "a local Ray")
-    say(f"starting {replicas} replicas of {own.name} on {where}; this takes a minute")
-    with served(own, options.host, options.port, options.root_path) as url:
-        lines = requests_to_try(f"{url}/v1", own.name, _is_chat(own), own.target is None, 0.1, bool(own.api_keys))
+    replicated, ended = replica_options(options, replicas), threading.Event()
+    ray_name = os.environ.get("RAY_ADDRESS", "a local Ray")
+    say(f"starting {replicas} replicas of {replicated.name} on {ray_name}; this takes a minute")
+    with served(replicated, options.host, options.port, options.root_path) as url:
+        is_embedded, is_guarded = replicated.target is None, bool(replicated.api_keys)
+        lines = requests_to_try(f"{url}/v1", replicated.name, _is_chat(replicated), is_embedded, 0.1, is_guarded)
         say("\n".join((f"address  {url}/v1", *lines)))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
         ended.wait()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+            signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         say("finishing the requests in progress")

@@ -208,23 +208,23 @@ class TestDemoSessions:
     def test_visitors_see_each_other_and_only_their_own_text(self, sessions: DemoSessions) -> None:
         sessions.ask("a", LONG)
         sessions.ask("b", SHORT)
-        scene = until(sessions, lambda scene: scene.own and scene.own.pieces and scene.others[0].pieces)
-        assert scene.own is not None and scene.own.user_request is LONG
+        scene = until(sessions, lambda scene: scene.visitor and scene.visitor.pieces and scene.other_visitors[0].pieces)
+        assert scene.visitor is not None and scene.visitor.user_request is LONG
         _, own, others = cards.cards(scene)
         assert 'class="text"' in own and 'class="text"' not in others
-        assert scene.views[-2:] == [scene.own, *scene.others]  # behind those who were there before
+        assert scene.views[-2:] == [scene.visitor, *scene.other_visitors]  # behind those who were there before
         assert "Visitor 2" in others
         sessions.ask("a", SHORT)  # replaces the one before
-        assert len(sessions.refresh("b").others) == 1
+        assert len(sessions.refresh("b").other_visitors) == 1
         sessions.leave("b")
-        assert sessions.refresh("a").others == ()
+        assert sessions.refresh("a").other_visitors == ()
 
     def test_who_does_not_look_any_more_has_left(self, sessions: DemoSessions) -> None:
         sessions.refresh("b")
         sessions.ask("b", LONG)
-        assert sessions.refresh("a").others
+        assert sessions.refresh("a").other_visitors
         sessions.clock.ahead_s += VISITOR_TIMEOUT_S + 1  # type: ignore[attr-defined]
-        assert not sessions.refresh("a").others
+        assert not sessions.refresh("a").other_visitors
 
     def test_the_policy_changes_under_running_streams(self, sessions: DemoSessions) -> None:
         place = sessions.add(PERSONAS[0], LONG)
@@ -246,11 +246,11 @@ class TestDemoSessions:
         request = UserRequest(prompt="é☃" * (MAX_PROMPT_CHARS // 2), tpot_slo_ms=50)
         with pytest.raises(InvalidInputError, match="limit"):
             sessions.ask("a", request)
-        own = sessions.refresh("a").own
+        own = sessions.refresh("a").visitor
         assert own is not None and own.state == "failed"
         assert "limit" in cards.cards(sessions.refresh("a"))[1]
         sessions.ask("a", SHORT)
-        until(sessions, lambda scene: scene.own and scene.own.state == "finished")
+        until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
 
     def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, sessions: DemoSessions) -> None:
         place = sessions.add(PERSONAS[0], LONG)
@@ -268,7 +268,7 @@ class TestDemoSessions:
         with pytest.raises(NotRunningError):
             sessions.generator.generator.submit("x")  # type: ignore[attr-defined]
         sessions.ask("a", SHORT)
-        until(sessions, lambda scene: scene.own and scene.own.state == "finished")
+        until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
 
 
 def _fails(*_: Any) -> Any:
@@ -278,8 +278,8 @@ def _fails(*_: Any) -> Any:
 class TestCards:
     def test_everything_written_is_escaped(self, sessions: DemoSessions) -> None:
         sessions.ask("a", SHORT.model_copy(update={"prompt": "<b>"}))
-        scene = until(sessions, lambda scene: scene.own and scene.own.state == "finished")
-        assert scene.own is not None
+        scene = until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
+        assert scene.visitor is not None
         text = cards._text([TextPiece("<script>", True), TextPiece("&", False)], True)
         assert "<script>" not in text
         assert '<span class="d">&lt;script&gt;</span>&amp;' in text

@@ -200,7 +200,7 @@ class TestErrors:
         monkeypatch.setattr(generator, "submit", failing)
         sessions = DemoSessions(remote, Clock())
         sessions.ask("a", SHORT)
-        scene = until(sessions, lambda scene: scene.own and scene.own.state == "failed")
+        scene = until(sessions, lambda scene: scene.visitor and scene.visitor.state == "failed")
         assert "the server" in cards.cards(scene)[1] and "log" in cards.cards(scene)[1]
 
     @pytest.mark.parametrize(
@@ -232,14 +232,14 @@ class TestErrors:
         try:
             sessions.change(place, LONG)
             sessions.ask("a", SHORT)
-            scene = until(sessions, lambda scene: at(scene, place).state == scene.own.state == "failed")
+            scene = until(sessions, lambda scene: at(scene, place).state == scene.visitor.state == "failed")
             assert f"the server at {url} does not answer" in cards.cards(scene)[0][place]
             assert 'role="alert"' in cards.cards(scene)[1]
             with listening(completing, int(url.rpartition(":")[2])):
                 sessions.clock.ahead_s += RETRY_S  # type: ignore[attr-defined]
                 until(sessions, lambda scene: at(scene, place).state in ("writing", "finished"))
                 sessions.ask("a", SHORT)  # a visitor's own request waits for the visitor
-                until(sessions, lambda scene: scene.own and scene.own.state == "finished")
+                until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
         finally:
             remote.stop()
 

@@ -116,6 +116,7 @@ def serve(
     with usage_errors(OSError):
         need("serve" if replicas is None else "ray", "the server")
         from hf_slospec.serving.loading import ModelOptions
+        from hf_slospec.serving.openai.access import AccessOptions
         from hf_slospec.serving.openai.limits import RequestLimits
         from hf_slospec.serving.openai.orders import SLOLimits
         from hf_slospec.serving.openai.serve import ServeOptions
@@ -126,14 +127,17 @@ def serve(
         limits = SLOLimits(
             default_tpot=default_slo_tpot, strictest_tpot=strictest_slo_tpot, lowest_priority=lowest_priority
         )
+        access = AccessOptions(
+            limits=limits, bounds=RequestLimits.of_option("--request-limits", request_limits),
+            share_prefixes=share_prefixes, special_tokens=special_tokens, metrics_prefix=metrics_prefix,
+            allowed_origins=tuple(allowed_origin), allowed_hosts=tuple(allowed_hosts),
+        )  # fmt: skip
         options = ServeOptions(
             ModelOptions(
                 target, assistant, drafter, size, dtype, device, allow_pickle, share_texts, images, allow_missing
             ),
-            host, port, served_model_name, tuple(api_key), api_key_file, no_api_key, tuple(allowed_origin),
-            chat_template, response_template, root_path, metrics_prefix, limits,
-            RequestLimits.of_option("--request-limits", request_limits), settings_of(config),
-            tuple(allowed_hosts), share_prefixes, special_tokens,
+            host, port, served_model_name, tuple(api_key), api_key_file, no_api_key,
+            chat_template, response_template, root_path, access, settings_of(config),
         )  # fmt: skip
         say = partial(console.print, markup=False, highlight=False)
         if replicas is None:

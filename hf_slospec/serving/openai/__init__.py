@@ -1,1 +1,1 @@
-"""The package of the HTTP server with OpenAI's interface."""
+"""HTTP server with OpenAI's interface."""

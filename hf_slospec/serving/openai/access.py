@@ -1,11 +1,13 @@
-"""Access to the server: what a client may do, which texts are its own, and which requests web pages may make."""
+"""Access control: API keys with their limits and cache salts, and the requests that web pages may make."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
+import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -22,17 +24,17 @@ from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.openai.orders import SLOLimits, asked_slos
 from hf_slospec.serving.telemetry import PREFIX
 
-ANY = "*"  # among allowed origins or hosts
+ANY = "*"  # in allowed_origins or allowed_hosts: all are allowed
 PREFIX_PATTERN = "^[a-zA-Z_:][a-zA-Z0-9_:]*$"
 
 
 class Tenant:
-    """Clients with one API key: what they may ask for, and what tells their texts from those of other keys."""
+    """Clients that share an API key: their limits, and the salt that separates their K/V from that of other keys."""
 
     def __init__(self, limits: SLOLimits, key: str, secret: bytes, name: str = ""):
-        """``key`` is empty where all clients are one tenant; ``secret`` is the server's own.
+        """Create the tenant of a key, which is empty if all clients are one tenant; ``name`` does not reveal the key.
 
-        ``name`` tells clients with a key from others without naming the key.
+        Salts are derived from ``secret``, which all processes of the server share.
         """
         self.limits, self._key, self._secret, self.name = limits, key, secret, name
 
@@ -45,21 +47,21 @@ class Tenant:
         self.limits.check_priority(body.priority)
         return self.limits.apply(asked_slos(body, headers)) | {"cache_salt": self.salt(body.cache_salt)}
 
-    def salt(self, asked: str) -> str:
-        """Return the salt of texts: a hash of the key and of the salt that the request asks for.
+    def salt(self, requested: str) -> str:
+        """Return the cache salt: a hash of the key and of the salt that the request asks for.
 
-        It depends on a secret, so that no choice of a salt leads to the texts of another key.
+        It depends on the server's secret, so no client can choose a salt that equals another key's.
         """
-        if not self._key and not asked:
+        if not self._key and not requested:
             return ""
-        return hmac.digest(self._secret, json.dumps([self._key, asked]).encode(), hashlib.sha256).hex()
+        return hmac.digest(self._secret, json.dumps([self._key, requested]).encode(), hashlib.sha256).hex()
 
 
 class AccessOptions(InputModel):
     """Options of an HTTP application that do not depend on its model."""
 
     api_keys: dict[str, SLOLimits] = Field(
-        default_factory=dict, description="Limits by API key; empty: no key is asked for."
+        default_factory=dict, description="Limits by API key; empty: no key is required."
     )
     limits: SLOLimits = Field(SLOLimits(), description="Limits where there are no keys.")
     share_prefixes: bool = Field(False, description="Requests of all keys share K/V and suffix trees.")
@@ -77,30 +79,34 @@ class AccessOptions(InputModel):
         """Return the tenant of an Authorization header, in a time that does not depend on the key.
 
         Args:
-            secret: of the server; the same in all of its processes.
+            secret: the server's secret, the same in all of its processes.
 
         Returns:
             None if the key is missing or wrong.
         """
         if not self.api_keys:
             return Tenant(self.limits, "", secret)
-        scheme, _, key_given = header.partition(" ")
-        given = key_given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # as headers are read
-        found = None
+        scheme, _, credentials = header.partition(" ")
+        sent = credentials.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the encoding of headers
+        tenant = None
         for number, (key, limits) in enumerate(self.api_keys.items()):
-            if hmac.compare_digest(key.encode(), given):
-                found = Tenant(limits, "" if self.share_prefixes else key, secret, f"key {number}")
-        return found
+            if hmac.compare_digest(key.encode(), sent):
+                tenant = Tenant(limits, "" if self.share_prefixes else key, secret, f"key {number}")
+        return tenant
 
 
-OPTIONS = [name for name in AccessOptions.model_fields if name != "api_keys"]  # that are taken over as they are
+class ServerSettings(AccessOptions):
+    """Settings of the HTTP application."""
+
+    model_name: str
+    secret: bytes = Field(default_factory=partial(secrets.token_bytes, 32), repr=False)  # from which salts are derived
 
 
 class OwnPagesOnly:
-    """ASGI middleware for a server without keys: refuses what web pages make the browsers of their visitors send.
+    """ASGI middleware for a server without keys: refuses requests that other sites' pages make visitors' browsers send.
 
-    Browsers reach addresses that other machines cannot. The header Origin tells a page's requests, except where a name
-    of the page's own leads to this machine (DNS rebinding); then Host is that name. Other clients send no Origin.
+    A browser reaches addresses that those sites cannot. Its requests have the page's site in the header Origin or,
+    after DNS rebinding, in Host. Other clients send no Origin.
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str], allowed_hosts: Sequence[str]):
@@ -116,25 +122,25 @@ class OwnPagesOnly:
             await JSONResponse(error_body(fault, "permission_error"), 403)(scope, receive, send)
 
     def _fault(self, headers: Headers) -> str | None:
-        """Return why a request is refused; None if it is not."""
+        """Return the reason to refuse a request; None if it is allowed."""
         hosts = headers.getlist("host")
         for host in hosts:
-            if not self._is_own(host):
+            if not self._is_this_server(host):
                 return (
                     f"Host {host!r} is no name of this server, which asks for no API key; call it by its address, "
                     "or start it with --allowed-hosts NAME"
                 )
         for origin in headers.getlist("origin"):
-            is_own = origin.partition("://")[2].lower() in map(str.lower, hosts)
-            if not is_own and origin not in self._origins and ANY not in self._origins:
+            is_same_site = origin.partition("://")[2].lower() in map(str.lower, hosts)
+            if not is_same_site and origin not in self._origins and ANY not in self._origins:
                 return (
                     f"web pages of {origin!r} may not call this server, which asks for no API key; "
                     f"to let them, start it with --allowed-origin {origin}"
                 )
         return None
 
-    def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this server, and cannot be another site's name for it."""
+    def _is_this_server(self, host: str) -> bool:
+        """Return True if a Host header names this server and cannot be another site's name for its address."""
         if ANY in self._hosts:
             return True
         try:

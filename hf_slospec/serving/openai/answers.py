@@ -1,6 +1,6 @@
 """Answers in OpenAI's form, whole and as the chunks of a stream.
 
-Plain dicts, as OpenAI's own types take a millisecond to write a chunk; tests read all of them with these types.
+They are plain dicts: OpenAI's types take a millisecond per chunk. The tests parse every answer with these types.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenA
 
 @dataclass
 class Answer:
-    """One answer: its identity, and how tokens are written."""
+    """Answer to one request: its id and model, and the options that decide which fields it has."""
 
     model: str
     is_chat: bool
-    token_text: Callable[[int], str]  # of a single token
+    token_text: Callable[[int], str]  # text of one token id
     wants_logprobs: bool = False
-    includes_usage: bool = False  # in a stream
-    has_continuous_usage: bool = False
+    includes_usage: bool = False  # in the last chunk of a stream
+    has_continuous_usage: bool = False  # in every chunk of a stream
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -35,13 +35,13 @@ class Answer:
         self.id = self.id or f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the answer of a request that is not streamed; ``pieces`` has each choice in full."""
-        own = [
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of each choice."""
+        entries = [
             self._choice(piece, "message", {"role": "assistant", "refusal": None} | _message(piece.parts))
             for piece in pieces
         ]
         name = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(name) | {"choices": own, "usage": self.whole_usage(choices)}
+        return self._head(name) | {"choices": entries, "usage": self.whole_usage(choices)}
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> dict[str, Any]:
         """Return the chunk of a piece."""
@@ -56,7 +56,7 @@ class Answer:
         return self._chunk({"choices": [], "usage": self.whole_usage(choices)})
 
     def whole_usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the usage at the end: where there are several choices, with the measurements of each."""
+        """Return the final usage, with the measurements of every choice if there are several."""
         usage = self.usage(choices)
         if len(choices) > 1:
             usage["metrics"]["choices"] = [
@@ -66,12 +66,12 @@ class Answer:
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return counts of tokens, and the measurements of the first choice."""
-        firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # of each prompt
+        firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # the first choice of each prompt
         prompt = sum(len(choice.prompt) for choice in firsts)
         cached = sum(choice.decoding.metrics.reused for choice in firsts)
         completion = sum(len(choice.tokens) for choice in choices)
         metrics = [choice.decoding.metrics for choice in choices]
-        accepted, drafted = sum(own.accepted for own in metrics), sum(own.drafted for own in metrics)
+        accepted, drafted = sum(one.accepted for one in metrics), sum(one.drafted for one in metrics)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -94,11 +94,11 @@ class Answer:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | body
 
     def _choice(self, piece: Piece, field: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice: of a chat with its message in this field, of a completion with its text."""
-        own: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
+        """Return a choice: of a chat, with the message under the key ``field``; of a completion, with the text."""
+        entry: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
         if self.is_chat:
-            return own | {field: message, "logprobs": self._chat_logprobs(piece)}
-        return own | {"text": piece.text, "logprobs": self._logprobs(piece)}
+            return entry | {field: message, "logprobs": self._chat_logprobs(piece)}
+        return entry | {"text": piece.text, "logprobs": self._logprobs(piece)}
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.wants_logprobs:
@@ -106,9 +106,9 @@ class Answer:
         pairs = zip(piece.tokens, piece.logprobs, strict=True)
         return {
             "content": [
-                self._token(token, own.logprob) | {"top_logprobs": [self._token(*each) for each in own.top]}
-                for token, own in pairs
-                if own is not None
+                self._token(token, scores.logprob) | {"top_logprobs": [self._token(*each) for each in scores.top]}
+                for token, scores in pairs
+                if scores is not None
             ],
             "refusal": None,
         }
@@ -124,39 +124,39 @@ class Answer:
         return {
             "tokens": [self.token_text(token) for token in piece.tokens],
             "text_offset": piece.offsets,
-            "token_logprobs": [None if own is None else _finite(own.logprob) for own in piece.logprobs],
+            "token_logprobs": [None if scores is None else _finite(scores.logprob) for scores in piece.logprobs],
             "top_logprobs": [
-                None if own is None else {self.token_text(token): _finite(value) for token, value in own.top}
-                for own in piece.logprobs
+                None if scores is None else {self.token_text(token): _finite(value) for token, value in scores.top}
+                for scores in piece.logprobs
             ],
         }
 
 
 def _message(parts: Parts) -> dict[str, Any]:
     """Return the fields of a whole message."""
-    found: dict[str, Any] = {"content": None if parts.tool_calls and not parts.content else parts.content}
+    fields: dict[str, Any] = {"content": None if parts.tool_calls and not parts.content else parts.content}
     if parts.reasoning:
-        found["reasoning_content"] = parts.reasoning
+        fields["reasoning_content"] = parts.reasoning
     if parts.tool_calls:
-        found["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in parts.tool_calls]
-    return found
+        fields["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in parts.tool_calls]
+    return fields
 
 
 def _delta(parts: Parts) -> dict[str, Any]:
     """Return the fields of a message's next chunk."""
-    found: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    fields: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
     if parts.tool_calls:
-        found["tool_calls"] = parts.tool_calls
-    return found | {"content": parts.content} if parts.content or not found else found
+        fields["tool_calls"] = parts.tool_calls
+    return fields | {"content": parts.content} if parts.content or not fields else fields
 
 
 def _finite(logprob: float) -> float:
-    """Return a log probability that JSON can hold."""
+    """Return a log probability that JSON can represent."""
     return max(logprob, IMPOSSIBLE)
 
 
 def measurements(metrics: RequestMetrics) -> dict[str, Any]:
-    """Return the measurements of a request, under the names that vLLM's clients read, and of its SLOs."""
+    """Return the measurements of a request under the names that vLLM's clients read, and its SLOs."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(1e3 * seconds, 3)
@@ -183,11 +183,11 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
-    """Return headers that tell whether the SLOs of all choices were guaranteed, and attained; null without SLOs."""
-    found = [choice.decoding.metrics for choice in choices]
-    attained = [metrics.attained for metrics in found if metrics.attained is not None]
+    """Return headers that say whether the SLOs of all choices were guaranteed and attained (``none`` without SLOs)."""
+    per_choice = [choice.decoding.metrics for choice in choices]
+    attained = [metrics.attained for metrics in per_choice if metrics.attained is not None]
     return {
-        "x-slo-guaranteed": str(all(metrics.guaranteed for metrics in found)).lower(),
+        "x-slo-guaranteed": str(all(metrics.guaranteed for metrics in per_choice)).lower(),
         "x-slo-attained": str(all(attained) if attained else None).lower(),
     }
 

@@ -1,4 +1,4 @@
-"""Bodies of requests over HTTP: OpenAI's fields, vLLM's extra ones and SLOs; each is served, or refused by name."""
+"""Request bodies: OpenAI's fields, vLLM's extra fields and SLOs. Unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hf_slospec.generate.slo import LEAST_S
 from hf_slospec.serving.openai.images import ImageBudget, check_data_url
 
 TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
-LEAST_TEMPERATURE = 1e-3  # logits that are divided by less overflow
-# A list is refused at its first fault: a million faults would take gigabytes.
+LEAST_TEMPERATURE = 1e-3  # dividing logits by less overflows
+# fail_fast: the validation errors of a million items would take gigabytes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 
@@ -32,11 +32,11 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # never sent; it hides token lengths from observers of the encrypted stream
+    include_obfuscation: bool = False  # ignored: OpenAI's padding, which hides token lengths from eavesdroppers
 
 
 class SamplingBody(BaseModel):
-    """Fields of completions and chat completions. Those left out take the model's generation config."""
+    """Fields of completions and chats. Fields that are left out have the values of the model's generation config."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -143,12 +143,12 @@ class Text(BaseModel):
 
 
 class ImageUrl(BaseModel):
-    """Where an image is: in the URL itself."""
+    """An image in a data URL."""
 
     model_config = ConfigDict(extra="forbid")
 
     url: Annotated[str, AfterValidator(check_data_url)]
-    detail: Literal["auto", "low", "high"] = "auto"  # without effect: the processor decides
+    detail: Literal["auto", "low", "high"] = "auto"  # ignored: the processor decides
 
 
 class ImagePart(BaseModel):
@@ -172,37 +172,37 @@ class Message(BaseModel):
 
     @property
     def num_images(self) -> int:
-        """Return how many images there are among the parts."""
+        """Return the number of images among the parts."""
         return sum(isinstance(part, ImagePart) for part in self.content) if isinstance(self.content, list) else 0
 
     @property
     def without_images(self) -> dict[str, Any]:
-        """Return what there is beside images, as plain data."""
+        """Return the message without its images, as plain data."""
         return self.model_dump(exclude={"content": {"__all__": {"image_url"}}} if self.num_images else None)
 
     def for_template(self, budget: ImageBudget | None = None) -> dict[str, Any]:
-        """Return the message as chat templates expect it, its text in one piece, or with a budget for images in parts.
+        """Return the message as chat templates expect it: its text as one string, or with ``budget`` a list of parts.
 
         Raises:
             InvalidInputError: an image cannot be read, or is too large.
         """
-        given = self.model_dump(exclude_none=True)
+        fields = self.model_dump(exclude_none=True)
         if budget is not None and self.content is not None:
             parts = [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-            given["content"] = [
+            fields["content"] = [
                 {"type": "text", "text": part.text} if isinstance(part, Text)
                 else {"type": "image", "image": budget.decoded(part.image_url.url)}
                 for part in parts
             ]  # fmt: skip
         elif isinstance(self.content, list):
-            given["content"] = "".join(part.text for part in self.content if isinstance(part, Text))
-        if isinstance(calls := given.get("tool_calls"), list):  # templates want arguments as a mapping
-            given["tool_calls"] = [_with_arguments(call) for call in calls]
-        return given
+            fields["content"] = "".join(part.text for part in self.content if isinstance(part, Text))
+        if isinstance(calls := fields.get("tool_calls"), list):  # templates want arguments as a mapping
+            fields["tool_calls"] = [_with_arguments(call) for call in calls]
+        return fields
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call whose arguments are no longer a text, if they are one in JSON."""
+    """Return a tool call with its arguments parsed, or unchanged unless they are a text in JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -221,7 +221,7 @@ class JSONSchema(BaseModel):
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # outputs always follow the schema
+    strict: bool | None = None  # ignored: outputs always follow the schema
 
 
 class ResponseFormat(BaseModel):
@@ -286,18 +286,18 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    generation_config: GenerationSettings | None = Field(None, description="JSON; fields of the body go first.")
+    generation_config: GenerationSettings | None = Field(None, description="JSON; fields of the body take precedence.")
 
     @model_validator(mode="after")
     def _take_settings(self) -> ChatBody:
-        if (own := self.generation_config) is not None:
+        if (settings := self.generation_config) is not None:
             if self.max_tokens is None and self.max_completion_tokens is None:
-                self.max_tokens = own.max_new_tokens
+                self.max_tokens = settings.max_new_tokens
             if self.temperature is None:
-                self.temperature = 0.0 if own.do_sample is False else own.temperature
+                self.temperature = 0.0 if settings.do_sample is False else settings.temperature
             for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
                 if getattr(self, name) is None:
-                    setattr(self, name, getattr(own, name))
+                    setattr(self, name, getattr(settings, name))
         return self
 
     @property

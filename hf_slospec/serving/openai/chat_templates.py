@@ -1,4 +1,4 @@
-"""Texts of clients in chat templates: whether they become control tokens, and whether the template shows them."""
+"""Chat templates applied to messages of clients, with checks for control tokens and for input that is ignored."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 
 
 class ChatTemplates:
-    """Application of chat templates to what clients send.
+    """Applies chat templates to messages of clients.
 
-    ``maker`` is a tokenizer or a processor everywhere.
+    In this module ``processor`` is a processor or a tokenizer.
     """
 
     def __init__(self, special_tokens: str = "allow"):
-        """``special_tokens`` of texts become control tokens (allow), are refused, or stay text (escape)."""
+        """``special_tokens`` in texts of messages become control tokens (allow), are refused, or stay text (escape)."""
         self._treatment = special_tokens
-        self._copies: dict[int, Any] = {}  # by the identity of the maker, which lives as long as the server
+        self._copies: dict[int, Any] = {}  # by id() of the processor, which lives as long as the server
         self._lock = threading.Lock()
 
     def apply(
         self,
-        maker: Any,
+        processor: Any,
         messages: list[dict[str, Any]],
         variables: Mapping[str, Any],
         *,
@@ -44,49 +44,51 @@ class ChatTemplates:
         """Return the tokens of messages, in the form of ``apply_chat_template``.
 
         Args:
-            variables: of the template.
+            variables: values of variables of the template.
 
         Raises:
-            InvalidInputError: the template drops what was given, or texts have special tokens that are refused.
+            InvalidInputError: the template ignores part of the input, or a text has special tokens, which are refused.
         """
-        _check_variables(maker, variables)
+        _check_variables(processor, variables)
         options = {
             "tools": tools, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, **variables,
         }  # fmt: skip
-        _check_shown(maker, messages, options)
+        _check_shown(processor, messages, options)
         if self._treatment == "allow":
-            return maker.apply_chat_template(messages, **options, **form)
-        tokenizer = getattr(maker, "tokenizer", maker)
-        _check_names(tokenizer._get_control_tokens(_template_of(maker)), messages, options)
-        with self._lock:  # to make text of tokens, transformers sets a switch of the tokenizer, which others use, too
-            if id(maker) not in self._copies:
-                self._copies[id(maker)] = copy.deepcopy(maker)
-            own = self._copies[id(maker)]
-            escaped = own.apply_chat_template(messages, **options, **form, sanitize_control_tokens=True)
+            return processor.apply_chat_template(messages, **options, **form)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        _check_names(tokenizer._get_control_tokens(_template_of(processor)), messages, options)
+        # To escape, transformers sets a flag of the tokenizer, which other threads use at the same time: copy it.
+        with self._lock:
+            if id(processor) not in self._copies:
+                self._copies[id(processor)] = copy.deepcopy(processor)
+            escaping = self._copies[id(processor)]
+            escaped = escaping.apply_chat_template(messages, **options, **form, sanitize_control_tokens=True)
         if self._treatment == "escape":
             return escaped
-        found = maker.apply_chat_template(messages, **options, **form)
+        encoded = processor.apply_chat_template(messages, **options, **form)
         added = tokenizer.added_tokens_decoder
-        if forged := [added[token].content for token in _counts(found) - _counts(escaped) if token in added]:
+        surplus = _token_counts(encoded) - _token_counts(escaped)
+        if forged := [added[token].content for token in surplus if token in added]:
             raise InvalidInputError(
                 f"messages: this server refuses special tokens in texts, which become control tokens of the chat "
                 f"template; leave out {', '.join(map(repr, forged))}"
             )
-        return found
+        return encoded
 
 
-def _counts(found: Any) -> Counter[int]:
-    return Counter(torch.as_tensor(found["input_ids"]).flatten().tolist())
+def _token_counts(encoded: Any) -> Counter[int]:
+    return Counter(torch.as_tensor(encoded["input_ids"]).flatten().tolist())
 
 
-def _template_of(maker: Any) -> str:
-    template: str | dict[str, str] = maker.chat_template
+def _template_of(processor: Any) -> str:
+    template: str | dict[str, str] = processor.chat_template
     return template if isinstance(template, str) else "\n".join(template.values())
 
 
 def _check_names(control_tokens: Sequence[str], messages: list[dict[str, Any]], options: dict[str, Any]) -> None:
-    """Check what transformers does not keep from becoming control tokens: roles, and names of fields."""
+    """Check roles and names of fields, which transformers does not escape."""
     for message in messages:
         if message["role"] not in ROLES:
             raise InvalidInputError(f"messages: role must be one of {', '.join(ROLES)}, got {message['role']!r}")
@@ -105,26 +107,27 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(each)
 
 
-def _check_variables(maker: Any, given: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError if variables for the template are none of its own."""
-    taken, known = inspect.signature(maker.apply_chat_template).parameters, _get_template_variables(_template_of(maker))
-    if refused := [name for name in given if name in taken or name not in known]:
-        own = ", ".join(sorted(known - {*taken, "messages"})) or "none"
+def _check_variables(processor: Any, variables: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError for variables that the template does not use, or that are arguments of its call."""
+    taken = inspect.signature(processor.apply_chat_template).parameters
+    known = _get_template_variables(_template_of(processor))
+    if refused := [name for name in variables if name in taken or name not in known]:
+        available = ", ".join(sorted(known - {*taken, "messages"})) or "none"
         raise InvalidInputError(
             f"chat_template_kwargs: {', '.join(refused)} cannot be given; only variables of the chat template's own "
-            f"can: {own}"
+            f"can: {available}"
         )
 
 
-def _check_shown(maker: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError if the template drops tools, or calls of tools."""
+def _check_shown(processor: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError if the template ignores tools or tool calls: its text is the same without them."""
 
-    def text(messages: list[dict[str, Any]], **others: Any) -> str | None:
+    def text(messages: list[dict[str, Any]], **changes: Any) -> str | None:
         try:
-            found: str = maker.apply_chat_template(messages, **{**options, **others}, tokenize=False)
-        except REFUSALS:  # without what the other messages refer to
+            rendered: str = processor.apply_chat_template(messages, **{**options, **changes}, tokenize=False)
+        except REFUSALS:  # other messages may refer to what was left out
             return None
-        return found
+        return rendered
 
     without_calls = [{name: message[name] for name in message if name != "tool_calls"} for message in messages]
     if options["tools"] and text(messages) == text(messages, tools=None) is not None:

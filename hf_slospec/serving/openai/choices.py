@@ -1,4 +1,4 @@
-"""The choices of a request while they are decoded, as pieces of text."""
+"""Choices of a request, streamed as pieces of text while they are decoded."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from hf_slospec.serving.openai.text import StoppedText
 
 @dataclass(frozen=True)
 class Piece:
-    """Addition of one or several steps to a choice."""
+    """Output that one or several steps add to a choice."""
 
-    index: int  # of the choice
+    index: int  # the choice's index in the answer
     text: str
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None]  # of the tokens, if they were asked for; None for a prompt's first token
-    finish_reason: str | None = None  # of the last piece
-    parts: Parts = field(default_factory=Parts)  # of the text, told apart
-    offsets: list[int] = field(default_factory=list)  # of the tokens in the choice's text, if logprobs were asked for
+    logprobs: list[TokenLogprobs | None]  # one per token, empty unless requested; None for a prompt's first token
+    finish_reason: str | None = None  # None before the last piece
+    parts: Parts = field(default_factory=Parts)  # the text, split into content, reasoning and tool calls
+    offsets: list[int] = field(default_factory=list)  # characters before each token; empty unless wanted
 
     def joined(self, after: Piece) -> Piece:
-        """Return this piece with the one after it."""
+        """Return this piece and the next one as one piece."""
         tokens, logprobs = self.tokens + after.tokens, self.logprobs + after.logprobs
         parts, offsets = self.parts + after.parts, self.offsets + after.offsets
         return Piece(self.index, self.text + after.text, tokens, logprobs, after.finish_reason, parts, offsets)
 
 
 class PromptOnly:
-    """Decoding of a request for no tokens, whose prompt alone is wanted."""
+    """Decoding of a request with ``max_tokens`` 0, which at most scores its prompt."""
 
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = "length"
 
     def __init__(self, prompt: list[int], scoring: Decoding | None):
-        """``scoring`` computes the log probabilities of the prompt; None: they are not wanted."""
+        """``scoring`` computes the log probabilities of the prompt; None if they are not wanted."""
         self._scoring = scoring
         self._metrics = Request(0, prompt, 0).metrics()
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
-        """Return those of the prompt's tokens, if they are wanted."""
+        """Return the log probabilities of the prompt's tokens; none unless wanted."""
         return [] if self._scoring is None else self._scoring.prompt_logprobs
 
     @property
@@ -57,11 +57,11 @@ class PromptOnly:
 
     @property
     def replica(self) -> str | None:
-        """Return the replica that serves it; None where there are no replicas."""
+        """Return the name of the replica that serves the request; None without replicas."""
         return None if self._scoring is None else self._scoring.replica
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        """Yield that nothing comes, once the prompt's log probabilities are there."""
+        """Yield one empty step, the last, after the prompt has been scored."""
         if self._scoring is not None:
             async for _ in self._scoring.asteps():
                 pass
@@ -75,40 +75,40 @@ class PromptOnly:
 
 @dataclass
 class Echo:
-    """The prompt at the beginning of outputs: one for all choices of a prompt, the first of which computes scores."""
+    """The prompt as the beginning of outputs. All choices of a prompt share it, and the first computes its scores."""
 
     scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = None  # None: log probabilities are not wanted
 
     _has_first: bool = False
 
     def is_first(self) -> bool:
-        """Return whether log probabilities are wanted, and True only once: the first choice computes them for all."""
+        """Return True once, if log probabilities are wanted: the first choice computes them for all."""
         is_first, self._has_first = self.scores is not None and not self._has_first, True
         return is_first
 
     async def scores_by(self, decoding: Decoding) -> list[TokenLogprobs | None]:
-        """Return the log probabilities of the prompt's tokens, from the step of a choice that has them or another's."""
+        """Return the log probabilities of the prompt's tokens, once ``decoding`` or another choice's has them."""
         if self.scores is None:
             return []
-        if not self.scores.done() and (own := decoding.prompt_logprobs):
-            self.scores.set_result(own)
+        if not self.scores.done() and (scores := decoding.prompt_logprobs):
+            self.scores.set_result(scores)
         return list(await asyncio.shield(self.scores))
 
 
 @dataclass
 class Choice:
-    """One choice: its request in the engine, and how its text is made."""
+    """One choice: its decoding, and the options that turn its tokens into text."""
 
     index: int
     decoding: Decoding
     prompt: list[int]
     to_text: ToText
-    in_pool: Callable[..., Awaitable[Any]]  # calls a function with arguments in a thread, where it may take long
+    in_pool: Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
     stop_strings: Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()  # whose text is left out at the end
+    stop_tokens: Sequence[int] = ()  # token ids that are not shown at the end
     keeps_stop: bool = False
     echo: Echo | None = None  # None: the output does not begin with the prompt
-    reader: PlainParts | TemplateParts = field(default_factory=PlainParts)
+    parser: PlainParts | TemplateParts = field(default_factory=PlainParts)
     wants_offsets: bool = False
     tokens: list[int] = field(default_factory=list)
 
@@ -120,44 +120,44 @@ class Choice:
             if echo is not None:
                 yield await self.in_pool(self._echoed, await echo.scores_by(self.decoding), offsets)
                 echo = None
-            begin = len(self.tokens)  # new ones only
+            begin = len(self.tokens)
             self.tokens += new
             shown = new[:-1] if is_last and not self.keeps_stop and new and new[-1] in self.stop_tokens else new
             added = text.push(shown, is_last)
-            parts = self.reader.push(added, is_last)
+            parts = self.parser.push(added, is_last)
             reason = str(self.decoding.finish_reason) if is_last else None
-            if reason == "stop" and self.reader.num_calls:
+            if reason == "stop" and self.parser.num_calls:
                 reason = "tool_calls"
             if new or added or is_last:
                 logprobs: list[TokenLogprobs | None] = [*self.decoding.logprobs[begin : begin + len(new)]]
                 yield Piece(self.index, added, new, logprobs, reason, parts, [] if offsets is None else offsets.of(new))
 
     def _echoed(self, scores: list[TokenLogprobs | None], offsets: _Offsets | None) -> Piece:
-        places = [] if offsets is None else offsets.of(self.prompt)
-        return Piece(self.index, self.to_text(self.prompt), self.prompt, scores, offsets=places)
+        of_prompt = [] if offsets is None else offsets.of(self.prompt)
+        return Piece(self.index, self.to_text(self.prompt), self.prompt, scores, offsets=of_prompt)
 
 
 class _Offsets:
-    """Where tokens begin in a growing text; those of one character at its beginning."""
+    """Offsets, in characters, at which tokens begin in a growing text; tokens of one character begin where it does."""
 
     def __init__(self, to_text: ToText):
         self._stream, self._length = TextStream(to_text), 0
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the places of the next tokens."""
-        places = []
+        """Return the offsets of the next tokens."""
+        offsets = []
         for token in tokens:
-            places.append(self._length)
+            offsets.append(self._length)
             self._length += len(self._stream.push([token], False))
-        return places
+        return offsets
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:
-    """Yield the pieces of all choices as they come; whatever is not finished at the end is cancelled.
+    """Yield the pieces of all choices as they arrive; at the end, cancel choices that are not finished.
 
-    A reader that waits long gets larger pieces: nothing is stored for it but the tokens.
+    A slow consumer gets larger pieces, as only tokens are buffered for it.
     """
-    if len(choices) == 1:  # without tasks, which take longer than all the rest
+    if len(choices) == 1:  # no tasks, which cost more than all the rest
         try:
             async for piece in choices[0].pieces():
                 yield piece

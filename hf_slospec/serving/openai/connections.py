@@ -1,4 +1,4 @@
-"""Connections that say nothing or read nothing, which are closed, as each holds a file and some memory; and signals."""
+"""Connections of uvicorn with timeouts for clients that neither send nor read, and handling of its signals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # the module or nothing
 
-PATIENCE_S = 10.0  # until the head of a request has arrived
-OTHER_FILES = 128  # that the process needs for itself
-NO_LIMIT = 2**20  # connections, where the system sets no limit to files
+PATIENCE_S = 10.0  # seconds for the head of a request to arrive
+OTHER_FILES = 128  # file descriptors that the process needs for other things than connections
+NO_LIMIT = 2**20  # connections, if the system does not limit open files
 
 
-class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # one of two classes, by what is installed
-    """uvicorn's protocol, for connections on which requests arrive in time."""
+class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools, whichever is installed
+    """uvicorn's protocol, which closes connections whose client sends no request or does not read the response."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Take the connection, or close it if there are too many."""
@@ -35,7 +35,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
             self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; between the first byte of a request and the end of its head, the time counts."""
+        """Read data, and limit the time from the first byte of a request to the end of its head."""
         super().data_received(data)
         is_busy = self.cycle is not None and not self.cycle.response_complete
         if is_busy and self._timer is not None:
@@ -45,7 +45,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
             self._expect_request()
 
     def pause_writing(self) -> None:
-        """Wait until the client has read most of what there is for it, but not for ever."""
+        """Wait for the client to read, at most ``reader_s`` seconds."""
         super().pause_writing()
         self._expect_reader()
 
@@ -57,7 +57,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
             self._reader_timer = None
 
     def on_response_complete(self) -> None:
-        """End the response; what the client has not read yet is kept for it, but not for ever."""
+        """End the response, and wait at most ``reader_s`` seconds for the client to read the rest."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._expect_reader()
@@ -78,7 +78,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
             self._reader_timer = self.loop.call_later(state.reader_s, self._cut, state.counts)
 
     def _cut(self, counts: Counter[str]) -> None:
-        """Drop the connection, with what is to be sent, if its client has not read enough since then."""
+        """Drop the connection with its unsent data, unless its client has read enough meanwhile."""
         self._reader_timer = None
         if self.flow.write_paused or (self.transport.is_closing() and self.transport.get_write_buffer_size()):
             counts["readers_cut"] += 1
@@ -91,10 +91,10 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
 
 
 class SignalledServer(uvicorn.Server):
-    """uvicorn's server, which a second signal of any kind ends."""
+    """uvicorn's server; a second signal of any kind ends the process."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop at the first signal, and end the process at the second, whatever it is doing."""
+        """Begin to stop at the first signal, and end the process at the second."""
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
@@ -102,8 +102,8 @@ class SignalledServer(uvicorn.Server):
 
 
 def max_connections() -> int:
-    """Return how many connections this process can hold."""
+    """Return the number of connections that this process can hold."""
     if resource is None:
         return NO_LIMIT
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return NO_LIMIT if most == resource.RLIM_INFINITY else max(most - OTHER_FILES, 16)
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return NO_LIMIT if max_files == resource.RLIM_INFINITY else max(max_files - OTHER_FILES, 16)

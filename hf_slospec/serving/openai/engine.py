@@ -1,4 +1,4 @@
-"""Interface between the HTTP server and whatever decodes, and the generator of this process behind it."""
+"""Engine interface of the HTTP server, and its implementation by a generator in this process."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class Order:
 
     prompt: list[int]
     arguments: dict[str, Any] = field(default_factory=dict)
-    json_schema: dict[str, Any] | None = None  # that the output follows
+    json_schema: dict[str, Any] | None = None  # schema of the output; None: any text
     request_id: str = ""  # as the client sees it, for logs
-    client: str = ""  # whose turn its preparation takes
+    client: str = ""  # for fair scheduling of the preparation
 
 
 class Decoding(Protocol):
     """A request that is being decoded."""
 
     def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        """Yield newly committed tokens, and whether they are the last; an error of the request is raised."""
+        """Yield newly committed tokens, and whether they are the last; raises the error that ends the request."""
 
     @property
     def logprobs(self) -> Sequence[TokenLogprobs]:
-        """Return log probabilities of the new tokens so far, if they were asked for."""
+        """Return log probabilities of the new tokens so far; none unless requested."""
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
-        """Return those of the prompt's tokens from the first step on, if they were asked for."""
+        """Return log probabilities of the prompt's tokens, from the first step on; none unless requested."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Return how the request ended; None while it goes on."""
+        """Return the reason why the request ended; None before."""
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -51,7 +51,7 @@ class Decoding(Protocol):
 
     @property
     def replica(self) -> str | None:
-        """Return the replica that serves it; None where there are no replicas."""
+        """Return the name of the replica that serves the request; None without replicas."""
 
     def cancel(self) -> None:
         """Cancel the request, unless it is done."""
@@ -61,12 +61,12 @@ class ServedEngine(Protocol):
     """A model behind the server: in this process, or replicas of it."""
 
     tokenizer: Any
-    processor: Any  # of messages with images; None: they are refused
-    max_len: int  # tokens of prompt and output at most
+    processor: Any  # for messages with images; None: images are refused
+    max_len: int  # maximum tokens of prompt and output
     generation_config: Any
     vocab_size: int
-    work: Work  # in this process, before requests are decoded
-    response_template: dict[str, Any] | None  # tells reasoning and tool calls from content; None: all is content
+    work: Work  # thread pool for preparing requests, in this process
+    response_template: dict[str, Any] | None  # separates reasoning and tool calls from content; None: all is content
 
     async def submit(self, order: Order) -> Decoding:
         """Queue a request; raises the errors of ``SLOSpecGenerator.submit``."""
@@ -79,16 +79,16 @@ class ServedEngine(Protocol):
 
 
 def model_end_tokens(generation_config: Any) -> list[int]:
-    """Return the tokens with which a model ends its outputs."""
-    own = generation_config.eos_token_id
-    return [] if own is None else [own] if isinstance(own, int) else list(own)
+    """Return the token ids that end a model's outputs."""
+    eos = generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 class LocalEngine:
-    """The started batcher of a generator in this process, which must have a tokenizer."""
+    """Engine of a generator in this process, which has a tokenizer and is started."""
 
     def __init__(self, generator: SLOSpecGenerator, template: dict[str, Any] | None = None, work: Work | None = None):
-        """``template`` replaces the response template of the tokenizer or of the kind of model."""
+        """``template`` replaces the response template of the tokenizer or model type."""
         self.response_template = template or response_template(generator.model, generator.tokenizer)
         self.work = work or Work()
         self.generator, self.tokenizer, self.processor = generator, generator.tokenizer, generator.processor

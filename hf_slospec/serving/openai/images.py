@@ -24,17 +24,17 @@ def check_data_url(url: str) -> str:
 
 
 class ImageBudget:
-    """Decodes the images of one request, up to a number of pixels: a small file may hold far more than its bytes."""
+    """Decodes the images of one request within a limit of pixels: a small file may decompress to gigabytes."""
 
     def __init__(self, take: Callable[[int], None]):
-        """``take`` is called with the pixels of all images so far before one is decoded, and may raise."""
+        """``take`` gets the number of pixels of all images so far before each is decoded; it raises above the limit."""
         self._take, self._num_pixels = take, 0
 
     def decoded(self, url: str) -> Any:
         """Return the image of a data URL as a PIL image in RGB.
 
         Raises:
-            InvalidInputError: it is no image, or has too many pixels; Pillow is missing.
+            InvalidInputError: the URL holds no image, the image has too many pixels, or Pillow is missing.
         """
         try:
             from PIL import Image, UnidentifiedImageError
@@ -43,7 +43,7 @@ class ImageBudget:
         try:
             content = base64.b64decode(url.partition(",")[2], validate=True)
         except binascii.Error as error:
-            raise InvalidInputError(f"image_url.url is no valid base64: {error}") from error
+            raise InvalidInputError(f"image_url.url is no valid base64: {error}; encode the image file anew") from error
         try:
             image = Image.open(io.BytesIO(content))
             self._num_pixels += image.width * image.height
@@ -52,4 +52,6 @@ class ImageBudget:
         except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
             if isinstance(error, InvalidInputError):
                 raise
-            raise InvalidInputError(f"image_url.url cannot be read as an image: {error}") from error
+            raise InvalidInputError(
+                f"image_url.url cannot be read as an image: {error}; send a format that Pillow reads, such as PNG"
+            ) from error

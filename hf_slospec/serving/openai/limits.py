@@ -1,4 +1,4 @@
-"""Limits of what one request may ask for, all of them, and the checks of bodies against them."""
+"""Limits of one request, and the checks of bodies against them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_slospec.serving.openai.bodies import (
 )
 from hf_slospec.serving.openai.work import Work
 
-BYTES_PER_TOKEN = 16  # of a text; few languages and hardly any code reach it
+BYTES_PER_TOKEN = 16  # UTF-8 bytes; texts in few languages and hardly any code have so many per token
 LEAST_PROMPT_BYTES = 2**16
 STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
@@ -28,7 +28,7 @@ class LimitError(InvalidInputError):
     """A request asks for more than a limit allows."""
 
     def __init__(self, limit: str, message: str):
-        """``limit`` is its name."""
+        """``limit`` is the name of the limit."""
         super().__init__(message)
         self.limit = limit
 
@@ -74,10 +74,10 @@ class RequestLimits(InputModel):
         return Work(self.workers, self.waiting)
 
     def check(self, limit: str, number: float, field: str, unit: str) -> None:
-        """Raise LimitError if a number of something in a field is above a limit."""
-        most = getattr(self, limit)
-        if number > most:
-            raise LimitError(limit, f"{field}: {number:.0f} {unit}, and this server takes at most {most:.0f}")
+        """Raise LimitError if a number of ``unit`` in a field is above a limit."""
+        maximum = getattr(self, limit)
+        if number > maximum:
+            raise LimitError(limit, f"{field}: {number:.0f} {unit}, and this server takes at most {maximum:.0f}")
 
     def check_json(self, content: bytes) -> None:
         """Raise LimitError for JSON whose values would take far more memory than its bytes."""
@@ -88,34 +88,34 @@ class RequestLimits(InputModel):
 
     def check_prompt(self, prompt: str, max_len: int, field: str = "prompt") -> None:
         """Raise LimitError for a text that is too long to be tokenized; ``max_len`` tokens fit."""
-        most = self.prompt_bytes or max(BYTES_PER_TOKEN * max_len, LEAST_PROMPT_BYTES)
-        # Characters first: a text that is far too long need not be encoded.
-        if len(prompt) > most or (number := len(prompt.encode(errors="replace"))) > most:
-            number = len(prompt) if len(prompt) > most else number
-            raise LimitError("prompt_bytes", f"{field}: {number} bytes, and this server takes at most {most}")
+        max_bytes = self.prompt_bytes or max(BYTES_PER_TOKEN * max_len, LEAST_PROMPT_BYTES)
+        # Compare characters first, so that a far too long text is not encoded.
+        if len(prompt) > max_bytes or (number := len(prompt.encode(errors="replace"))) > max_bytes:
+            number = len(prompt) if len(prompt) > max_bytes else number
+            raise LimitError("prompt_bytes", f"{field}: {number} bytes, and this server takes at most {max_bytes}")
 
     def check_body(self, body: Any, max_len: int) -> None:
-        """Raise LimitError if a valid body asks for too much; prompts and images are looked at when they are read."""
+        """Raise LimitError if a valid body asks for too much; the pixels of images are checked on decoding."""
         if isinstance(body, SamplingBody):
             self._check_sampling(body)
         if isinstance(body, CompletionBody):
             self.check("prompts", len(body.prompts), "prompt", "prompts")
             self.check("choices", body.n * len(body.prompts), "n", "choices of all prompts")
-            self.check("top_logprobs", body.logprobs or 0, "logprobs", "tokens at each place")
+            self.check("top_logprobs", body.logprobs or 0, "logprobs", "tokens at each position")
             for prompt in body.prompts:
                 if isinstance(prompt, str):
                     self.check_prompt(prompt, max_len)
         elif isinstance(body, ChatBody):
             self.check("choices", body.n, "n", "choices")
-            self.check("top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each place")
+            self.check("top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each position")
             self._check_messages(body.messages, [body.tools, body.chat_template_kwargs], max_len)
             if body.json_schema is not None:
                 self.check("schema_bytes", len(json.dumps(body.json_schema)), "response_format", "bytes of schema")
         elif isinstance(body, TokenizeBody):
             self.check_prompt(body.prompt or "", max_len)
             self._check_messages(body.messages or [], [], max_len)
-        elif isinstance(body, DetokenizeBody) and len(body.tokens) > (most := BYTES_PER_TOKEN * max_len):
-            raise LimitError("prompt_bytes", f"tokens: {len(body.tokens)}, and this server takes at most {most}")
+        elif isinstance(body, DetokenizeBody) and len(body.tokens) > (max_tokens := BYTES_PER_TOKEN * max_len):
+            raise LimitError("prompt_bytes", f"tokens: {len(body.tokens)}, and this server takes at most {max_tokens}")
 
     def _check_sampling(self, body: SamplingBody) -> None:
         self.check("stop_strings", len(body.stop_strings), "stop", "strings")
@@ -124,9 +124,10 @@ class RequestLimits(InputModel):
         self.check("logit_bias", len(body.logit_bias or ()), "logit_bias", "token ids")
         self.check("salt_chars", len(body.cache_salt), "cache_salt", "characters")
 
-    def _check_messages(self, messages: list[Message], beside: list[Any], max_len: int) -> None:
+    def _check_messages(self, messages: list[Message], tools_and_variables: list[Any], max_len: int) -> None:
         self.check("images", sum(message.num_images for message in messages), "messages", "images")
-        whole = json.dumps([[message.without_images for message in messages], beside], ensure_ascii=False)
+        texts = [message.without_images for message in messages]
+        whole = json.dumps([texts, tools_and_variables], ensure_ascii=False)
         self.check_prompt(whole, max_len, "messages")
 
 

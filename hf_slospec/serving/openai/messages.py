@@ -1,4 +1,4 @@
-"""Parts of a chat's answer: content, reasoning and tool calls, told apart by the model's response template."""
+"""Split of a chat's answer into content, reasoning and tool calls, by the model's response template."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names in response templates
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field in response templates
 TOOL_CALLS = "tool_calls"
 
 
 @dataclass
 class Parts:
-    """A stretch of an answer, told apart."""
+    """A section of an answer, split into content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # as in a stream of OpenAI's
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in the form of OpenAI's streams
 
     def __add__(self, after: Parts) -> Parts:
         calls = self.tool_calls + after.tool_calls
@@ -28,7 +28,7 @@ class Parts:
 
 
 class PlainParts:
-    """Text of a model without a response template: all of it is content."""
+    """Parser for a model without a response template: all text is content."""
 
     num_calls = 0  # tool calls so far
 
@@ -38,49 +38,49 @@ class PlainParts:
 
 
 class TemplateParts:
-    """Text of a model with a response template, parsed by transformers as it grows."""
+    """Parser for a model with a response template, on transformers' incremental parser."""
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]] | None = None):
-        """``prefix`` is the text of the prompt, which may begin the answer; ``tools`` give the types of arguments."""
+        """``prefix`` is the text of the prompt, which may begin a region; ``tools`` give the types of arguments."""
         self._parser: ResponseParser | None = ResponseParser(template, prefix=prefix, tools=list(tools or ()))
         self.num_calls, self._has_content = 0, False
-        self._in_call, self._behind = False, ""  # text behind the last that was told apart
+        self._in_call, self._pending = False, ""  # text since the last parsed region or delimiter
 
     def push(self, text: str, is_last: bool) -> Parts:
-        """Return the parts that more text completes. A tool call that cannot be parsed is content, as it was written.
+        """Return the parts that more text completes. A tool call that cannot be parsed becomes content, unchanged.
 
-        Whitespace before the content is left out: templates put it between reasoning or tool calls and the content.
+        Whitespace before the content is removed: templates put it between reasoning or tool calls and the content.
         """
-        found = Parts()
-        for place, letter in enumerate(text):  # one by one: what is told apart does not depend on the pieces
-            if not self._feed(letter, found):
-                found.content += text[place + 1 :]
+        parts = Parts()
+        for index, char in enumerate(text):  # one by one, so that the parts do not depend on the pieces of text
+            if not self._feed(char, parts):
+                parts.content += text[index + 1 :]
                 break
         if is_last:
-            self._feed(None, found)
+            self._feed(None, parts)
         if not self._has_content:
-            found.content = found.content.lstrip()
-            self._has_content = bool(found.content)
-        return found
+            parts.content = parts.content.lstrip()
+            self._has_content = bool(parts.content)
+        return parts
 
-    def _feed(self, letter: str | None, found: Parts) -> bool:
-        """Add the parts that a letter, or the end, completes; return False if it cannot be parsed, which is content."""
+    def _feed(self, char: str | None, parts: Parts) -> bool:
+        """Add the parts that a character, or the end (None), completes; return False if the text cannot be parsed."""
         if self._parser is None:
-            found.content += letter or ""
+            parts.content += char or ""
             return False
-        self._behind += letter or ""
+        self._pending += char or ""
         try:
-            events = self._parser.finalize()[1] if letter is None else self._parser.feed(letter)
-            self._take(events, found)
-        except (ValueError, TypeError, LookupError, AttributeError):  # of what the model wrote
-            found.content += self._behind
+            events = self._parser.finalize()[1] if char is None else self._parser.feed(char)
+            self._take(events, parts)
+        except (ValueError, TypeError, LookupError, AttributeError):  # the template cannot parse what the model wrote
+            parts.content += self._pending
             self._parser = None
             return False
         if not self._in_call:
-            self._behind = self._parser._buffer[self._parser._pos :]  # what may be the beginning of a delimiter
+            self._pending = self._parser._buffer[self._parser._pos :]  # possibly the beginning of a delimiter
         return True
 
-    def _take(self, events: Sequence[dict[str, Any]], found: Parts) -> None:
+    def _take(self, events: Sequence[dict[str, Any]], parts: Parts) -> None:
         for event in events:
             kind, name = event["type"], event["field"]
             if name == TOOL_CALLS:
@@ -89,26 +89,26 @@ class TemplateParts:
                     values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                     for function in [_function(value["function"]) for value in values]:
                         call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                        found.tool_calls.append(call | {"function": function})
+                        parts.tool_calls.append(call | {"function": function})
                         self.num_calls += 1
             elif kind == "region_chunk":
-                self._behind = self._behind.removeprefix(event["text"])
+                self._pending = self._pending.removeprefix(event["text"])
                 if name in REASONING:
-                    found.reasoning += event["text"]
+                    parts.reasoning += event["text"]
                 else:
-                    found.content += event["text"]
+                    parts.content += event["text"]
 
 
 def _function(parsed: dict[str, Any]) -> dict[str, str]:
-    """Return a function's name and its arguments as a text."""
+    """Return a function's name and its arguments as a JSON text."""
     arguments = parsed.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": str(parsed["name"]), "arguments": text}
 
 
 def response_template(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return the response template of a tokenizer, or else the one transformers' server has for this kind of model."""
+    """Return the response template of a tokenizer, or else that of transformers' server for this model type."""
     from transformers.cli.serving.utils import get_response_template
 
-    found: dict[str, Any] | None = get_response_template(tokenizer, model)
-    return found
+    template: dict[str, Any] | None = get_response_template(tokenizer, model)
+    return template

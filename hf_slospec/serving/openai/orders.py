@@ -1,4 +1,4 @@
-"""From the bodies of requests to arguments of ``submit``."""
+"""Conversion of request bodies to arguments of ``submit``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hf_slospec.serving.openai.images import ImageBudget
 from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.submission import REFUSALS, tensors_of_one
 
-DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
-DEFAULT_CHAT_TOKENS = 4096  # of chats; every request counts with its longest output, so it is not all that fits
+DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
+DEFAULT_CHAT_TOKENS = 4096  # for chats; not all that fits, as every request is admitted with its longest output
 SEEDS = 2**63
-# llm-d's headers, in milliseconds; the second of each pair is deprecated
+# llm-d's headers, in milliseconds; the second of each pair is deprecated.
 SLO_HEADERS = {
     "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
     "slo_ttft": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
@@ -27,57 +27,57 @@ SLO_HEADERS = {
 
 
 class SLOLimits(InputModel):
-    """SLOs of requests that ask for none, and the most that requests may ask for; SLOs in seconds, None: no limit."""
+    """Default and strictest SLOs of requests, in seconds, and their lowest priority; None: no default or no limit."""
 
     default_tpot: float | None = Field(None, gt=0)
     strictest_tpot: float | None = Field(None, gt=0)
     default_ttft: float | None = Field(None, gt=0)
     strictest_ttft: float | None = Field(None, gt=0)
-    lowest_priority: int | None = Field(None, le=0)  # lower is earlier, and requests that ask for none have 0
+    lowest_priority: int | None = Field(None, le=0)  # lower is served earlier; 0 is the default of requests
 
-    def apply(self, asked: dict[str, float | None]) -> dict[str, float | None]:
-        """Return ``slo_tpot`` and ``slo_ttft`` of a request; InvalidInputError if they are stricter than allowed."""
-        found = {}
+    def apply(self, requested: dict[str, float | None]) -> dict[str, float | None]:
+        """Return ``slo_tpot`` and ``slo_ttft``; raises InvalidInputError if they are stricter than allowed."""
+        slos = {}
         for name in ("tpot", "ttft"):
-            value, strictest = asked[f"slo_{name}"], getattr(self, f"strictest_{name}")
+            value, strictest = requested[f"slo_{name}"], getattr(self, f"strictest_{name}")
             if value is not None and strictest is not None and value < strictest:
                 raise InvalidInputError(f"slo_{name} must be at least {strictest:g} s here, got {value:g}")
-            found[f"slo_{name}"] = getattr(self, f"default_{name}") if value is None else value
-        return found
+            slos[f"slo_{name}"] = getattr(self, f"default_{name}") if value is None else value
+        return slos
 
     def check_priority(self, priority: int) -> None:
-        """Raise InvalidInputError if a request would be served earlier than allowed."""
+        """Raise InvalidInputError if a priority is lower, thus served earlier, than allowed."""
         if self.lowest_priority is not None and priority < self.lowest_priority:
             raise InvalidInputError(f"priority must be at least {self.lowest_priority} here, got {priority}")
 
 
 def asked_slos(body: SamplingBody, headers: Mapping[str, str]) -> dict[str, float | None]:
-    """Return the SLOs of body and headers, in seconds; the body goes first.
+    """Return the SLOs of body and headers, in seconds; the body takes precedence.
 
     Raises:
-        InvalidInputError: a header is no positive number.
+        InvalidInputError: a header is not a positive number.
     """
-    found: dict[str, float | None] = {}
+    slos: dict[str, float | None] = {}
     for field, names in SLO_HEADERS.items():
-        found[field] = getattr(body, field)
-        given = next(((name, headers[name]) for name in names if name in headers), None)
-        if found[field] is None and given is not None:
-            name, text = given
+        slos[field] = getattr(body, field)
+        header = next(((name, headers[name]) for name in names if name in headers), None)
+        if slos[field] is None and header is not None:
+            name, text = header
             try:
                 milliseconds = float(text)
             except ValueError:
                 milliseconds = float("nan")
             if not 0 < milliseconds < float("inf"):
                 raise InvalidInputError(f"header {name} must be a positive number of milliseconds, got {text!r}")
-            found[field] = milliseconds / 1e3
-    return found
+            slos[field] = milliseconds / 1e3
+    return slos
 
 
 class PromptInputs(NamedTuple):
     """A prompt as the model takes it."""
 
     tokens: list[int]
-    beside: dict[str, Any] = {}  # noqa: RUF012  what belongs to its images, as arguments of submit; never written
+    of_images: dict[str, Any] = {}  # noqa: RUF012  arguments of submit for its images; never written to
 
 
 def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> PromptInputs:
@@ -104,7 +104,7 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> PromptInputs:
-    """Return messages in the tokenizer's chat template, or with images in the processor's.
+    """Return the prompt that the tokenizer's chat template, or with images the processor's, makes of messages.
 
     Raises:
         InvalidInputError: there is no template, it refuses the messages, or images are too large.
@@ -112,37 +112,38 @@ def chat_prompt(
     has_images = any(message.num_images for message in messages)
     if has_images and engine.processor is None:
         raise InvalidInputError("messages: this server takes no images (image_url); send text only")
-    maker: Any = engine.processor if has_images else engine.tokenizer
-    if getattr(maker, "chat_template", None) is None:
+    processor: Any = engine.processor if has_images else engine.tokenizer
+    if getattr(processor, "chat_template", None) is None:
         raise InvalidInputError("the model has no chat template; use /v1/completions, or start with --chat-template")
     as_tensors = {"return_tensors": "pt"} if has_images else {}
     budget = ImageBudget(lambda number: limits.check("pixels", number, "messages", "pixels of all images"))
-    shown = [message.for_template(budget if has_images else None) for message in messages]
+    template_messages = [message.for_template(budget if has_images else None) for message in messages]
     try:
-        found = templates.apply(
-            maker, shown, template_kwargs or {}, tools=tools,
+        encoded = templates.apply(
+            processor, template_messages, template_kwargs or {}, tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message, return_dict=True, tokenize=True, **as_tensors,
         )  # fmt: skip
     except REFUSALS as error:
-        if isinstance(error, InvalidInputError):  # of an image, or of what the template drops
+        if isinstance(error, InvalidInputError):  # it says already what is wrong
             raise
         raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
-    beside = tensors_of_one(found) if has_images else {"inputs": found["input_ids"]}
-    ids = beside.pop("inputs")
-    ids = ids[0].tolist() if has_images else ids
+    tensors = tensors_of_one(encoded) if has_images else {}
+    ids = tensors.pop("inputs")[0].tolist() if has_images else encoded["input_ids"]
     if not ids:
-        raise InvalidInputError("messages: the chat template made no tokens of them")
-    return PromptInputs(ids, beside)
+        raise InvalidInputError("messages: the chat template made no tokens of them; send a text")
+    return PromptInputs(ids, tensors)
 
 
-def order_of(body: SamplingBody, made: PromptInputs, terms: dict[str, Any], engine: ServedEngine, choice: int) -> Order:
+def order_of(
+    body: SamplingBody, inputs: PromptInputs, terms: dict[str, Any], engine: ServedEngine, choice: int
+) -> Order:
     """Return the order of one choice of a request; ``terms`` are the arguments that depend on the tenant.
 
     Raises:
         InvalidInputError: a field cannot be served.
     """
-    prompt, arguments = made.tokens, _sampling(body, engine.generation_config) | terms | made.beside
+    prompt, arguments = inputs.tokens, _sampling(body, engine.generation_config) | terms | inputs.of_images
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
     arguments |= {"priority": body.priority, "best_effort": body.best_effort}
     if body.seed is not None:
@@ -170,7 +171,7 @@ def order_of(body: SamplingBody, made: PromptInputs, terms: dict[str, Any], engi
 
 
 def num_top_logprobs(body: SamplingBody) -> int | None:
-    """Return how many log probabilities besides the token's own are asked for; None: not even that."""
+    """Return the number of top log probabilities besides the token's own; None: no log probabilities."""
     if isinstance(body, ChatBody):
         return (body.top_logprobs or 0) if body.logprobs else None
     assert isinstance(body, CompletionBody)
@@ -178,37 +179,36 @@ def num_top_logprobs(body: SamplingBody) -> int | None:
 
 
 def end_tokens(body: SamplingBody, generation_config: Any) -> list[int]:
-    """Return the tokens that end the output: the model's own, unless they are to be ignored, and the request's."""
-    own = [] if body.ignore_eos else model_end_tokens(generation_config)
-    return [*own, *(body.stop_token_ids or [])]
+    """Return the token ids that end the output: the model's, unless ``ignore_eos``, and the request's."""
+    of_model = [] if body.ignore_eos else model_end_tokens(generation_config)
+    return [*of_model, *(body.stop_token_ids or [])]
 
 
 def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
-    """Return sampling options; a model whose own config samples gives the values that the body does not."""
-    own = generation_config if generation_config.do_sample else None
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
-    found = {}
-    for name, value in neutral.items():
-        given = getattr(body, name)
-        found[name] = given if given is not None else (getattr(own, name, None) if own is not None else None)
-        if found[name] is None:
-            found[name] = value
-    if found["top_k"] == -1:  # vLLM's name for all tokens
-        found["top_k"] = 0
-    if found["temperature"] == 0:
+    """Return sampling options: of the body, else of the generation config if it samples, else neutral ones."""
+    defaults = generation_config if generation_config.do_sample else None
+    options = {}
+    for name, neutral in {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}.items():
+        candidates = (getattr(body, name), getattr(defaults, name, None), neutral)
+        options[name] = next((value for value in candidates if value is not None), None)
+    if options["top_k"] == -1:  # vLLM's value for all tokens
+        options["top_k"] = 0
+    if options["temperature"] == 0:
         return {"do_sample": False}
-    return {"do_sample": True} | {name: value for name, value in found.items() if value is not None}
+    return {"do_sample": True} | {name: value for name, value in options.items() if value is not None}
 
 
 def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
     room = engine.max_len - prompt_len
     if room < 1:
-        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in the {engine.max_len} that fit")
-    is_chat, asked = isinstance(body, ChatBody), body.max_tokens
+        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in {engine.max_len}; shorten it")
+    is_chat, requested = isinstance(body, ChatBody), body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked = body.max_completion_tokens
-    if asked is None:
+        requested = body.max_completion_tokens
+    if requested is None:
         return min(DEFAULT_CHAT_TOKENS if is_chat else DEFAULT_MAX_TOKENS, room)
-    if asked > room:
-        raise InvalidInputError(f"max_tokens is {asked}, and a prompt of {prompt_len} tokens leaves room for {room}")
-    return asked
+    if requested > room:
+        raise InvalidInputError(
+            f"max_tokens is {requested}, and a prompt of {prompt_len} tokens leaves room for {room}"
+        )
+    return requested

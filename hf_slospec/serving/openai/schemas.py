@@ -1,4 +1,4 @@
-"""Check of JSON schemas in a process of its own, which ends at its deadline or when the client leaves."""
+"""Check of JSON schemas in a separate process, which ends at its deadline or when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.grammars import JSON_OPTIONS
 from hf_slospec.serving.openai.limits import LimitError, RequestLimits
-from hf_slospec.serving.openai.work import Turns
+from hf_slospec.serving.openai.work import JobSlots
 
 PROGRAM = Path(__file__).with_name("schema_process.py")
-KEPT = 256  # schemas that are known to be fine
-WALL_TIMES = 5.0  # the processor's seconds: others may use the processor
+KEPT = 256  # maximum number of valid schemas that are remembered
+WALL_TIMES = 5.0  # limit of wall-clock time as a multiple of that of CPU time, as other processes use the CPU
 
 
 class SchemaCheck:
-    """Lets a schema pass if it can be compiled within limits of time and memory."""
+    """Checks that schemas can be compiled within limits of time and memory."""
 
     def __init__(self, limits: RequestLimits):
         self.limits = limits
-        self.turns = Turns(1, limits.waiting)  # one at a time: it takes the processor from the model
-        self._fine: dict[str, None] = {}  # the oldest one goes first
+        self.slots = JobSlots(1, limits.waiting)  # one at a time: compiling competes with the model for the CPU
+        self._valid: dict[str, None] = {}  # an ordered set, oldest first
 
     async def check(self, client: str, schema: dict[str, Any]) -> None:
         """Return if a schema can be compiled.
@@ -33,20 +33,20 @@ class SchemaCheck:
         Raises:
             InvalidInputError: it is invalid, or cannot be followed.
             LimitError: compiling it takes too long, or too much memory.
-            BusyError: too many others wait.
+            BusyError: too many checks wait.
         """
-        if (key := json.dumps(schema)) in self._fine:
+        if (key := json.dumps(schema)) in self._valid:
             return
-        async with self.turns.turn(client):
+        async with self.slots.slot(client):
             fault = await self._compile(key)
         if fault:
             raise InvalidInputError(f"response_format: the schema cannot be followed: {fault}")
-        self._fine[key] = None
-        if len(self._fine) > KEPT:
-            del self._fine[next(iter(self._fine))]
+        self._valid[key] = None
+        if len(self._valid) > KEPT:
+            del self._valid[next(iter(self._valid))]
 
     async def _compile(self, schema: str) -> str:
-        """Return what is wrong with a schema; an empty text if nothing is."""
+        """Return why a schema cannot be compiled; an empty text if it can."""
         seconds, memory = self.limits.schema_s, self.limits.schema_memory_bytes
         given = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
         # Not asyncio's: uvloop runs Python between fork and exec, which crashes where gRPC or others have threads.

@@ -19,17 +19,15 @@ from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.serving.addresses import is_loopback
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.serving.loading import ModelOptions, size_and_place
-from hf_slospec.serving.openai.access import OPTIONS
-from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.access import AccessOptions, ServerSettings
+from hf_slospec.serving.openai.app import make_app
 from hf_slospec.serving.openai.connections import ImpatientProtocol, SignalledServer
 from hf_slospec.serving.openai.engine import LocalEngine
-from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.openai.orders import SLOLimits
-from hf_slospec.serving.telemetry import PREFIX
 
-DRAIN_S = 30  # that requests have to finish after the first signal
+DRAIN_S = 30  # seconds for requests to finish after the first signal
 KEYS = TypeAdapter(dict[str, SLOLimits])
-SWITCH_S = 5e-4  # after which Python's threads take turns; the default of 5 ms delays every chunk that is sent by that
+SWITCH_S = 5e-4  # switch interval of Python's threads; the default of 5 ms delays every chunk by as much
 CHAT_PROMPT, BASE_PROMPT = "Write a short poem about the sea.", "Once upon a time,"
 EMBEDDED_PROMPT = "def main():"  # the embedded target continues Python
 
@@ -45,17 +43,11 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None  # JSON: SLO limits by API key
     allows_no_key: bool = False
-    allowed_origins: tuple[str, ...] = ()
     chat_template: Path | None = None
     response_template: Path | None = None  # JSON, see transformers' response templates
     root_path: str = ""
-    metrics_prefix: str = PREFIX
-    limits: SLOLimits = field(default_factory=SLOLimits)
-    bounds: RequestLimits = field(default_factory=RequestLimits)
+    access: AccessOptions = field(default_factory=AccessOptions)  # its limits are those of api_keys, too
     config: SLOSpecConfig = field(default_factory=SLOSpecConfig)
-    allowed_hosts: tuple[str, ...] = ()
-    share_prefixes: bool = False
-    special_tokens: str = "allow"
 
     @property
     def name(self) -> str:
@@ -65,12 +57,12 @@ class ServeOptions:
     @property
     def settings(self) -> ServerSettings:
         """Return the settings of the HTTP application; raises InvalidInputError."""
-        return ServerSettings(model_name=self.name, api_keys=self.keys(), **self.access)
+        return ServerSettings(model_name=self.name, **self.access_fields())
 
-    @property
-    def access(self) -> dict[str, Any]:
-        """Options of :class:`~hf_slospec.serving.openai.access.AccessOptions`, except for the keys."""
-        return {name: getattr(self, name) for name in OPTIONS} | {"allowed_hosts": (self.host, *self.allowed_hosts)}
+    def access_fields(self) -> dict[str, Any]:
+        """Return the access options with all API keys, and with the host as a name; raises InvalidInputError."""
+        hosts = (self.host, *self.access.allowed_hosts)
+        return dict(self.access) | {"api_keys": self.keys(), "allowed_hosts": hosts}
 
     def check_open(self) -> None:
         """Raise InvalidInputError if other machines could send requests without a key, unless that is allowed."""
@@ -81,14 +73,14 @@ class ServeOptions:
 
     def keys(self) -> dict[str, SLOLimits]:
         """Return the SLO limits of every API key; raises InvalidInputError."""
-        keys = dict.fromkeys(self.api_keys, self.limits)
+        keys = self.access.api_keys | dict.fromkeys(self.api_keys, self.access.limits)
         if self.key_file is not None:
             try:
                 keys |= KEYS.validate_json(_read("--api-key-file", self.key_file))
             except ValidationError as error:
                 raise InvalidInputError(f"--api-key-file {self.key_file}: {describe_validation_error(error)}") from None
         if any(not key for key in keys):
-            raise InvalidInputError("an API key is empty")
+            raise InvalidInputError("an API key is empty; leave it out, or give one")
         if self.key_file is not None and not keys:
             raise InvalidInputError(f"--api-key-file {self.key_file} has no key; leave it out to serve all")
         return keys
@@ -162,8 +154,8 @@ def requests_to_try(
 ) -> tuple[str, str]:
     """Return a request for curl and for OpenAI's client: of a chat, if the model has a chat template."""
     prompt = CHAT_PROMPT if is_chat else EMBEDDED_PROMPT if is_embedded else BASE_PROMPT
-    given: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-    body = {"model": name, **given, "max_tokens": 64}
+    inputs: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    body = {"model": name, **inputs, "max_tokens": 64}
     path = "chat/completions" if is_chat else "completions"
     auth = ' -H "Authorization: Bearer $KEY"' if is_guarded else ""
     arguments = ", ".join(f"{field}={value!r}" for field, value in body.items())

@@ -1,4 +1,4 @@
-"""Text of a stream: whole characters, and nothing of a stop string that ends it."""
+"""Text of a stream: whole characters, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_slospec.serving.handle import TextStream, ToText
 
 
 class StoppedText:
-    """Incremental text of growing tokens, up to the first stop string."""
+    """Text of a growing list of tokens, decoded step by step and cut at the first stop string."""
 
     def __init__(self, to_text: ToText, stop_strings: Sequence[str], keeps_stop: bool):
         """``keeps_stop``: the stop string is part of the text."""
@@ -21,16 +21,17 @@ class StoppedText:
         if self.is_stopped:
             return ""
         text = self._held + self._stream.push(tokens, is_last)
-        found = [(text.find(stop), stop) for stop in self._stop_strings if stop in text]
-        if found:
+        matches = [(text.find(stop), stop) for stop in self._stop_strings if stop in text]
+        if matches:
             self.is_stopped, self._held = True, ""
-            at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))  # the first to be complete
-            return text[: at + len(stop)] if self._keeps_stop else text[:at]
+            # The stop string that is complete first.
+            begin, stop = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
+            return text[: begin + len(stop)] if self._keeps_stop else text[:begin]
         held = 0 if is_last else max((_overlap(text, stop) for stop in self._stop_strings), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text with which the stop string begins."""
+    """Return the length of the longest suffix of the text that is a prefix of the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Work for requests before the engine takes them: bounded, in turns of clients, dropped when its client leaves."""
+"""Preparation of requests in a bounded thread pool, shared fairly by clients, and dropped when a client disconnects."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class BusyError(QueueFull):
     """Too many jobs are waiting."""
 
 
-class Turns:
-    """A number of places for jobs, which clients get in turns. Belongs to one event loop.
+class JobSlots:
+    """Slots for concurrent jobs, given to waiting clients in round-robin order. Belongs to one event loop.
 
-    A client with many jobs waits for its own ones, and not the others for it. Where too many jobs wait, the last one of
-    the client with the most is refused.
+    The jobs of one client thus delay those of others little. If too many jobs wait, the last one of the client with
+    most waiting jobs is refused.
     """
 
-    def __init__(self, num_places: int, max_waiting: int):
-        self.num_places, self.max_waiting = num_places, max_waiting
+    def __init__(self, num_slots: int, max_waiting: int):
+        self.num_slots, self.max_waiting = num_slots, max_waiting
         self.num_running = self.num_waiting = 0
-        self.num_refused = self.num_dropped = 0  # jobs so far: for lack of room, and because the client left
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the one whose turn it is first
+        self.num_refused = self.num_dropped = 0  # jobs so far: because too many waited, and because the client left
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
 
     @contextlib.asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for a place, and hold it inside of the context; raises BusyError."""
+    async def slot(self, client: str) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it within the context; raises BusyError."""
         await self.enter(client)
         try:
             yield
@@ -42,62 +42,63 @@ class Turns:
             self.leave()
 
     async def enter(self, client: str) -> None:
-        """Wait for a place; raises BusyError."""
-        if self.num_running < self.num_places:  # then no client waits
+        """Wait for a slot; raises BusyError."""
+        if self.num_running < self.num_slots:  # then no client waits
             self.num_running += 1
             return
         if self.num_waiting >= self.max_waiting:
             self._refuse_last(client)
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(place)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(slot)
         self.num_waiting += 1
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            if place.cancelled():
-                self._remove(client, place)
+            if slot.cancelled():
+                self._remove(client, slot)
                 self.num_dropped += 1
-            elif place.exception() is None:  # it was given at this moment
+            elif slot.exception() is None:  # the job got the slot before it could be cancelled
                 self.leave()
             raise
 
     def leave(self) -> None:
-        """Give the place to the next client."""
+        """Give the slot to the next client."""
         self.num_running -= 1
         while self._waiting:
             client = next(iter(self._waiting))
             jobs = self._waiting.pop(client)
-            place = jobs.popleft()
+            slot = jobs.popleft()
             if jobs:
-                self._waiting[client] = jobs  # behind all others
+                self._waiting[client] = jobs  # at the end of the round
             self.num_waiting -= 1
-            if not place.cancelled():  # its client may have left in this very turn of the event loop
+            if not slot.cancelled():  # its client may have left in this very turn of the event loop
                 self.num_running += 1
-                place.set_result(None)
+                slot.set_result(None)
                 return
 
     def _refuse_last(self, client: str) -> None:
-        """Refuse the last job of the client with the most; raise BusyError if that is the new one."""
+        """Refuse the last job of the client with most waiting jobs; raise BusyError if that is the new job."""
         self.num_refused += 1
         error = BusyError("the server has too many requests to prepare; retry later")
-        greediest = max(self._waiting, key=lambda each: len(self._waiting[each]))
-        if len(self._waiting[greediest]) <= len(self._waiting.get(client, ())) + 1:
+        busiest = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        if len(self._waiting[busiest]) <= len(self._waiting.get(client, ())) + 1:
             raise error
-        place = self._waiting[greediest][-1]
-        self._remove(greediest, place)
-        place.set_exception(error)
+        slot = self._waiting[busiest][-1]
+        self._remove(busiest, slot)
+        if not slot.cancelled():
+            slot.set_exception(error)
 
-    def _remove(self, client: str, place: asyncio.Future[None]) -> None:
-        if place not in self._waiting.get(client, ()):
+    def _remove(self, client: str, slot: asyncio.Future[None]) -> None:
+        if slot not in self._waiting.get(client, ()):
             return  # it was passed over when its turn came
-        self._waiting[client].remove(place)
+        self._waiting[client].remove(slot)
         self.num_waiting -= 1
         if not self._waiting[client]:
             del self._waiting[client]
 
 
-class Work(Turns):
-    """A pool of threads for work whose size is limited: a thread cannot be stopped."""
+class Work(JobSlots):
+    """Thread pool for jobs that end soon, as a thread cannot be stopped."""
 
     def __init__(self, num_threads: int = 4, max_waiting: int = 256):
         super().__init__(num_threads, max_waiting)
@@ -106,11 +107,11 @@ class Work(Turns):
     async def run(
         self, client: str, function: Callable[..., T], *arguments: Any, undo: Callable[[T], None] | None = None
     ) -> T:
-        """Return what a function returns in a thread of the pool.
+        """Return the result of a function that runs in a thread of the pool.
 
         Args:
-            client: whose turn it takes.
-            undo: called with the result if the client has left meanwhile.
+            client: on whose account the job waits.
+            undo: called with the result if the client has disconnected meanwhile.
 
         Raises:
             BusyError: too many jobs wait.

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from hf_slospec import QueueFull, SLOSpecGenerator, tiny_prompts
-from hf_slospec.serving.openai import app as app_module
-from hf_slospec.serving.openai import connections
+from hf_slospec.serving.openai import connections, reading
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.orders import SLOLimits
@@ -203,7 +202,7 @@ def test_no_more_connections_are_taken_than_there_is_room_for(
 
 
 def test_bodies_that_do_not_arrive_are_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "BODY_S", 0.3)
+    monkeypatch.setattr(reading, "BODY_S", 0.3)
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60.0) as connection:
         head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 50"

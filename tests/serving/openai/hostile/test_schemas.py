@@ -79,8 +79,8 @@ def test_the_process_ends_with_its_client_and_the_next_one_has_its_turn() -> Non
         queued.cancel()
         hard.cancel()
         await fine
-        assert hard.cancelled() and queued.cancelled() and check.turns.num_dropped == 1 and not programs()
-        assert check.turns.num_running == check.turns.num_waiting == 0
+        assert hard.cancelled() and queued.cancelled() and check.slots.num_dropped == 1 and not programs()
+        assert check.slots.num_running == check.slots.num_waiting == 0
 
     run(story())
 

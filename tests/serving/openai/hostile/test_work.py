@@ -15,7 +15,7 @@ from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.openai.orders import SLOLimits
-from hf_slospec.serving.openai.work import BusyError, Turns, Work
+from hf_slospec.serving.openai.work import BusyError, JobSlots, Work
 from tests.serving.openai.conftest import Served, listening
 from tests.serving.openai.hostile.clients import SMALL, WAIT_S, metrics_of, sent, wait_until, wait_until_idle
 
@@ -91,21 +91,21 @@ def test_a_client_that_leaves_loses_its_place_and_a_thread_keeps_its_own_until_i
 
 def test_a_place_that_is_left_when_its_turn_comes_goes_on_to_the_next() -> None:
     async def story() -> None:
-        turns, order = Turns(1, 100), list[str]()
+        slots, order = JobSlots(1, 100), list[str]()
 
         async def take(name: str) -> None:
-            async with turns.turn(name[0]):
+            async with slots.slot(name[0]):
                 order.append(name)
 
-        await turns.enter("a")
+        await slots.enter("a")
         jobs = [asyncio.ensure_future(take(name)) for name in ("a1", "a2", "b1")]
         await settled()
         for job in jobs[:2]:
             job.cancel()
-        turns.leave()  # before the cancelled ones have noticed
+        slots.leave()  # before the cancelled ones have noticed
         await jobs[2]
         await settled()
-        assert order == ["b1"] and turns.num_running == turns.num_waiting == 0 and turns.num_dropped == 2
+        assert order == ["b1"] and slots.num_running == slots.num_waiting == 0 and slots.num_dropped == 2
 
     run(story())
 

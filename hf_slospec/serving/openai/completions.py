@@ -1,0 +1,190 @@
+"""Endpoints of completions and chats: from a body to its choices, and from their pieces to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from hf_slospec.serving.openai.access import Tenant
+from hf_slospec.serving.openai.answers import Answer, slo_headers
+from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, SamplingBody
+from hf_slospec.serving.openai.chat_templates import ChatTemplates
+from hf_slospec.serving.openai.choices import Choice, Echo, Piece, PromptOnly, merged
+from hf_slospec.serving.openai.engine import Decoding, Order
+from hf_slospec.serving.openai.messages import PlainParts, TemplateParts
+from hf_slospec.serving.openai.orders import (
+    PromptInputs,
+    chat_prompt,
+    end_tokens,
+    num_top_logprobs,
+    order_of,
+    prompt_of,
+)
+from hf_slospec.serving.openai.reading import RequestReader, fault_of
+from hf_slospec.serving.openai.schemas import SchemaCheck
+
+InPool = Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
+LONG_PIECE = 64  # log probabilities of more tokens than this are written in the thread pool
+
+
+class Completions:
+    """Endpoints of completions and chats."""
+
+    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
+        self.reader, self.engine, self.templates, self.schemas = reader, reader.engine, templates, schemas
+
+    async def chat(self, request: Request) -> Response:
+        """Return the answer to a chat."""
+        body = await self.reader.read(request, ChatBody)
+
+        def prompt() -> PromptInputs:
+            return chat_prompt(
+                body.messages, self.engine, self.reader.bounds, self.templates,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                tools=body.shown_tools,
+                template_kwargs=body.chat_template_kwargs,
+            )  # fmt: skip
+
+        return await self.reader.while_connected(request, self._answer(request, body, [prompt]))
+
+    async def complete(self, request: Request) -> Response:
+        """Return the completions of one prompt or several."""
+        body = await self.reader.read(request, CompletionBody)
+        prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
+        return await self.reader.while_connected(request, self._answer(request, body, prompts))
+
+    async def _answer(
+        self, request: Request, body: SamplingBody, make_prompts: Sequence[Callable[[], PromptInputs]]
+    ) -> Response:
+        answer = Answer(
+            self.reader.settings.model_name, isinstance(body, ChatBody), lambda token: self._text(False, [token]),
+            num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
+            body.options.continuous_usage_stats,
+        )  # fmt: skip
+        in_pool = partial(self.reader.in_pool, request)
+        tenant: Tenant = request.state.tenant
+        terms = tenant.arguments(body, request.headers)
+        if isinstance(body, ChatBody) and body.json_schema is not None:
+            await self.schemas.check(request.state.client, body.json_schema)
+        prompts = [await in_pool(make) for make in make_prompts]
+        per_prompt_orders = [
+            [order_of(body, prompt, terms, self.engine, i) for i in range(body.n)] for prompt in prompts
+        ]
+        choices: list[Choice] = []
+        try:
+            for orders in per_prompt_orders:
+                echo = self._echo(body)
+                for order in orders:
+                    order = replace(order, request_id=answer.id, client=request.state.client)
+                    choices.append(await self._choice(len(choices), order, body, echo, in_pool))
+            if not body.stream:
+                return await self._whole(answer, merged(choices), choices, in_pool)
+        except BaseException:
+            _cancel(choices)
+            raise
+        return _Stream(self._events(answer, merged(choices), choices, in_pool), choices)
+
+    async def _choice(self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool) -> Choice:
+        """Submit an order, and return it as a choice."""
+        parser: PlainParts | TemplateParts = PlainParts()
+        template = self.engine.response_template
+        if template is not None and isinstance(body, ChatBody) and body.json_schema is None:  # JSON is all content
+            parser = await in_pool(self._parser, template, order.prompt, body)
+        skips, hidden = body.skip_special_tokens, body.stop_token_ids or []
+        if isinstance(parser, TemplateParts):  # response templates match the texts of special tokens
+            skips, hidden = False, end_tokens(body, self.engine.generation_config)
+        wants_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
+        return Choice(
+            index, await self._decoding(order, echo), order.prompt, partial(self._text, skips), in_pool,
+            body.stop_strings, hidden, body.include_stop_str_in_output, echo, parser, wants_offsets,
+        )  # fmt: skip
+
+    async def _decoding(self, order: Order, echo: Echo | None) -> Decoding:
+        """Submit an order, and return its decoding; one that wants no tokens only scores its prompt."""
+        arguments, scores_prompt = order.arguments, echo is not None and echo.is_first()
+        if scores_prompt:
+            arguments = arguments | {"prompt_logprobs": arguments["logprobs"]}
+        if arguments["max_new_tokens"]:
+            return await self.engine.submit(replace(order, arguments=arguments))
+        if not scores_prompt:
+            return PromptOnly(order.prompt, None)
+        arguments = arguments | {"max_new_tokens": 1}  # the engine decodes at least one token; it is not shown
+        return PromptOnly(order.prompt, await self.engine.submit(replace(order, arguments=arguments)))
+
+    def _echo(self, body: SamplingBody) -> Echo | None:
+        """Return the echo of a prompt, if the answer repeats it."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return None
+        return Echo(None if body.logprobs is None else asyncio.get_running_loop().create_future())
+
+    def _parser(self, template: dict[str, Any], prompt: list[int], body: ChatBody) -> TemplateParts:
+        return TemplateParts(template, self.engine.tokenizer.decode(prompt), body.shown_tools)
+
+    async def _whole(
+        self, answer: Answer, pieces: AsyncIterator[Piece], choices: Sequence[Choice], in_pool: InPool
+    ) -> Response:
+        """Return the answer once all pieces are there."""
+        gathered = [Piece(choice.index, "", [], []) for choice in choices]
+        async for piece in pieces:
+            gathered[piece.index] = gathered[piece.index].joined(piece)
+
+        def response() -> Response:
+            return JSONResponse(answer.whole(gathered, choices), headers=slo_headers(choices))
+
+        return await in_pool(response) if answer.wants_logprobs else response()
+
+    async def _events(
+        self, answer: Answer, pieces: AsyncIterator[Piece], choices: Sequence[Choice], in_pool: InPool
+    ) -> AsyncIterator[str]:
+        begun: set[int] = set()  # indices of choices that have sent a chunk
+
+        def event_of(piece: Piece) -> str:
+            return event(answer.chunk(piece, choices, piece.index not in begun))
+
+        try:
+            async for piece in pieces:
+                takes_long = answer.wants_logprobs and len(piece.tokens) > LONG_PIECE
+                yield await in_pool(event_of, piece) if takes_long else event_of(piece)
+                begun.add(piece.index)
+            if answer.includes_usage:
+                yield event(answer.usage_chunk(choices))
+        except Exception as error:  # noqa: BLE001  the status has been sent, so the stream carries the error
+            yield event(fault_of(error).body)
+        yield "data: [DONE]\n\n"
+
+    def _text(self, skips_special_tokens: bool, tokens: list[int]) -> str:
+        text: str = self.engine.tokenizer.decode(tokens, skip_special_tokens=skips_special_tokens)
+        return text
+
+
+class _Stream(StreamingResponse):
+    """Stream of events; its requests end with it, even if it is never begun."""
+
+    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _cancel(self._choices)
+
+
+def _cancel(choices: Sequence[Choice]) -> None:
+    for choice in choices:
+        choice.decoding.cancel()
+
+
+def event(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"

@@ -1,0 +1,185 @@
+"""Reading of requests: keys, bodies and models are checked, and errors become answers in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NotRunningError,
+    QueueFull,
+    RequestCancelledError,
+    UnsupportedOptionError,
+    describe_fault,
+)
+from hf_slospec.serving.openai.access import ServerSettings
+from hf_slospec.serving.openai.answers import error_body
+from hf_slospec.serving.openai.engine import ServedEngine
+from hf_slospec.serving.openai.limits import LimitError
+from hf_slospec.serving.openai.work import BusyError
+
+logger = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T")
+RETRY_AFTER_S = 1
+BODY_S = 30.0  # seconds for a request's body to arrive
+
+
+class Fault(Exception):  # noqa: N818  it is an answer
+    """Answer that is an error."""
+
+    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None):
+        """``body`` is an error in OpenAI's form."""
+        super().__init__(status)
+        self.status, self.body, self.headers = status, body, dict(headers or {})
+
+    def response(self) -> Response:
+        """Return it as a response."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+class RequestReader:
+    """Reads requests for all endpoints, and counts those that were refused or whose client left."""
+
+    def __init__(self, engine: ServedEngine, settings: ServerSettings):
+        self.engine, self.settings, self.bounds = engine, settings, settings.bounds
+        self.counts: Counter[str] = Counter()  # clients that left, connections closed because the client did not read
+        self.refused: Counter[str] = Counter()  # requests by the limit that they exceeded
+
+    async def check_key(self, request: Request) -> None:
+        """Set the request's tenant; raises Fault without a valid API key if the server has keys."""
+        header = request.headers.get("authorization", "")
+        request.state.tenant = self.settings.tenant(header, self.settings.secret)
+        if request.state.tenant is None:
+            body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+            raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
+        address = request.client.host if request.client is not None else ""
+        request.state.client = request.state.tenant.name or address  # the unit of fair scheduling
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """Return the validated body.
+
+        Raises:
+            Fault: the body is too large, arrives too late, is no JSON, or is invalid.
+            LimitError: it asks for more than a limit allows.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":  # browsers send this type across origins only after a CORS preflight
+            text = f"the header Content-Type must be application/json, got {media_type or 'none'}"
+            raise Fault(415, error_body(text, "invalid_request_error"))
+        received = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    received += part
+                    if len(received) > (max_bytes := self.bounds.body_bytes):
+                        self.refused["body_bytes"] += 1
+                        text = f"the body has more than {max_bytes} bytes"
+                        raise Fault(413, error_body(text, "invalid_request_error"))
+        except TimeoutError:
+            text = f"the body was not there after {BODY_S:.0f} s"
+            raise Fault(408, error_body(text, "invalid_request_error"), {"Connection": "close"}) from None
+        content = bytes(received)
+        self.bounds.check_json(content)
+        try:
+            body = kind.model_validate_json(content)
+        except ValidationError as error:
+            faults = error.errors(include_url=False)
+            param = ".".join(map(str, faults[0]["loc"])) or None
+            message = "; ".join(map(describe_fault, faults[:5]))
+            raise Fault(400, error_body(message, "invalid_request_error", param)) from error
+        self.check_model(getattr(body, "model", None))
+        self.bounds.check_body(body, self.engine.max_len)
+        return body
+
+    def check_model(self, name: str | None) -> None:
+        """Raise Fault if a request names another model."""
+        if name is not None and name != self.settings.model_name:
+            text = f"there is no model {name!r}; the model here is {self.settings.model_name!r}"
+            raise Fault(404, error_body(text, "not_found_error", "model", "model_not_found"))
+
+    async def in_pool(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function returns in the thread pool, which clients share fairly."""
+        return await self.engine.work.run(request.state.client, function, *arguments)
+
+    async def while_connected(self, request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
+        """Return an answer; cancel its computation when the client disconnects."""
+        work, gone = asyncio.ensure_future(answering), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            work.cancel()
+            await asyncio.wait((work,))
+            raise ClientDisconnect
+        finally:
+            gone.cancel()
+            work.cancel()
+
+    def with_faults(self, endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+        """Return an endpoint that answers all errors; for unknown ones FastAPI would close the connection."""
+
+        @wraps(endpoint)
+        async def answer(**arguments: Any) -> Response:
+            try:
+                return await endpoint(**arguments)
+            except ClientDisconnect:
+                self.counts["clients_left"] += 1
+                return Response(status_code=499)  # which is not read
+            except LimitError as error:
+                self.refused[error.limit] += 1
+                return fault_of(error).response()
+            except Exception as error:  # noqa: BLE001  unexpected errors are logged by fault_of
+                return fault_of(error).response()
+
+        return answer
+
+
+def fault_of(error: Exception) -> Fault:
+    """Return the answer to an error."""
+    if isinstance(error, Fault):
+        return error
+    if isinstance(error, HTTPException):  # FastAPI found no such path or method
+        return Fault(error.status_code, error_body(str(error.detail), "invalid_request_error"), error.headers)
+    if isinstance(error, BusyError):
+        body = error_body(str(error), "service_unavailable_error", code="busy")
+        return Fault(503, body, {"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, QueueFull):
+        body = error_body(str(error), "rate_limit_error", code="queue_full")
+        return Fault(429, body, {"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, NotRunningError | RequestCancelledError):
+        return Fault(503, error_body(str(error), "service_unavailable_error"))
+    if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
+        return Fault(400, error_body(str(error), "invalid_request_error"))
+    logger.error("a request failed", exc_info=error)
+    return Fault(500, error_body("the request failed; the server's log says why", "internal_error"))
+
+
+async def answer_fault(request: Request, error: Exception) -> Response:
+    """Return the answer to an error, as a FastAPI exception handler."""
+    return fault_of(error).response()
+
+
+async def check_framing(request: Request) -> None:
+    """Raise Fault if the body's length is given twice: a proxy may have used the other one (request smuggling)."""
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        text = "Content-Length and Transfer-Encoding exclude each other; send one of them"
+        raise Fault(400, error_body(text, "invalid_request_error"), {"Connection": "close"})
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
