@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
-from tests.support.toys import SEEDS, TIED, UNEVEN, grow, is_parent_closed, path_to, random_tree
+from tests.support.toys.trees import SEEDS, TIED, UNEVEN, grow, is_parent_closed, path_to, random_tree
 
 SIZES = st.integers(1, 25)
 PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0), (1.0,)])

@@ -58,8 +58,8 @@ from hf_slospec import (
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.device.graphs import Graphs
-from tests.support.flash_stand_in import StandIn
-from tests.support.graph_stand_in import Tapes
+from tests.support.stand_ins.flash import StandIn
+from tests.support.stand_ins.graphs import Tapes
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 ON_CPU = ["--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]

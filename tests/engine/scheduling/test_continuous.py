@@ -16,8 +16,8 @@ from hf_slospec.engine.scheduling.guarantees import MAX_CANDIDATES
 from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from tests.support.toy_models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs, sampled
-from tests.support.toys import SEEDS, markov_model
+from tests.support.toys.models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs, sampled
+from tests.support.toys.trees import SEEDS, markov_model
 
 ROOMY = Limits(max_batch=8, kv_tokens=10**6, max_nodes=4, prefill_chunk=8, starvation_s=1e9)
 

@@ -30,8 +30,6 @@ from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
-from tests.support.cuda_stand_in import Stream, stand_in_cuda
-from tests.support.cuda_tensors import CUDA, Device
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     moved,
     on_cuda,
@@ -43,7 +41,9 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     test_replays_are_what_forwards_compute,
     test_too_much_memory_ends_it,
 )
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.stand_ins.cuda import Stream, stand_in_cuda
+from tests.support.stand_ins.cuda_tensors import CUDA, Device
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_k=30)

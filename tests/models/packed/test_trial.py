@@ -17,8 +17,8 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.packed import new_tokens, trial
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 chain_and_tree = trial.chain_and_tree
 tree_after_chain = new_tokens.tree_after_chain
