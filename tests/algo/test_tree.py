@@ -153,7 +153,7 @@ def test_ancestor_mask_marks_ancestors_and_self(seed: int, size: int) -> None:
 
 @given(seed=SEEDS, size=SIZES, conditionals=PROBS)
 @settings(deadline=None)
-def test_check_accepts_trees(seed: int, size: int, conditionals: Sequence[float]) -> None:
+def test_check_does_not_raise_for_trees(seed: int, size: int, conditionals: Sequence[float]) -> None:
     random_tree(np.random.default_rng(seed), size, conditionals).check()
     TokenTree.root_only(7).check()
 

@@ -55,7 +55,7 @@ def test_a_fault_in_one_sequence_only_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounding_is_no_fault(family: str, dtype: torch.dtype) -> None:
+def test_rounding_does_not_fail_the_trial(family: str, dtype: torch.dtype) -> None:
     SLOSpecGenerator(copy.deepcopy(tiny_model(family)).to(dtype))
 
 
