@@ -1,7 +1,8 @@
 """Sampled text: coupled drafting against stock ``generate``, assisted generation and drafting without the noise.
 
     python benchmarks/sampling.py speed --json benchmarks/results/sampling-speed-….json
-    python benchmarks/sampling.py acceptance --json benchmarks/results/sampling-acceptance.json --plot docs/coupling.png
+    python benchmarks/sampling.py acceptance --json benchmarks/results/sampling-acceptance.json \
+        --plot docs/images/coupling.png
 
 ``speed`` interleaves all methods in one process, batch 1 and 8, in the dtype that the CPU is fast in. ``acceptance``
 decodes in fp32 with trees of a constant shape, so that machines do not matter: accepted tokens by depth, and how well

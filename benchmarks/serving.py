@@ -1,6 +1,7 @@
 """A mixed load on the batcher: attainment, goodput and latencies of several systems under the same arrivals.
 
-    python benchmarks/serving.py load --json benchmarks/results/serving-cpu-2core.json --plot docs/serving-load.png
+    python benchmarks/serving.py load --json benchmarks/results/serving-cpu-2core.json \
+        --plot docs/images/serving-load.png
     python benchmarks/serving.py throughput --json ...      # all requests at once, compared with generate_batch
     python benchmarks/serving.py long-prompt --json ...     # running streams while a 2,000-token prompt arrives
     python benchmarks/serving.py overhead --json ...        # time of the scheduler by running requests, without models

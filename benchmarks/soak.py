@@ -1,6 +1,7 @@
 """Stress test: eight threads submit for minutes, with random cancels, errors, timeouts and stops; no loss, no leak.
 
-    python benchmarks/soak.py --minutes 20 [--plot docs/soak.png] [--json benchmarks/results/soak-20min-cpu-2core.json]
+    python benchmarks/soak.py --minutes 20 [--plot docs/images/soak.png] \
+        [--json benchmarks/results/soak-20min-cpu-2core.json]
 
 Runs on the embedded pair in fp32 with all invariants checked in every step, and compares greedy outputs with stock
 ``generate``.

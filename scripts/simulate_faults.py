@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hf_slospec.cli.benchmark import provenance
-from tests.support.simulated_batcher import fault_of, simulate
-from tests.support.simulated_schedules import schedule_of, shrunk
+from tests.support.simulation.batcher import fault_of, simulate
+from tests.support.simulation.schedules import schedule_of, shrunk
 
 MOST_SHOWN = 5  # failing seeds that are shrunk and shown whole
 RANGE = 500  # seeds of one line of the log

@@ -39,8 +39,8 @@ from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.drafters.named import NAMED
-from tests.support.tiny_configs import WINDOW, tiny_config
-from tests.support.tiny_models import VOCAB, sharpened
+from tests.support.toys.tiny_configs import WINDOW, tiny_config
+from tests.support.toys.tiny_models import VOCAB, sharpened
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "build" / "support.json"
@@ -321,7 +321,7 @@ def random_mtp(model: Any) -> DraftMethod | None:
 
 def image_config_of(name: str) -> Any:
     """Return a tiny config of an image-text class."""
-    from tests.support.tiny_image_models import image_config
+    from tests.support.toys.tiny_image_models import image_config
 
     return image_config(name)
 
@@ -329,7 +329,7 @@ def image_config_of(name: str) -> Any:
 def with_images(name: str) -> tuple[Any, dict[str, Any]] | str:
     """Return a tiny model and the inputs of prompts with images, or why there are none."""
     try:
-        from tests.support.tiny_image_models import image_inputs
+        from tests.support.toys.tiny_image_models import image_inputs
     except ImportError as error:
         return short(error)
     try:

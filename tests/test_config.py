@@ -11,7 +11,7 @@ from hf_slospec import (
     InvalidTypeError,
     SLOSpecConfig,
 )
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """AdaServe's figures 8, 9 and 12 (Llama-3.1-70B on four A100) in the simulator, with the published values.
 
     python benchmarks/papers/adaserve.py --runs runs.jsonl --json benchmarks/results/papers-adaserve.json \
-        --plot docs/adaserve.png
+        --plot docs/images/adaserve.png
 
 Uses the paper's arrival traces and values read from its figures if they are in ../shared/reference, and otherwise only
 synthetic traces with the same statistics. All points have the same parameters.

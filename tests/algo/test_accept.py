@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import ROOT, FloatArray, TokenTree
-from tests.support.toys import SEEDS, NextProbs, draw, markov_model, path_to, random_tree, tree_of_paths
+from tests.support.toys.trees import SEEDS, NextProbs, draw, markov_model, path_to, random_tree, tree_of_paths
 
 VOCAB, CONTEXT = 3, (0, 1)
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -11,7 +11,7 @@ import pytest
 from hf_slospec.algo.acceptance import MAX_SHIFT, Acceptance, Drawing, Prediction
 from hf_slospec.algo.calibration import shifted
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, TokenTree
-from tests.support.toys import grow
+from tests.support.toys.trees import grow
 
 DEPTH = 4
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.admission import FAR_S, Candidate, Counts, admitted, prefill_rate
 from hf_slospec.algo.latency import LatencyCurve
-from tests.support.admission_search import (
+from tests.support.oracles.admission_search import (
     AMPLE,
     at,
     candidates_of,
@@ -24,7 +24,7 @@ from tests.support.admission_search import (
     toy_rate,
     value,
 )
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 
 @given(candidates=candidates_of(1), running=st.integers(0, 4), kv_free=st.integers(0, 30))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.best_first import best_first_tree
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
-from tests.support.toys import SEEDS, TIED, path_to
+from tests.support.toys.trees import SEEDS, TIED, path_to
 
 Prefix = tuple[int, ...]  # ranks of its tokens among the candidates of their positions
 

@@ -20,7 +20,7 @@ from hf_slospec.algo.calibration import (
     tried_and_hit,
 )
 from hf_slospec.algo.tree import ROOT, FloatArray, Forest, TokenTree
-from tests.support.toys import SEEDS, TIED, UNEVEN, grow, random_tree
+from tests.support.toys.trees import SEEDS, TIED, UNEVEN, grow, random_tree
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=4)
 PROBS = st.sampled_from([TIED, UNEVEN, (1.0,)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.depth import DepthControl, Drafted, beam_ranks
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray
-from tests.support.toys import SEEDS, UNEVEN, grow, random_tree
+from tests.support.toys.trees import SEEDS, UNEVEN, grow, random_tree
 
 LOOK, BEYOND, GAP = DepthControl.PROBE_DEPTH, DepthControl.BEYOND, DepthControl.MIN_GAP
 SHARE, FIRST = DepthControl.LOOK_SHARE, DepthControl.WARMUP_STEPS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_slospec.algo.calibration import Conditionals
 from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import Forest, TokenTree
-from tests.support.toys import SEEDS, TIED, UNEVEN, chain, grow, path_to, random_tree
+from tests.support.toys.trees import SEEDS, TIED, UNEVEN, chain, grow, path_to, random_tree
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=3)  # one tree per source
 PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0)])

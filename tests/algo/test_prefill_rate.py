@@ -15,7 +15,7 @@ from hf_slospec.algo.admission import prefill_rate
 from hf_slospec.algo.latency import LatencyCurve
 from hf_slospec.algo.select import StepTime
 from hf_slospec.algo.tree import FloatArray
-from tests.support.toys import affine, staircase
+from tests.support.toys.trees import affine, staircase
 
 
 def best_schedule(

@@ -18,7 +18,7 @@ from hf_slospec.algo.routing import (
     ranked,
     utilisation,
 )
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 LINE = LatencyCurve((1, 1001), (0.02, 0.12))  # 20 ms and 0.1 ms a token
 SLOS = st.sampled_from([0.0, 1e-9, 0.03, 0.1, math.inf])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.select import StepTime
 from hf_slospec.algo.spec_lengths import best_lengths
-from tests.support.toys import affine, staircase
+from tests.support.toys.trees import affine, staircase
 
 TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
 

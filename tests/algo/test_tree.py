@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
-from tests.support.toys import SEEDS, TIED, UNEVEN, grow, is_parent_closed, path_to, random_tree
+from tests.support.toys.trees import SEEDS, TIED, UNEVEN, grow, is_parent_closed, path_to, random_tree
 
 SIZES = st.integers(1, 25)
 PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0), (1.0,)])
@@ -153,7 +153,7 @@ def test_ancestor_mask_marks_ancestors_and_self(seed: int, size: int) -> None:
 
 @given(seed=SEEDS, size=SIZES, conditionals=PROBS)
 @settings(deadline=None)
-def test_check_accepts_trees(seed: int, size: int, conditionals: Sequence[float]) -> None:
+def test_check_does_not_raise_for_trees(seed: int, size: int, conditionals: Sequence[float]) -> None:
     random_tree(np.random.default_rng(seed), size, conditionals).check()
     TokenTree.root_only(7).check()
 

@@ -362,7 +362,7 @@ def test_other_machines_need_a_password(
     "options", [Options(), Options(host="127.0.0.1"), Options(host="::1"), Options(host="0.0.0.0", password="x"),
                 Options(host="0.0.0.0", allows_no_password=True)]
 )  # fmt: skip
-def test_this_machine_needs_no_password_and_the_operator_may_let_all_in(options: Options) -> None:
+def test_no_error_on_this_machine_without_a_password_or_where_the_operator_lets_all_in(options: Options) -> None:
     options.check_open()
 
 

@@ -17,9 +17,9 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.optimal_nodes import optimal_nodes
-from tests.support.tiny_models import tiny_model
-from tests.support.toys import SEEDS, path_to
+from tests.support.oracles.optimal_nodes import optimal_nodes
+from tests.support.toys.tiny_models import tiny_model
+from tests.support.toys.trees import SEEDS, path_to
 
 NEVER = -torch.inf
 

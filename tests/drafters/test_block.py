@@ -14,7 +14,7 @@ from hf_slospec.drafters.block import block_marginals, block_trees
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from tests.models.test_coupling import VOCAB, KnownNoise, random_logits, requests_with
-from tests.support.toys import path_to
+from tests.support.toys.trees import path_to
 
 
 def greedy(count: int) -> list[Request]:

@@ -18,8 +18,8 @@ from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.models.target import PackedTarget
 from tests.drafters.heads.checkpoints import target_of
 from tests.drafters.test_features import texts_of
-from tests.support.feature_heads import DRAFTS_ALWAYS, Checks, Expected, random_head
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
+from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks, Expected, random_head
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
 
 OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=14)
 BATCHED = DRAFTS_ALWAYS.model_copy(update=dict(max_batch=3, prefill_chunk=16))

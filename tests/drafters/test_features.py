@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, UnsupportedModelError
 from hf_slospec.drafters.features import FeatureQueue
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 LAYERS = (0, 2, 1)
 

@@ -20,7 +20,7 @@ from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.checked_model import CheckedModel
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 
 class Scripted:

@@ -37,9 +37,16 @@ from tests.drafters.heads.checkpoints import (
     target_of,
     write,
 )
-from tests.support.feature_heads import DRAFTS_ALWAYS, FOLDERS, dflash_config, dflash_folder, eagle3_folder, mtp_folder
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
-from tests.support.tiny_tokenizers import byte_level
+from tests.support.toys.feature_heads import (
+    DRAFTS_ALWAYS,
+    FOLDERS,
+    dflash_config,
+    dflash_folder,
+    eagle3_folder,
+    mtp_folder,
+)
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_tokenizers import byte_level
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=8)
 

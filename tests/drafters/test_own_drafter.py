@@ -21,7 +21,7 @@ from hf_slospec import (
     disable,
     enable,
 )
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
 class Parrot:

@@ -11,7 +11,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.prompt_lookup import TRUST, PromptLookupDrafter, continuations
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from tests.support.tiny_models import assert_same_as_stock, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 
 
 def draft(tokens: list[int], depth: int, width: int) -> list[tuple[list[int], float]]:

@@ -25,9 +25,9 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
-from tests.support.flash_stand_in import StandIn
-from tests.support.gemma4 import tiny_assistant, tiny_target
-from tests.support.tiny_models import VOCAB, WINDOW, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.stand_ins.flash import StandIn
+from tests.support.toys.tiny_gemma4 import tiny_assistant, tiny_target
+from tests.support.toys.tiny_models import VOCAB, WINDOW, assert_same_as_stock, ragged_prompts, tiny_model
 
 DEPTH = 5
 CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=4)

@@ -18,8 +18,8 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from tests.support.tiny_models import assert_same_as_stock, tiny_model
-from tests.support.toys import path_to
+from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
+from tests.support.toys.trees import path_to
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 

@@ -23,15 +23,15 @@ from hf_slospec.engine.request import Request
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
-from tests.support.tiny_models import FAMILIES, assert_same_as_stock, sharpened
-from tests.support.tiny_tokenizers import (
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, sharpened
+from tests.support.toys.tiny_tokenizers import (
     FOREIGN,
     byte_level,
     sentencepiece_like,
     with_fewer_merges,
     with_other_ids,
 )
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 FIXED = SLOSpecConfig(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
 TARGET_TOKENIZER = byte_level(420)

@@ -17,8 +17,8 @@ from hf_slospec import IncompatibleDraftError, tiny_prompts
 from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
 from hf_slospec.engine.request import Request
 from hf_slospec.models.sequences.kept_prefixes import num_common
-from tests.support.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like, with_other_ids
-from tests.support.toys import SEEDS
+from tests.support.toys.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like, with_other_ids
+from tests.support.toys.trees import SEEDS
 
 LARGE, SMALL, SPACED = byte_level(420), byte_level(300, 3, eos="</s>"), sentencepiece_like(600)
 PERMUTED = with_other_ids(LARGE, np.random.default_rng(0).permutation(len(LARGE)).tolist())

@@ -14,8 +14,8 @@ from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies.adaserve_selection import SLOOrder
 from tests.support.policy_names import POLICIES
-from tests.support.toy_engine import decode_plainly, policy_of, run
-from tests.support.toy_models import (
+from tests.support.toys.engine import decode_plainly, policy_of, run
+from tests.support.toys.models import (
     STOP,
     VOCAB,
     Clock,
@@ -25,7 +25,7 @@ from tests.support.toy_models import (
     greedy,
     sampled,
 )
-from tests.support.toys import SEEDS, markov_model
+from tests.support.toys.trees import SEEDS, markov_model
 
 
 def random_stages(rng: np.random.Generator) -> tuple[Stage, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_slospec.engine.request import Request, Stage
-from tests.support.toy_engine import commit
+from tests.support.toys.engine import commit
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy, PolicyStep, Selection
 from hf_slospec.engine.request import Request, Stage
 from tests.support.policy_names import POLICIES
-from tests.support.toy_engine import decode_plainly, policy_of, run
-from tests.support.toy_models import (
+from tests.support.toys.engine import decode_plainly, policy_of, run
+from tests.support.toys.models import (
     VOCAB,
     Clock,
     ToyDrafter,
@@ -24,7 +24,7 @@ from tests.support.toy_models import (
     greedy,
     one_hot,
 )
-from tests.support.toys import markov_model
+from tests.support.toys.trees import markov_model
 
 
 def test_requests_are_prefilled_first_and_alone() -> None:

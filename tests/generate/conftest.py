@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import hf_slospec
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 
 @pytest.fixture

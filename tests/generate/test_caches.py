@@ -12,8 +12,8 @@ from transformers import DynamicCache, StaticCache
 
 from hf_slospec import InvalidInputError, SLOSpecGenerator
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, check, generator
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import assert_same_cache, ragged_prompts, sharpened, tiny_model
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import assert_same_cache, ragged_prompts, sharpened, tiny_model
 
 FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2"]
 

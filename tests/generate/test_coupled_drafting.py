@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 CHAIN = SLOSpecConfig(policy="fixed", max_depth=3, max_width=1, check_invariants=True)
 NEW: dict[str, Any] = dict(do_sample=True, max_new_tokens=24, eos_token_id=None, pad_token_id=0)

@@ -25,7 +25,7 @@ from hf_slospec import (
 )
 from hf_slospec.generate import divergence
 from hf_slospec.generate.divergence import first_difference, margin_noise, spacing
-from tests.support.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)
 

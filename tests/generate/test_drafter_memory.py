@@ -15,8 +15,8 @@ from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.checkpoints import target_of
-from tests.support.feature_heads import DRAFTS_ALWAYS, random_head
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.feature_heads import DRAFTS_ALWAYS, random_head
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=24)
 Make = Callable[[Path], SLOSpecGenerator]

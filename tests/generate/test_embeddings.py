@@ -12,7 +12,7 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from tests.support.against_stock import GREEDY, SAMPLED, generator
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

@@ -22,7 +22,7 @@ from hf_slospec import (
     UnsupportedModelError,
 )
 from tests.support.enabled_model import OPTIONS
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
 def test_without_target_generate_is_stock(model: Any) -> None:

@@ -19,7 +19,7 @@ from hf_slospec import (
 )
 from tests.support.against_stock import generator
 from tests.support.streamers import Recorder
-from tests.support.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(num_beams=2), "beam"),

@@ -19,8 +19,8 @@ from hf_slospec.policies.fixed import FixedPolicy
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.fuzzing import fuzzed, mostly, odd, some_of
 from tests.support.generate_arguments import SLO, VALID, OwnError, called, check_like_stock, fails, prompts
-from tests.support.tiny_models import ragged_prompts, tiny_model
-from tests.support.tiny_tokenizers import byte_level
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_tokenizers import byte_level
 
 PROMPT: dict[str, Any] = ragged_prompts(2) | {"max_new_tokens": 3}
 

@@ -14,7 +14,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_pro
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.fixed import FixedPolicy
-from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, top_p=0.95)

@@ -22,8 +22,8 @@ from hf_slospec.generate import whole_prompts
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
 from hf_slospec.models.packed.probe import probe_layers
-from tests.support.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
-from tests.support.tiny_models import assert_same_as_stock, sharpened, tiny_model
+from tests.support.toys.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
+from tests.support.toys.tiny_models import assert_same_as_stock, sharpened, tiny_model
 
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=24, max_depth=3, max_width=2)
 OPTIONS: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, eos_token_id=2)

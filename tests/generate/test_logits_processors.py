@@ -18,7 +18,7 @@ from hf_slospec import (
 )
 from tests.support.against_stock import GREEDY, SAMPLED, check, generator
 from tests.support.generate_arguments import Returns
-from tests.support.tiny_models import ragged_prompts
+from tests.support.toys.tiny_models import ragged_prompts
 
 
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -18,7 +18,7 @@ from hf_slospec import (
     enable,
 )
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, NEW, SAMPLED, check, generator
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
 def test_text_may_be_far_shorter_than_its_limit() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import hf_slospec
 from tests.support.enabled_model import OPTIONS
-from tests.support.tiny_models import ragged_prompts
+from tests.support.toys.tiny_models import ragged_prompts
 
 
 def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:

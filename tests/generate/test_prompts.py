@@ -15,7 +15,7 @@ from hf_slospec import (
     load_drafter,
 )
 from tests.support.enabled_model import OPTIONS, with_slo
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
 def test_one_dimensional_ids_and_positional_inputs(model: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hf_slospec.generate.processors import IGNORE_SEQUENCE
 from tests.support.against_stock import SAMPLED, check, generator
-from tests.support.tiny_models import ragged_prompts
+from tests.support.toys.tiny_models import ragged_prompts
 
 WARPERS: list[dict[str, Any]] = [
     dict(),

@@ -21,7 +21,7 @@ from hf_slospec import (
     SLOStage,
 )
 from tests.support.enabled_model import OPTIONS
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
 
 
 @pytest.mark.parametrize("as_list", [list, tuple, np.array, torch.tensor])

@@ -13,7 +13,7 @@ from transformers.generation import StopStringCriteria
 
 from hf_slospec.generate import stop_strings
 from hf_slospec.generate.stop_strings import StopStrings
-from tests.support.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like
+from tests.support.toys.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like
 
 
 def whole_words() -> PreTrainedTokenizerFast:

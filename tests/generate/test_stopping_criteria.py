@@ -18,7 +18,7 @@ from hf_slospec import (
 )
 from tests.support.against_stock import GREEDY, SAMPLED, check, generator
 from tests.support.streamers import Recorder
-from tests.support.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 
 class StopAt(StoppingCriteria):

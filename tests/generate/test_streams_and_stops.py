@@ -18,8 +18,8 @@ from hf_slospec import (
 )
 from tests.support.enabled_model import OPTIONS, with_slo
 from tests.support.streamers import Recorder
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
-from tests.support.tiny_tokenizers import byte_level
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_tokenizers import byte_level
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -14,7 +14,7 @@ from hf_slospec import UnsupportedModelError, enable, load_tiny_pair
 from hf_slospec.models.inspection.ranks import Ranks
 from tests.support import tensor_parallel
 from tests.support.tensor_parallel import OPTIONS, generated
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 SEED = 3  # of a target whose texts are not all one token
 

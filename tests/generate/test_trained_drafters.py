@@ -15,9 +15,9 @@ from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.models.linear.packed_layers import Released
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.checkpoints import target_of
-from tests.support.feature_heads import DRAFTS_ALWAYS, FOLDERS, random_head
 from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts
+from tests.support.toys.feature_heads import DRAFTS_ALWAYS, FOLDERS, random_head
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=16, output_scores=True)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, max_new_tokens=16)

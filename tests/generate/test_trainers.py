@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig, UnsupportedModelError
-from tests.support.kernels import WORKING, force_kernel
-from tests.support.tiny_models import ragged_prompts, tiny_model
+from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]
 

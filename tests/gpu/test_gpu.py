@@ -25,7 +25,6 @@ from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import rotate
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.attention_rows import ROWS, TREES
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,
@@ -41,10 +40,11 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
     test_replays_are_what_forwards_compute,
     test_too_much_memory_ends_it,
 )
-from tests.support.layer_parity import compare_layers
 from tests.support.model_classes import SUPPORT
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import sharpened, tiny_model
+from tests.support.oracles.attention_rows import ROWS, TREES
+from tests.support.oracles.layer_parity import compare_layers
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import sharpened, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

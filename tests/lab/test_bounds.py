@@ -20,7 +20,7 @@ from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import Library, Text, TextModel
 from hf_slospec.lab.workload import Job
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 MAX_DEPTH, MAX_BATCH = 2, 2
 TINY = Hardware(curve({1: 10, 2: 11, 4: 12, 5: 20, 8: 24}), lines((2.0, 0.5)), host_s=0.001, kv_tokens=1000)

@@ -14,7 +14,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.lab.texts import Library, Text, TextModel
-from tests.support.toys import SEEDS, path_to
+from tests.support.toys.trees import SEEDS, path_to
 
 HARDWARE = Hardware(
     lines((10.0, 0.5), per_request_ms=0.25, per_key_ms=0.001), lines((1.0, 0.1), per_request_ms=0.05, per_key_ms=0.002),

@@ -17,7 +17,7 @@ from hf_slospec.lab.outcomes import Run
 from hf_slospec.lab.routers import OURS, ROUTERS, power_of_two, shortest_queue
 from hf_slospec.lab.workload import Job
 from tests.lab.test_simulation import CHECKED, Watched, check, library_of, some_jobs
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 
 class Offered(Watched):

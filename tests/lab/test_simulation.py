@@ -26,7 +26,7 @@ from hf_slospec.lab.texts import Library, TextModel
 from hf_slospec.lab.workload import Job
 from hf_slospec.policies.fixed import FixedPolicy
 from tests.support.policy_names import POLICIES
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 HARDWARE = Hardware(lines((20.0, 0.1), per_key_ms=1e-4), lines((2.0, 0.01)), kv_tokens=5000)
 CHECKED = '"check_invariants": true'

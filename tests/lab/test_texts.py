@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 from hf_slospec.lab.texts import Library, RecordedText, Recording, Text, TextModel
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 TEXT_MODELS = st.builds(
     TextModel,

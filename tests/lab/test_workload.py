@@ -24,7 +24,7 @@ from hf_slospec.lab.workload import (
     mix_of,
     on_off,
 )
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 
 def gaps(kind: str, **options: float) -> np.ndarray:

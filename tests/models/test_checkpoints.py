@@ -16,9 +16,9 @@ from hf_slospec import InvalidInputError, SLOSpecGenerator, UnsupportedModelErro
 from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.serving.loading import ModelOptions
 from tests.support.against_stock import DRAFTS_ALWAYS
-from tests.support.gemma4 import tiny_assistant, tiny_target
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
-from tests.support.tiny_tokenizers import byte_level
+from tests.support.toys.tiny_gemma4 import tiny_assistant, tiny_target
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_tokenizers import byte_level
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
 Tensors = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ import torch
 from hf_slospec import enable
 from hf_slospec.models import checked_model
 from hf_slospec.models.device.machine import log_idle_gpu
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 
 def test_it_is_logged_once_and_is_no_warning_that_could_be_an_error(

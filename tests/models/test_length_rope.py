@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError
 from tests.support.against_stock import DRAFTS_ALWAYS
-from tests.support.tiny_models import GROUPED, VOCAB, assert_same_as_stock, sharpened
+from tests.support.toys.tiny_models import GROUPED, VOCAB, assert_same_as_stock, sharpened
 
 SWITCH, NEW = 32, 16
 ROPES: dict[str, dict[str, Any]] = {

@@ -18,8 +18,8 @@ from hf_slospec.models.inspection.weights_version import digest
 from hf_slospec.models.linear.packed_weight import PackedWeight
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain
-from tests.support.kernels import WORKING, force_kernel
-from tests.support.tiny_models import tiny_model
+from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.toys.tiny_models import tiny_model
 
 KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]
 LR = 1e-6  # changes few of the weights in bf16, each by the least that it can change

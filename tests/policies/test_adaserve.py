@@ -10,8 +10,8 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies.adaserve import AdaServePolicy
 from tests.support.policy_costs import begun
-from tests.support.toy_engine import commit
-from tests.support.toy_models import (
+from tests.support.toys.engine import commit
+from tests.support.toys.models import (
     VOCAB,
     Clock,
     ToyDrafter,
@@ -20,7 +20,7 @@ from tests.support.toy_models import (
     greedy,
     new_costs,
 )
-from tests.support.toys import markov_model
+from tests.support.toys.trees import markov_model
 
 
 def test_late_requests_get_their_nodes_first() -> None:

@@ -19,8 +19,8 @@ from hf_slospec.engine.request import Request, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
 from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of
-from tests.support.toy_engine import policy_of, run
-from tests.support.toy_models import (
+from tests.support.toys.engine import policy_of, run
+from tests.support.toys.models import (
     VOCAB,
     Clock,
     ToyDrafter,
@@ -29,7 +29,7 @@ from tests.support.toy_models import (
     greedy,
     one_hot,
 )
-from tests.support.toys import NextProbs, chain, markov_model
+from tests.support.toys.trees import NextProbs, chain, markov_model
 
 
 @pytest.mark.parametrize("elapsed_s", [0.0, 6.0])

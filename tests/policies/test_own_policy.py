@@ -24,7 +24,7 @@ from hf_slospec import (
     enable,
 )
 from hf_slospec.engine.protocols import PolicyStep
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(max_depth=4, max_width=2)
 

@@ -19,7 +19,7 @@ from hf_slospec.policies.auto import SpeculationHistory
 from tests.support.paths import ROOT
 from tests.support.policy_costs import costs, late, plan_of, requests_of, selected
 from tests.support.policy_names import POLICIES
-from tests.support.toys import SEEDS, UNEVEN, path_to, random_tree
+from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
 
 
 def test_every_name_is_a_policy_and_no_other() -> None:

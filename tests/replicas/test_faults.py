@@ -24,8 +24,8 @@ from hf_slospec.replicas.messages import Offer
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.router import GuaranteeRouter, SentOffers
 from hf_slospec.serving.loading import ModelOptions
-from tests.support.fake_replicas import FakeHandle, FakeStream, order_of, replicated
 from tests.support.served_pair import WAIT_S, alone
+from tests.support.stand_ins.replicas import FakeHandle, FakeStream, order_of, replicated
 
 PROMPT = "def main(argv):\n    "
 

@@ -17,8 +17,8 @@ from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, Replica
 from hf_slospec.replicas.messages import Offer
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
-from tests.support.fake_replicas import FakeHandle, offer_of, order_of, replicated
 from tests.support.served_pair import WAIT_S, alone
+from tests.support.stand_ins.replicas import FakeHandle, offer_of, order_of, replicated
 
 PROMPT = "def main(argv):\n    "
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from scripts.transformers_tests import NOISE, Report, merged, new_failures, noisy_copy, page, short
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 STOCK = Report(
     {"a": "passed", "b": "failed", "c": "skipped"}, {"b": "no network"}, {"a": "causal LM", "b": "causal LM"}

@@ -9,7 +9,7 @@ import pytest
 
 from hf_slospec import SLOSpecGenerator, load_tiny_pair
 from tests.support.served_pair import CONFIG
-from tests.support.toy_server import Server
+from tests.support.toys.server import Server
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from hf_slospec.engine.request import Stage
 from hf_slospec.errors import QueueFull, RequestCancelledError
 from hf_slospec.serving.handle import RequestHandle
-from tests.support.toy_server import WAIT_S, Server, alone
+from tests.support.toys.server import WAIT_S, Server, alone
 
 
 def test_a_cancelled_request_ends_alone(server: Server) -> None:

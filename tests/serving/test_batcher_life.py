@@ -12,7 +12,7 @@ import time
 import pytest
 
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
-from tests.support.toy_server import WAIT_S, Server, alone
+from tests.support.toys.server import WAIT_S, Server, alone
 
 
 def test_starting_while_it_drains_waits_and_then_starts() -> None:
@@ -134,7 +134,7 @@ def test_a_forked_child_is_told_so_and_may_start_its_own(server: Server) -> None
 
 def test_the_interpreter_ends_with_work_in_flight() -> None:
     code = (
-        "from tests.support.toy_server import Server\n"
+        "from tests.support.toys.server import Server\n"
         "server = Server()\n"
         "server.batcher.start()\n"
         "handles = [server.submit(10**9) for _ in range(9)]\n"

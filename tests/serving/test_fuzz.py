@@ -23,8 +23,8 @@ from tests.support.fuzzing import HUGE, fuzzed, mostly, some_of
 from tests.support.generate_arguments import SEED, SLO, VALID, called, check_like_stock, seconds
 from tests.support.policy_names import POLICIES
 from tests.support.served_pair import WAIT_S
-from tests.support.tiny_models import GROUPED, ragged_prompts, sharpened, tiny_model
-from tests.support.tiny_tokenizers import byte_level
+from tests.support.toys.tiny_models import GROUPED, ragged_prompts, sharpened, tiny_model
+from tests.support.toys.tiny_tokenizers import byte_level
 
 VOCAB = 300
 TOKENIZER = copy.deepcopy(byte_level(VOCAB))

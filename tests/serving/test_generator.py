@@ -10,7 +10,7 @@ import hf_slospec
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOSpecGenerator
 from hf_slospec.tiny.embedded import FOLDER
 from tests.support.enabled_model import OPTIONS
-from tests.support.tiny_models import assert_same_as_stock
+from tests.support.toys.tiny_models import assert_same_as_stock
 
 
 def test_from_pretrained_reads_folders(tmp_path: Any) -> None:

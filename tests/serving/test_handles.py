@@ -11,7 +11,7 @@ import pytest
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.engine.request import Request
 from hf_slospec.serving.handle import RequestHandle, TextStream
-from tests.support.toy_server import WAIT_S, Server, alone
+from tests.support.toys.server import WAIT_S, Server, alone
 
 
 def test_results_streams_and_awaits_agree(server: Server) -> None:

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError, load_drafter
 from tests.support.served_pair import WAIT_S, Holds
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
 
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, max_depth=4, token_budget=40, kv_tokens=2_000)
 FAMILIES = ["Lfm2", "Qwen3_5", "FalconH1"]

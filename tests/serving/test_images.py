@@ -20,7 +20,7 @@ from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
 from tests.serving.openai.conftest import listening
 from tests.support.served_pair import WAIT_S
-from tests.support.tiny_image_models import IMAGE, PATCH, SIDE, prompts_with_images, tiny_image_model
+from tests.support.toys.tiny_image_models import IMAGE, PATCH, SIDE, prompts_with_images, tiny_image_model
 
 NAME = "Qwen2VLForConditionalGeneration"
 CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=4_000, max_batch=2)

@@ -15,8 +15,8 @@ from hf_slospec.drafters.hybrid import HybridMethod
 from hf_slospec.drafters.suffix import SuffixMethod
 from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.tiny.embedded import FOLDER
-from tests.support.tiny_models import tiny_model
-from tests.support.tiny_tokenizers import byte_level
+from tests.support.toys.tiny_models import tiny_model
+from tests.support.toys.tiny_tokenizers import byte_level
 
 KINDS = {
     None: "assistant model",

@@ -15,9 +15,9 @@ from hf_slospec import (
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.target import PackedTarget
-from tests.support.hasty_room import HastyRoom
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Holds, alone
-from tests.support.toy_models import NowAndThen
+from tests.support.toys.hasty_room import HastyRoom
+from tests.support.toys.models import NowAndThen
 
 
 def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, Any, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError, UnsupportedOptionError
 from tests.support.served_pair import WAIT_S, Holds
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=4_000, prepack=False)
 IDS = torch.randint(3, 101, (40,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -12,8 +12,8 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from tests.support.served_pair import CONFIG, WAIT_S, Holds, alone
-from tests.support.tiny_models import tiny_model
-from tests.support.toy_models import new_costs
+from tests.support.toys.models import new_costs
+from tests.support.toys.tiny_models import tiny_model
 
 SYSTEM = "\n".join(tiny_prompts()[:3])
 

@@ -16,8 +16,8 @@ from hf_slospec.engine.scheduling import AdmissionName
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.models.kv_cache.pool import KVPool
 from scripts import simulate_faults
-from tests.support.simulated_batcher import Simulation, fault_of, simulate
-from tests.support.simulated_schedules import Fault, Generate, Job, Schedule, Stop, schedule_of, shrunk
+from tests.support.simulation.batcher import Simulation, fault_of, simulate
+from tests.support.simulation.schedules import Fault, Generate, Job, Schedule, Stop, schedule_of, shrunk
 
 SEEDS, BLOCKS = 10_000, 20  # 7 to 18 ms each, on fast and on busy cores
 

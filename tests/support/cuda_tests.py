@@ -26,9 +26,9 @@ from hf_slospec.models.device import graphs
 from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.graphs import CudaGraphs, Run
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.attention_rows import TREES, case
 from tests.support.graph_bench import Bench
-from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.oracles.attention_rows import TREES, case
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 CUDA = torch.device("cuda:0")
 # Of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs are

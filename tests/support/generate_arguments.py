@@ -26,8 +26,8 @@ from transformers import (
 
 from hf_slospec import SLOSpecError, SLOStage
 from tests.support.fuzzing import HUGE
-from tests.support.tiny_models import VOCAB, ragged_prompts, tiny_model
-from tests.support.tiny_tokenizers import byte_level
+from tests.support.toys.tiny_models import VOCAB, ragged_prompts, tiny_model
+from tests.support.toys.tiny_tokenizers import byte_level
 
 SEED = 7
 DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")

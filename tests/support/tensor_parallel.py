@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.generate.speculator import MEASURE_S
-from tests.support.tiny_models import ragged_prompts
+from tests.support.toys.tiny_models import ragged_prompts
 
 NUM_RANKS = 2
 CONFIG = SLOSpecConfig(policy="adaserve", token_budget=24, max_depth=3, check_invariants=True)  # drafts at any cost

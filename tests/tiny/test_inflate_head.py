@@ -24,7 +24,7 @@ from tests.drafters.heads.checkpoints import (
     published_config,
     write,
 )
-from tests.support.tiny_models import ragged_prompts
+from tests.support.toys.tiny_models import ragged_prompts
 
 CONFIG = SLOSpecConfig(policy="fixed", max_depth=3, max_width=3)
 SHAPES = [Shape(128, 192, 9), Shape(128, 100, 8), Shape(128, 192, 9, 16, 4, 32, 700, tie_word_embeddings=False)]

@@ -21,7 +21,7 @@ from transformers import (
 from hf_slospec.drafters.heads.eagle3 import Eagle3Head, Eagle3Settings
 from hf_slospec.drafters.heads.head import DraftHead, own_modules
 from hf_slospec.drafters.heads.mtp import MtpHead
-from tests.support.tiny_models import GROUPED, POSITIONS, VOCAB
+from tests.support.toys.tiny_models import GROUPED, POSITIONS, VOCAB
 
 HIDDEN, DRAFT_VOCAB = 32, 40
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")

@@ -20,8 +20,8 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial
-from tests.support.flash_stand_in import StandIn
-from tests.support.tiny_models import tiny_model
+from tests.support.stand_ins.flash import StandIn
+from tests.support.toys.tiny_models import tiny_model
 
 VOCAB, HIDDEN, TARGET_HIDDEN, BLOCK, MASK, WINDOW = 53, 32, 24, 5, 50, 7
 SMALL: dict[str, Any] = dict(

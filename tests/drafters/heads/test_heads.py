@@ -29,7 +29,7 @@ from tests.drafters.heads.checkpoints import (
     target_of,
     write,
 )
-from tests.support.tiny_models import VOCAB
+from tests.support.toys.tiny_models import VOCAB
 
 PROMPT, LEVELS = 7, 2
 Reference = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -29,7 +29,7 @@ from tests.drafters.heads.checkpoints import (
     with_single_experts,
     write,
 )
-from tests.support.tiny_models import VOCAB
+from tests.support.toys.tiny_models import VOCAB
 
 Tensors = dict[str, torch.Tensor]
 

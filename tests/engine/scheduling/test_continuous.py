@@ -1,4 +1,4 @@
-"""Continuous batching on the toy model and a virtual clock: exact output, limits kept, no request starves."""
+"""Continuous batching on the toy model and a virtual clock: exact output, limits kept, order of requests."""
 
 from __future__ import annotations
 
@@ -8,52 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, Stage
-from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, MAX_SKIPPED, MIN_CHUNK, ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.guarantees import MAX_CANDIDATES
-from hf_slospec.engine.step import Engine
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, MAX_SKIPPED, MIN_CHUNK, Limits
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from tests.support.toy_models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs, sampled
-from tests.support.toys import SEEDS, markov_model
-
-ROOMY = Limits(max_batch=8, kv_tokens=10**6, max_nodes=4, prefill_chunk=8, starvation_s=1e9)
-
-
-class Served:
-    """An engine under continuous batching, whose steps take the time that is expected of them."""
-
-    def __init__(self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0):
-        self.clock, self.target_model = Clock(), markov_model(np.random.default_rng(seed), VOCAB)
-        self.toy, self.drafter = ToyTarget(greedy(self.target_model)), ToyDrafter(self.target_model)
-        costs = new_costs()
-        self.scheduler = ContinuousScheduler(limits, costs, admission)
-        policy = policy or WholeTrees(Plan(0, 1))
-        self.engine = Engine(self.toy, self.drafter, policy, self.scheduler, costs, self.clock, check_invariants=True)
-        self.events = list[StepEvent]()
-
-    def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
-        tpot_slo_s = fields.pop("tpot_slo_s", None)
-        request = Request(index, [0, 1] * prompt, new, (Stage(tpot_slo_s),), arrived_s=self.clock.now_s, **fields)
-        del request.tokens[prompt:]
-        request.prompt_len = prompt
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> StepEvent:
-        event = self.engine.step()
-        num_tokens = sum(request.nodes for request in event.decoding) + event.prefill_tokens
-        costs = self.scheduler.costs
-        self.clock.now_s += float(costs.verify_s(num_tokens, max(event.num_decoding, 1), event.num_keys))
-        self.events.append(event)
-        return event
-
-    def run(self, most: int = 10_000) -> None:
-        while self.scheduler.running or self.scheduler.waiting:
-            self.step()
-            assert len(self.events) < most, "requests do not end"
+from tests.support.toys.models import new_costs, sampled
+from tests.support.toys.served import Served
+from tests.support.toys.trees import SEEDS
 
 
 def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts() -> None:
@@ -172,69 +133,6 @@ def test_lower_priority_goes_first() -> None:
     assert [event.requests[0].index for event in served.events if event.is_prefill] == [1, 2, 0]
 
 
-def test_what_cannot_be_met_is_not_promised_and_still_served() -> None:
-    served = Served()
-    impossible = served.add(0, prompt=100, tpot_slo_s=1e-6, ttft_slo_s=1e-6)
-    easy = served.add(1, tpot_slo_s=1e3, ttft_slo_s=1e3)
-    served.run()
-    assert (impossible.metrics().guaranteed, impossible.metrics().attained) == (False, False)
-    assert (easy.metrics().guaranteed, easy.metrics().attained) == (True, True)
-
-
-def test_more_than_can_be_met_in_time_is_not_promised() -> None:
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
-    requests = [served.add(index, prompt=60, new=4, ttft_slo_s=14.0) for index in range(8)]  # about 6 s each
-    served.run()
-    promised = [request for request in requests if request.metrics().guaranteed]
-    assert 0 < len(promised) < len(requests)
-    assert all(request.metrics().attained for request in promised)
-
-
-def test_a_promise_takes_the_room_of_best_effort_which_resumes_without_repeating() -> None:
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
-    spare = served.add(0, new=12)
-    for _ in range(5):
-        served.step()
-    emitted = list(spare.tokens)
-    urgent = served.add(1, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
-    served.step()
-    assert served.scheduler.running == [urgent]
-    assert spare.num_preempted == 1
-    assert served.toy.cached.keys() == {urgent}
-    served.run()
-    assert spare.tokens[: len(emitted)] == emitted
-    assert spare.metrics().preempted == 1
-    assert urgent.last_token_s < spare.last_token_s
-
-
-def test_whoever_waited_too_long_goes_first_and_keeps_its_room() -> None:
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0))
-    starving = None
-    for index in range(100):  # promises without end
-        served.add(2 * index, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
-        if index == 3:
-            starving = served.add(999, new=3)
-        for _ in range(3):
-            served.step()
-        if starving is not None and starving.is_finished:
-            break
-    assert starving is not None and starving.is_finished
-    assert starving.metrics().ttft_s <= 20.0 + 10.0  # and what ran then
-    assert starving.num_preempted == 0
-
-
-def test_a_preempted_request_is_preempted_no_more_than_some_times() -> None:
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
-    spare = served.add(0, new=40)
-    for index in range(1, 20):
-        while not (spare.is_decoding or spare.is_finished):
-            served.step()
-        served.add(index, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
-        served.step()
-    served.run()
-    assert spare.num_preempted == MAX_PREEMPTED
-
-
 @pytest.mark.parametrize(("admission", "tpot_slo_s"), [("slo", None), ("edf", 40.0)])
 def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_not_for_ever(
     admission: str, tpot_slo_s: float | None
@@ -302,96 +200,6 @@ def test_cancelled_requests_leave_nothing_behind(prompt: int) -> None:
     assert not served.toy.cached
     assert requests[0].finish_reason == "length"
     assert {request.finish_reason for request in requests[1:]} == {"cancelled"}
-
-
-def test_promised_requests_without_a_deadline_are_not_overtaken_for_ever() -> None:
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0), "edf")
-    late = None
-    for index in range(60):
-        served.add(2 * index, new=3, ttft_slo_s=1e3)
-        if index == 2:
-            late = served.add(999, new=3, tpot_slo_s=1e3)
-        for _ in range(3):
-            served.step()
-    assert late is not None
-    assert late.is_finished
-
-
-def test_impossible_requests_take_no_places_from_others() -> None:
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
-    for index in range(MAX_CANDIDATES + 4):
-        served.add(index, new=20, tpot_slo_s=1e-6)  # without a deadline, so they never become too late
-    fine = served.add(999, new=5, tpot_slo_s=1e3)
-    served.step()
-    assert fine.is_guaranteed
-
-
-def test_a_burst_is_promised_whole_though_few_are_looked_at_together() -> None:
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
-    requests = [served.add(index, new=30, tpot_slo_s=1e3, ttft_slo_s=1e4) for index in range(3 * MAX_CANDIDATES)]
-    for _ in range(4):
-        served.step()
-    assert all(request.is_guaranteed for request in requests)
-
-
-def test_a_best_effort_prompt_is_fed_though_promised_ones_keep_coming() -> None:
-    served = Served(Limits(8, 10**6, 4, 16, 1e9), "edf")
-    decoding = served.add(0, new=10**4, tpot_slo_s=1.05)  # always slightly late, so there is nothing to spare
-    spare = served.add(1, prompt=100, new=2)
-    for index in range(400):
-        if index % 3 == 0:
-            served.add(index + 2, prompt=20, new=2, ttft_slo_s=1e3)
-        served.step()
-    assert spare.num_emitted
-    decoding.end(None)
-    served.engine.retire([decoding])
-
-
-@pytest.mark.parametrize("times_preempted", [0, MAX_PREEMPTED])
-def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted: int) -> None:
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
-    holder = served.add(0, new=500)
-    for index in range(times_preempted):
-        for _ in range(5):
-            served.step()
-        served.add(index + 1, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
-        for _ in range(5):
-            served.step()
-    for _ in range(5):
-        served.step()
-    assert (holder.num_preempted, holder.is_decoding) == (times_preempted, True)
-    late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
-    served.step()
-    assert late.is_guaranteed == (times_preempted < MAX_PREEMPTED)
-
-
-def test_a_starving_guaranteed_request_is_not_preempted_as_soon_as_it_has_room() -> None:
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=2.0), "priority")
-    first = served.add(0, new=3, ttft_slo_s=1e3, priority=-2)
-    served.step()
-    starving, urgent = served.add(1, ttft_slo_s=1e3), None
-    while not first.is_finished:
-        served.step()
-        if served.clock.now_s >= 2.0 and urgent is None:
-            urgent = served.add(2, ttft_slo_s=1e3, priority=-1)
-    served.run()
-    assert starving.num_preempted == 0
-    assert urgent is not None and urgent.is_finished
-
-
-def test_room_of_a_protected_request_is_booked_once_if_it_is_guaranteed_too() -> None:
-    served = Served(Limits(3, 10**6, 4, 8, starvation_s=0.5))
-    early = [served.add(index, new=40, tpot_slo_s=1e-6) for index in range(2)]  # which cannot be met: best effort
-    served.clock.now_s = 1.0
-    served.step()
-    assert all(request in served.scheduler._protected for request in early)
-    for request in early:  # as if their SLO could be met by now
-        request.is_guaranteed, request.is_best_effort = True, False
-    late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
-    for request in early:
-        request.stages = (Stage(1e3),)
-    served.step()
-    assert late.is_guaranteed
 
 
 def test_shortage_of_memory_that_ends_is_soon_forgotten() -> None:

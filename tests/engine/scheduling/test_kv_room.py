@@ -9,9 +9,9 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.engine.scheduling.kv_room import KVRoom
-from tests.engine.scheduling.test_continuous import Served
-from tests.support.hasty_room import HastyRoom, hasten
-from tests.support.toy_models import NowAndThen, WholeTrees, new_costs
+from tests.support.toys.hasty_room import HastyRoom, hasten
+from tests.support.toys.models import NowAndThen, WholeTrees, new_costs
+from tests.support.toys.served import Served
 
 
 def new_room(kind: type[KVRoom] = KVRoom, lendable: int = 70) -> KVRoom:

@@ -14,10 +14,10 @@ from hf_slospec.engine.request import Request, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.scheduling.queue import SLACK, RequestHeap
-from tests.support.hasty_room import hasten
-from tests.support.plain_scheduler import PlainScheduler, plain_load_of
-from tests.support.toy_models import new_costs
-from tests.support.toys import SEEDS
+from tests.support.oracles.plain_scheduler import PlainScheduler, plain_load_of
+from tests.support.toys.hasty_room import hasten
+from tests.support.toys.models import new_costs
+from tests.support.toys.trees import SEEDS
 
 
 def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:

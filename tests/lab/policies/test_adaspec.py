@@ -13,7 +13,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, Stage
 from hf_slospec.lab.policies.adaspec import GRAPH_STEP, START, AdaSpecPolicy, smaller_size
 from tests.support.policy_costs import EIGHT, costs, plan_of, requests_of, selected
-from tests.support.toys import SEEDS, chain
+from tests.support.toys.trees import SEEDS, chain
 
 
 def drafted(plan: Plan, levels: Sequence[Sequence[float]]) -> int:

@@ -21,7 +21,7 @@ from hf_slospec.lab.policies.goodput import (
     heads_tokens,
 )
 from hf_slospec.lab.policies.tree_shapes import StaticTree
-from tests.support.toys import grow
+from tests.support.toys.trees import grow
 
 DRAWS = 200_000
 

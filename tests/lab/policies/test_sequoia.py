@@ -9,7 +9,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.lab.policies.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of
-from tests.support.toys import fan, grow
+from tests.support.toys.trees import fan, grow
 
 
 def test_acceptance_by_rank_is_measured_from_a_prior_on() -> None:

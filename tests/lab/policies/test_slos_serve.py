@@ -9,7 +9,7 @@ from hf_slospec.engine.request import Request, Stage
 from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
 from tests.support.policy_costs import EIGHT, begun, costs, late, plan_of, requests_of
-from tests.support.toys import chain
+from tests.support.toys.trees import chain
 
 
 def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float = 0.0) -> list[int]:

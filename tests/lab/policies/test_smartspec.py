@@ -10,7 +10,7 @@ from hf_slospec.lab.policies.smartspec import RECENT, SmartSpecPolicy, SmartSpec
 from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
 from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
-from tests.support.toys import chain, grow
+from tests.support.toys.trees import chain, grow
 
 
 def test_speculation_shortens_with_the_batch_and_ends() -> None:

@@ -8,7 +8,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
 from tests.support.policy_costs import begun, costs, late, plan_of, requests_of, selected, sizes
-from tests.support.toys import chain, fan
+from tests.support.toys.trees import chain, fan
 
 
 def test_thesis_gives_the_budget_to_the_better_drafts() -> None:

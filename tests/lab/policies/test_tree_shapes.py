@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
 from hf_slospec.lab.policies.tree_shapes import SPECINFER, Sequoia, StaticTree
-from tests.support.toys import SEEDS, UNEVEN, path_to, random_tree
+from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
 
 Shape = tuple["Shape", ...]  # a tree as those of its children, by rank
 

@@ -6,7 +6,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.lab.policies.turbospec import PAUSE, PROPOSED, RESET, TRIES, TurboSpecPolicy
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
-from tests.support.toys import chain
+from tests.support.toys.trees import chain
 
 
 def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for() -> None:

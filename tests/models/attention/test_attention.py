@@ -17,8 +17,8 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import tree_after_chain
-from tests.support.tiny_models import ragged_prompts, tiny_model
-from tests.support.toys import stored
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.trees import stored
 
 TREE = TokenTree(np.arange(6), np.array([-1, 0, 0, 1, 1, 3]), np.array([0, 1, 1, 2, 2, 3]), np.ones(6))
 

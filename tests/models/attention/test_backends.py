@@ -25,13 +25,13 @@ from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
-from tests.support import flash_stand_in
-from tests.support.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
-from tests.support.flash_stand_in import StandIn
-from tests.support.layer_parity import compare_layers
 from tests.support.model_classes import EXACT
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import FAMILIES, VOCAB, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
+from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
+from tests.support.oracles.layer_parity import compare_layers
+from tests.support.stand_ins import flash as flash_stand_in
+from tests.support.stand_ins.flash import StandIn
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import FAMILIES, VOCAB, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
 
 NUM_HEADS, NUM_KV_HEADS, DIM = 4, 2, 8
 

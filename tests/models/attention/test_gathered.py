@@ -13,7 +13,7 @@ from hf_slospec.models.attention import GatheredForward, Positions, given_positi
 from hf_slospec.models.attention.positions import bias_by_position
 from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
 from hf_slospec.models.kv_cache.pool import KVPool
-from tests.support.attention_rows import ROWS, Case, case
+from tests.support.oracles.attention_rows import ROWS, Case, case
 
 WINDOW = 4
 KEY = Stored(2, 3, torch.float32, torch.device("cpu"))

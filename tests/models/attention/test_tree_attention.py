@@ -13,9 +13,9 @@ from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import signature
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.attention_rows import BRANCHING, CHAIN, ROOT, case
-from tests.support.tiny_models import tiny_model
-from tests.support.triton_stand_in import tree_attention_stand_in
+from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, case
+from tests.support.stand_ins.triton import tree_attention_stand_in
+from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")
 SPANS = [(7, 1, BRANCHING), (0, 3, CHAIN), (5, 1, ROOT)]  # tokens committed, tokens of a chain, the tree at its end

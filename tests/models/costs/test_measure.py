@@ -8,7 +8,7 @@ import pytest
 from hf_slospec.models.costs import measure as measure_module
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT, NEEDED, REPEATS, SLOPES, Measured, Size, measure
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 
 def true_s(size: Size) -> float:

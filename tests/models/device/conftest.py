@@ -8,7 +8,7 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.packed import model as packed
 from tests.support.cuda_tests import captures, kernel  # noqa: F401  fixtures
-from tests.support.graph_stand_in import OpaqueStandIn, Tapes
+from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
 
 COST = ForwardCost(LatencyCurve((1, 16), (0.001, 0.002)))  # measuring would capture forwards of many sizes
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.test_dflash import VARIANTS, config_of, random_head, texts_of
-from tests.support.graph_stand_in import Tapes
+from tests.support.stand_ins.graphs import Tapes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

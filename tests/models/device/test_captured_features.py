@@ -13,10 +13,10 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.models.packed.model import Outputs
 from tests.drafters.heads.checkpoints import target_of
-from tests.support.feature_heads import FOLDERS, random_head
 from tests.support.graph_bench import Bench
-from tests.support.graph_stand_in import Tapes
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.stand_ins.graphs import Tapes
+from tests.support.toys.feature_heads import FOLDERS, random_head
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 LAYERS: list[tuple[int, ...]] = [(), (1,), (2, 0), (0, 2), (2, 0, 1)]
 CONFIG = SLOSpecConfig(

@@ -22,9 +22,9 @@ from hf_slospec.models.packed import model as packed
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import room
 from tests.support.graph_bench import Bench
-from tests.support.graph_stand_in import OpaqueStandIn, Tapes
 from tests.support.served_pair import Holds
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, top_p=0.95)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,9 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import Forwards, Size
-from hf_slospec.models.device import device_calls
-from hf_slospec.models.device.graphs import CaptureError, CudaGraphs, Graphs, Run
-from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
-from tests.support.cuda_stand_in import Stream, stand_in_cuda
-from tests.support.cuda_tensors import CUDA, Device
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     moved,
     on_cuda,
@@ -43,7 +36,9 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     test_replays_are_what_forwards_compute,
     test_too_much_memory_ends_it,
 )
-from tests.support.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.stand_ins.cuda import stand_in_cuda
+from tests.support.stand_ins.cuda_tensors import CUDA, Device
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_k=30)
@@ -164,101 +159,7 @@ def test_a_capture_is_broken_by_what_other_threads_do_to_the_device() -> None:
         torch.rand(3, device="cuda")
 
 
-# ---- captures on it
-
-
-def doubled() -> Run:
-    there, out = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
-    return lambda: out.copy_(there * 2)
-
-
-def test_graphs_that_go_while_another_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = CudaGraphs(CUDA)
-    replays = [held.capture(doubled())]
-    memory_of_first = held._memory
-    monkeypatch.setattr(Stream, "synchronize", lambda stream: replays.clear())
-    assert held.capture(doubled())().tolist() == [2.0, 2.0, 2.0]
-    assert held._memory == memory_of_first
-    assert held.capture(doubled())().tolist() == [2.0, 2.0, 2.0]  # into other memory, as no graph is left
-    assert held._memory != memory_of_first
-
-
-@pytest.mark.parametrize("num_alive", [0, 1])
-def test_failed_captures_release_their_memory(device: Device, num_alive: int) -> None:
-    held = CudaGraphs(CUDA)
-    replays = [held.capture(doubled()) for _ in range(num_alive)]
-
-    def synchronizing() -> None:
-        torch.cuda.synchronize()
-
-    def failing() -> None:
-        raise ValueError("not of the device")
-
-    for run, error in ((synchronizing, CaptureError), (failing, ValueError)):
-        with pytest.raises(error):
-            held.capture(run)
-        gc.collect()
-        assert device.users[held._memory] == num_alive and device.allocates_to is None
-        torch.rand(3, device="cuda")
-    replays.append(held.capture(doubled()))
-    assert all(replay().tolist() == [2.0, 2.0, 2.0] for replay in replays)
-
-
-def test_only_the_memory_of_captures_counts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_bytes = 0
-
-    def run() -> torch.Tensor:
-        nonlocal num_bytes
-        num_bytes += 2**20 if device.captures else 2**30
-        return made()
-
-    made = doubled()
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: num_bytes)
-    held = CudaGraphs(CUDA)
-    graphs = Graphs(held, CUDA)
-    graphs.patience = 0
-    for size in (1, 2):
-        graphs.run({"x": torch.zeros(size)}, lambda inputs: run(), 0)
-    assert (len(graphs), held.num_bytes) == (2, 2 * 2**20)
-
-
-def test_other_threads_wait_with_calls_that_would_break_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, others = threading.Event(), list[Future[None]]()
-    plain = device_calls._LOCK
-
-    class Watched:
-        def __enter__(self) -> None:
-            asked.set()
-            plain.acquire()
-
-        def __exit__(self, *error: object) -> None:
-            plain.release()
-
-    monkeypatch.setattr(device_calls, "_LOCK", Watched())
-    held, made = CudaGraphs(CUDA), doubled()
-    with ThreadPoolExecutor(1) as pool:
-        for call in (device_calls.empty_cache, lambda: device_calls.synchronize(CUDA)):
-
-            def run(call: Callable[[], None] = call) -> torch.Tensor:
-                asked.clear()
-                others.append(pool.submit(call))
-                assert asked.wait(60)
-                return made()
-
-            held.capture(run)
-            others[-1].result(60)
-
-
-def test_out_of_memory_in_one_thread_does_not_break_captures_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    freed = list[bool]()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(is_held(device_calls._LOCK)))
-    with pytest.raises(MemoryError), as_memory_error():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert freed == [True]
-
-
-def is_held(lock: Any) -> bool:
-    return bool(lock._is_owned())
+# ---- the engine on it
 
 
 def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +178,6 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
         Forwards(packed)(Size(4, 2, 8))
         assert enabled and set(enabled) == {expected}
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
-# ---- the engine on it
 
 
 @pytest.mark.parametrize(

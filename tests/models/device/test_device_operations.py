@@ -11,11 +11,11 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.flash_kernels import TorchVarlen
-from tests.support.cuda_stand_in import Device, stand_in_cuda
 from tests.support.cuda_tests import on_cuda
-from tests.support.device_ops import between_replays, device_operations
 from tests.support.graph_bench import Bench
-from tests.support.tiny_models import tiny_model
+from tests.support.stand_ins.cuda import Device, stand_in_cuda
+from tests.support.stand_ins.device_ops import between_replays, device_operations
+from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 DEPTH = 4

@@ -13,8 +13,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.graphs import CaptureError, GraphCounts, GraphHistory, Graphs, Run
 from tests.support.graph_bench import CPU
-from tests.support.graph_stand_in import Tapes, tensors_in
-from tests.support.tiny_models import tiny_model
+from tests.support.stand_ins.graphs import Tapes, tensors_in
+from tests.support.toys.tiny_models import tiny_model
 
 
 def scaled(inputs: Any) -> torch.Tensor:

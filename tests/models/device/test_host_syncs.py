@@ -16,8 +16,8 @@ from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.sync_guard import HostSyncError, SyncGuard
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.graph_bench import CPU, Bench
-from tests.support.graph_stand_in import Tapes
-from tests.support.tiny_models import tiny_model
+from tests.support.stand_ins.graphs import Tapes
+from tests.support.toys.tiny_models import tiny_model
 
 READS_ON_HOST = {
     getattr(torch.Tensor, name)

@@ -13,8 +13,8 @@ from hf_slospec.models.device.bucket_sizes import BATCHES, BUCKETS, bucket_for
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS, SHORT, padded
 from tests.support.graph_bench import Bench
-from tests.support.graph_stand_in import Tapes
-from tests.support.tiny_models import tiny_model
+from tests.support.stand_ins.graphs import Tapes
+from tests.support.toys.tiny_models import tiny_model
 
 
 def fresh(length: int) -> NewTokens:

@@ -10,8 +10,8 @@ from hf_slospec.models.device.transfer import DeviceCopy, signature, tensors_in
 from hf_slospec.models.packed import model as packed
 from hf_slospec.models.packed.padding import padded
 from tests.support.graph_bench import CPU, TREES, Bench, tree
-from tests.support.graph_stand_in import Tapes
-from tests.support.tiny_models import tiny_model
+from tests.support.stand_ins.graphs import Tapes
+from tests.support.toys.tiny_models import tiny_model
 
 
 def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_another(tapes: Tapes) -> None:

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from hf_slospec.models.fused import layers
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import GELU_TANH, SILU, gated_activation, rms_norm, rotate
-from tests.support.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")
 

@@ -24,8 +24,8 @@ from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import room
 from hf_slospec.models.sequences.request_sequences import RequestSequences
-from tests.support.tiny_models import ragged_prompts, tiny_model
-from tests.support.toys import SEEDS, stored
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.trees import SEEDS, stored
 
 LAYOUT = [LayerShape(stored(1, 2), stored(1, 3))]
 GREEDY: dict[str, Any] = dict(do_sample=False)

@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.kv_cache.pool import KVPool
-from tests.support.toys import SEEDS, stored
+from tests.support.toys.trees import SEEDS, stored
 
 NUM_SLOTS = 24
 # Keys and values alike, of different sizes (multi-head latent attention), and a layer with other heads.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hf_slospec.models.linear import cpu_kernels as kernels
 from hf_slospec.models.linear.cpu_kernels import DTYPES, PACKING, granularity, works
-from tests.support.kernels import WORKING
+from tests.support.forced_kernels import WORKING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -17,8 +17,8 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError
 from hf_slospec.models.linear.packed_layers import restore_weights
 from hf_slospec.models.linear.packed_weight import PackedWeight
 from hf_slospec.models.linear.prepacked import PrepackedLayers
-from tests.support.kernels import WORKING, force_kernel
-from tests.support.tiny_models import tiny_model
+from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(not WORKING, reason="no kernels for packed weights on this machine")
 IDS = torch.arange(3, 15)[None]

@@ -15,8 +15,8 @@ from scripts import support_matrix
 from scripts.support_matrix import DifferentError, Verdict, counts, model_types, page, verdict_on
 from tests.support.model_classes import EXACT, SUPPORT, support_counts
 from tests.support.paths import ROOT
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import FAMILIES, ragged_prompts, tiny_model
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, tiny_model
 
 REFUSED = {
     "RwkvForCausalLM": "keeps states in a way of its own",

@@ -21,8 +21,8 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from tests.support.against_stock import DRAFTS_ALWAYS
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
 
 # peft still asks transformers by the old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

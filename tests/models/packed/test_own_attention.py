@@ -14,8 +14,8 @@ from hf_slospec import SLOSpecGenerator, UnsupportedInputError, UnsupportedModel
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.packed.probe import probe_layers
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, SAMPLED
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
 
 OWN = ["BloomForCausalLM", "MptForCausalLM", "GPTJForCausalLM", "DeepseekV32ForCausalLM"]
 INTERFACE = ["BartForCausalLM", "BioGptForCausalLM", "Llama4ForCausalLM"]

@@ -13,7 +13,7 @@ from hf_slospec import SLOSpecGenerator
 from hf_slospec.models.inspection.reach import Reach, reach_of
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.against_stock import DRAFTS_ALWAYS
-from tests.support.tiny_models import GROUPED, WINDOW, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
+from tests.support.toys.tiny_models import GROUPED, WINDOW, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
 
 NO_PADDING = torch.zeros(1, dtype=torch.int64)
 LLAMA4: dict[str, Any] = GROUPED | dict(

@@ -17,8 +17,8 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.packed import new_tokens, trial
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 chain_and_tree = trial.chain_and_tree
 tree_after_chain = new_tokens.tree_after_chain
@@ -55,7 +55,7 @@ def test_a_fault_in_one_sequence_only_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounding_is_no_fault(family: str, dtype: torch.dtype) -> None:
+def test_rounding_does_not_fail_the_trial(family: str, dtype: torch.dtype) -> None:
     SLOSpecGenerator(copy.deepcopy(tiny_model(family)).to(dtype))
 
 

@@ -14,8 +14,8 @@ from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
 from hf_slospec.models.recurrent.groups import MAX_AT_ONCE
-from tests.support.tiny_configs import tiny_config
-from tests.support.tiny_models import VOCAB
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import VOCAB
 
 FAMILIES = """BailingHybrid Bamba FalconH1 FalconMamba GraniteMoeHybrid Jamba KimiLinear Lfm2 Lfm2Moe Lfm3 Mamba Mamba2
 NemotronH OlmoHybrid Qwen3Next Qwen3_5 Qwen3_5Moe Zamba Zamba2""".split()

@@ -15,7 +15,7 @@ from hf_slospec.models.sequences import room as rooms
 from hf_slospec.models.sequences.kept_prefixes import KeptPrefix, KeptPrefixes, num_common
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from tests.models.sequences.test_request_sequences import MAX_NODES, Packed
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 

@@ -17,7 +17,7 @@ from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.sequences import room as rooms
 from hf_slospec.models.sequences.request_sequences import RequestSequences
-from tests.support.toys import SEEDS
+from tests.support.toys.trees import SEEDS
 
 MAX_NODES = 3
 SHAPE = LayerShape(*[Stored(1, 1, torch.float32, torch.device("cpu"))] * 2)

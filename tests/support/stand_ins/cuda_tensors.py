@@ -1,4 +1,4 @@
-"""Tensors that say they are on a CUDA device, with their values in host memory; see ``cuda_stand_in``."""
+"""Tensors that say they are on a CUDA device, with their values in host memory; see ``stand_ins.cuda``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from hf_slospec.models.attention.packing import Entries
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device import sync_guard
-from tests.support.graph_stand_in import OpaqueStandIn, Tape, each, tensors_in
+from tests.support.stand_ins.graphs import OpaqueStandIn, Tape, each, tensors_in
 
 aten = torch.ops.aten
 PIN, COPY, COPY_TO = aten._pin_memory, aten._to_copy, aten.copy_

@@ -11,7 +11,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from tests.support.toy_models import (
+from tests.support.toys.models import (
     Choose,
     new_costs,
 )

@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.models.inspection import graph_preconditions
-from tests.support import cuda_tensors
-from tests.support.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
-from tests.support.graph_stand_in import Tape
-from tests.support.triton_stand_in import triton_stand_ins
+from tests.support.stand_ins import cuda_tensors
+from tests.support.stand_ins.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
+from tests.support.stand_ins.graphs import Tape
+from tests.support.stand_ins.triton import triton_stand_ins
 
 PLACES = (str, torch.device)  # in which a device may be named
 handles = itertools.count(1)  # of memory pools, as graphs of earlier tests may be collected later

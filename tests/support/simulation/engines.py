@@ -26,11 +26,11 @@ from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.telemetry import Telemetry
-from tests.support.hasty_room import hasten
-from tests.support.simulated_models import VOCAB, SimulatedModel, SimulatedSampler
-from tests.support.simulated_schedules import Schedule
-from tests.support.simulated_threads import World
-from tests.support.toy_models import NowAndThen, WholeTrees, new_costs
+from tests.support.simulation.models import VOCAB, SimulatedModel, SimulatedSampler
+from tests.support.simulation.schedules import Schedule
+from tests.support.simulation.threads import World
+from tests.support.toys.hasty_room import hasten
+from tests.support.toys.models import NowAndThen, WholeTrees, new_costs
 
 
 class CheckedScheduler(ContinuousScheduler):

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_slospec.models.inspection.checkpoints import assistants_can_be_built
-from tests.support.tiny_models import GROUPED, WINDOW, sharpened
+from tests.support.toys.tiny_models import GROUPED, WINDOW, sharpened
 
 KINDS = ["sliding_attention", "full_attention"]
 SHARED: dict[str, Any] = dict(num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=101)

@@ -17,8 +17,8 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
 from hf_slospec.serving.batcher import Batcher, Observer
 from hf_slospec.serving.handle import RequestHandle
-from tests.support.toy_models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
-from tests.support.toys import markov_model
+from tests.support.toys.models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
+from tests.support.toys.trees import markov_model
 
 WAIT_S = 20.0  # far more than anything here takes
 MODEL = markov_model(np.random.default_rng(0), VOCAB)

@@ -15,7 +15,7 @@ from hf_slospec.engine.protocols import Chunk, Drafter, Plan, Policy, Selection,
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import StaticScheduler
 from hf_slospec.engine.step import Engine
-from tests.support.toys import NextProbs, beam_tree, draw, path_to
+from tests.support.toys.trees import NextProbs, beam_tree, draw, path_to
 
 Choose = Callable[[Request], int]  # the token plain decoding gives a request after its tokens as they stand
 

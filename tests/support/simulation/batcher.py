@@ -18,9 +18,9 @@ from hf_slospec.engine.request import Progress, Request, Stage
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import _stream
-from tests.support.simulated_engines import Engines, Server
-from tests.support.simulated_models import VOCAB, plain_token
-from tests.support.simulated_schedules import (
+from tests.support.simulation.engines import Engines, Server
+from tests.support.simulation.models import VOCAB, plain_token
+from tests.support.simulation.schedules import (
     Action,
     Cancel,
     DeviceError,
@@ -32,7 +32,7 @@ from tests.support.simulated_schedules import (
     Start,
     Stop,
 )
-from tests.support.simulated_threads import Thread, World
+from tests.support.simulation.threads import Thread, World
 
 BEGINNINGS = [[random.Random(family).randrange(VOCAB) for _ in range(60)] for family in range(2)]
 

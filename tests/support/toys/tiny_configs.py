@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from tests.support.tiny_models import POSITIONS, VOCAB, WINDOW
+from tests.support.toys.tiny_models import POSITIONS, VOCAB, WINDOW
 
 # Values for every config field of one of these names, whichever config has it.
 SIZES: dict[str, Any] = {

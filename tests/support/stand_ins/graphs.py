@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_slospec.models.attention.packing import Entries
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import map_tensors
-from tests.support.flash_stand_in import StandIn
+from tests.support.stand_ins.flash import StandIn
 
 # Of arguments that hold no tensors, those that are frequent.
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

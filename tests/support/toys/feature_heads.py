@@ -24,7 +24,7 @@ from tests.drafters.heads.checkpoints import (
     target_of,
     write,
 )
-from tests.support.tiny_models import VOCAB
+from tests.support.toys.tiny_models import VOCAB
 
 DRAFTS_ALWAYS = SLOSpecConfig(policy="fixed", max_depth=3, max_width=3, check_invariants=True)
 BLOCK, MASK = 5, 100

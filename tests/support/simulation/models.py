@@ -21,8 +21,8 @@ from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import Outputs
 from hf_slospec.models.sampling import PendingChoices
-from tests.support.simulated_threads import World
-from tests.support.toys import stored
+from tests.support.simulation.threads import World
+from tests.support.toys.trees import stored
 
 VOCAB, ROWS, LONGEST = 5, 64, 256
 TABLE = np.random.default_rng(0).gumbel(size=(ROWS, VOCAB)).astype(np.float32)

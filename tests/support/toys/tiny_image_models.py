@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.support import tiny_configs
-from tests.support.tiny_models import VOCAB, sharpened
+from tests.support.toys import tiny_configs
+from tests.support.toys.tiny_models import VOCAB, sharpened
 
 IMAGE, VIDEO, AUDIO = 90, 91, 92  # placeholders; text has smaller tokens
 SIDE, PATCH = 16, 4  # pixels

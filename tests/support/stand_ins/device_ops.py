@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from tests.support.cuda_stand_in import Graph
-from tests.support.cuda_tensors import Device, OnDevice
-from tests.support.graph_stand_in import tensors_in
+from tests.support.stand_ins.cuda import Graph
+from tests.support.stand_ins.cuda_tensors import Device, OnDevice
+from tests.support.stand_ins.graphs import tensors_in
 
 REPLAY = "replay"  # of a whole graph
 NO_WORK = ("empty", "detach", "record_stream", "lift_fresh", "alias", "_unsafe_view")  # parts of names

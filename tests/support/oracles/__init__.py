@@ -1,0 +1,1 @@
+"""Slow and plain forms of what the package computes, which its results are compared with."""

@@ -1,0 +1,1 @@
+"""Deterministic simulation of the batcher under faults, each schedule from one seed."""

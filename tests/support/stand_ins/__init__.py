@@ -1,0 +1,1 @@
+"""Stand-ins for CUDA devices, kernels and replicas on a machine without them."""

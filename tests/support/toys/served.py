@@ -1,0 +1,49 @@
+"""An engine under continuous batching on the toy model and a virtual clock."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.step import Engine
+from tests.support.toys.models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
+from tests.support.toys.trees import markov_model
+
+ROOMY = Limits(max_batch=8, kv_tokens=10**6, max_nodes=4, prefill_chunk=8, starvation_s=1e9)
+
+
+class Served:
+    """An engine under continuous batching, whose steps take the time that is expected of them."""
+
+    def __init__(self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0):
+        self.clock, self.target_model = Clock(), markov_model(np.random.default_rng(seed), VOCAB)
+        self.toy, self.drafter = ToyTarget(greedy(self.target_model)), ToyDrafter(self.target_model)
+        costs = new_costs()
+        self.scheduler = ContinuousScheduler(limits, costs, admission)
+        policy = policy or WholeTrees(Plan(0, 1))
+        self.engine = Engine(self.toy, self.drafter, policy, self.scheduler, costs, self.clock, check_invariants=True)
+        self.events = list[StepEvent]()
+
+    def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
+        tpot_slo_s = fields.pop("tpot_slo_s", None)
+        request = Request(index, [0, 1] * prompt, new, (Stage(tpot_slo_s),), arrived_s=self.clock.now_s, **fields)
+        del request.tokens[prompt:]
+        request.prompt_len = prompt
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepEvent:
+        event = self.engine.step()
+        num_tokens = sum(request.nodes for request in event.decoding) + event.prefill_tokens
+        costs = self.scheduler.costs
+        self.clock.now_s += float(costs.verify_s(num_tokens, max(event.num_decoding, 1), event.num_keys))
+        self.events.append(event)
+        return event
+
+    def run(self, most: int = 10_000) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+            assert len(self.events) < most, "requests do not end"
