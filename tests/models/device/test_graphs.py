@@ -12,6 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.graphs import CaptureError, GraphCounts, GraphHistory, Graphs, Run
+from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from tests.support.graph_bench import CPU
 from tests.support.stand_ins.graphs import Tapes, tensors_in
 from tests.support.toys.tiny_models import tiny_model
@@ -73,7 +74,7 @@ def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) 
 
 def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-    preconditions = graphs.GraphPreconditions(model)
+    preconditions = GraphPreconditions(model)
     first = preconditions.now()
     model[0].weight.data.mul_(2.0)
     assert preconditions.now() == first  # graphs read the weights where they are
@@ -185,7 +186,7 @@ def test_first_replays_are_compared_by_chunks_in_fp32(mask: float) -> None:
 
 def test_a_session_of_continuous_batching_is_no_change() -> None:
     model = tiny_model("llama")
-    preconditions = graphs.GraphPreconditions(model)
+    preconditions = GraphPreconditions(model)
     before = preconditions.now()
     config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with model.continuous_batching_context_manager(

@@ -330,8 +330,12 @@ def test_engines_that_die_leave_nothing(generator: SLOSpecGenerator) -> None:
             def dies(*_: Any) -> None:
                 raise ZeroDivisionError
 
-            owner = "drafters.assistant.AssistantDrafter.draft" if dies_in == "draft" else "target.PackedTarget.verify"
-            patch.setattr(f"hf_slospec.models.{owner}", dies)
+            owner = (
+                "drafters.assistant.AssistantDrafter.draft"
+                if dies_in == "draft"
+                else "models.target.PackedTarget.verify"
+            )
+            patch.setattr(f"hf_slospec.{owner}", dies)
             with pytest.raises(ZeroDivisionError):
                 handle.result(60)
     gc.collect()
