@@ -240,4 +240,4 @@ def test_steps_learned_together_teach_what_they_teach_one_by_one() -> None:
     assert together.overall == pytest.approx(one_by_one.overall)
     for text in texts[1:]:
         assert together.request_shifts[text] == pytest.approx(one_by_one.request_shifts[text])
-    assert together.own[texts[0]] != one_by_one.own[texts[0]]
+    assert together.request_shifts[texts[0]] != one_by_one.request_shifts[texts[0]]
