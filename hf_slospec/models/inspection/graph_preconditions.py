@@ -1,4 +1,4 @@
-"""Preconditions of a model's captured forwards: all that they depend on apart from their inputs."""
+"""Preconditions of captured forwards of a model: all that they read apart from their inputs."""
 
 from __future__ import annotations
 
