@@ -130,7 +130,7 @@ class LocalGenerator:
     def submit(self, prompt: str, **options: Any) -> LocalHandle:
         num_tokens = len(self._tokenizer(prompt)["input_ids"])
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise InvalidInputError(f"the prompt has {num_tokens} tokens; shorten it to {MAX_PROMPT_TOKENS}")
+            raise InvalidInputError(f"the prompt has {num_tokens} tokens; shorten it, the limit is {MAX_PROMPT_TOKENS}")
         inputs: Any = [{"role": "user", "content": prompt}] if self.is_chat else prompt
         try:
             handle = self.generator.submit(inputs, **options)
