@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import Any
+
+import pytest
+
+from hf_slospec import load_tiny_pair
 
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import hf_slospec.replicas.start  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any, Any]:
+    return load_tiny_pair()
