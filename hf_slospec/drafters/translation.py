@@ -104,9 +104,9 @@ class TokenTexts:
     def split(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens; invalid UTF-8 in it is escaped."""
         tokens = list[int]()
-        for part in filter(None, INVALID.split(text)):
+        for index, part in enumerate(filter(None, INVALID.split(text))):
             new = [] if INVALID.match(part) else self._split_valid(part)
-            if INVALID.match(part) or (tokens and self.text(new) != part.encode()):  # the tokenizer added a space
+            if INVALID.match(part) or (index and self.text(new) != part.encode()):  # the tokenizer added a space
                 new = self._split_bytes(part.encode(errors=KEEP_INVALID))
             tokens += new
         return tokens

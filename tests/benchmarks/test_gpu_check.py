@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import gpu as checking
 from benchmarks.gpu import Plan, bandwidth, check, comparison, earlier_results, exit_code, floor, phases, speed, tables
 from benchmarks.gpu import __main__ as command_line
 from benchmarks.gpu import identity as identity_phase
@@ -276,8 +277,8 @@ def test_a_restart_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
     command_line._restart(plan(batches=(1, 4)), Path("out.json"), 77.0)
     seen: list[Plan] = []
-    monkeypatch.setattr(command_line.checking, "earlier_results", lambda *_: {})
-    monkeypatch.setattr(command_line.checking, "check", lambda plan, *_: seen.append(plan) or sys.exit(0))
+    monkeypatch.setattr(checking, "earlier_results", lambda *_: {})
+    monkeypatch.setattr(checking, "check", lambda plan, *_: seen.append(plan) or sys.exit(0))
     RUN.invoke(app, started[0][3:])
     assert started[0][1:3] == ["-m", "benchmarks.gpu"]
     assert seen == [plan(batches=(1, 4), budget_s=77.0)]

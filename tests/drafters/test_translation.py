@@ -77,7 +77,9 @@ def test_texts_stay_the_same_and_keep_their_common_prefix(
     pair: tuple[str, str], text: str, seed: int, is_random: bool
 ) -> None:
     own, rng = TRANSLATIONS[pair], np.random.default_rng(seed)
-    left = committed(TOKENIZERS[pair[0]], text, seed, is_random) or [5]
+    tokens = committed(TOKENIZERS[pair[0]], text, seed, is_random)
+    # Names of special tokens that the draft lacks become text, which that of the target's tokens does not have.
+    left = [token for token in tokens if own._special.get(token) in (None, [], [own._same.get(token)])] or [5]
     request = Request(0, left[:1], 1000)
     del left[:1]
     draft = DraftTokens(own, request)
