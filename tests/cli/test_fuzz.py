@@ -76,7 +76,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
 
     places: list[tuple[ModuleType | type, str]] = [
         (load, "inflate"), (benchmark.Bench, "__init__"), (profiling, "profile"),
-        (checking, "check"), (check_module, "ModelCheck"), (uvicorn, "run"),
+        (checking, "check"), (check_module, "ModelCheck"), (uvicorn.Server, "run"),
     ]  # fmt: skip
     for where, name in places:
         patch.setattr(where, name, stop)
