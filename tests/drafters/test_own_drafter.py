@@ -67,7 +67,7 @@ def test_own_drafter() -> None:
 
 ROOT = TokenTree.root_only
 BROKEN: dict[str, Any] = {
-    "NoneType, where": lambda r, plan: None,
+    "NoneType; it must": lambda r, plan: None,
     "2 trees for 1": lambda r, plan: [ROOT(r.tokens[-1])] * 2,
     "root is not": lambda r, plan: [ROOT(r.tokens[-1] + 1)],
     "outside 0": lambda r, plan: [TokenTree.chain(r.tokens[-1], [101], 0.5)],

@@ -121,11 +121,11 @@ def test_kv_is_that_of_the_text_whatever_came_before(name: str) -> None:
         if rng.random() < 0.5:
             assert_same_trees(trees, own.draft([request], Plan(3, 2)))
         assert_same_trees(trees, translated(name).draft([Request(0, list(request.tokens), 100)], Plan(3, 2)))
-        text = own._texts.get(request)
+        text = own._translated.get(request)
         assert text is None or own.sequences.num_cached(text) <= len(text.tokens)
         request.tokens += tokens[place : place + 2]
     own.release(request)
-    assert not own._texts
+    assert not own._translated
 
 
 def test_proposals_are_common_tokens_and_follow_the_draft() -> None:
