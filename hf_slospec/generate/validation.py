@@ -269,7 +269,7 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidInputError, which names the argument, for token ids outside of the vocabulary."""
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
         raise InvalidInputError(
-            f"{name} has token {wrong[0]}, and the vocabulary has {vocab_size} tokens; use this model's tokenizer"
+            f"{name} has token {wrong[0]}, outside of the vocabulary of {vocab_size} tokens; use this model's tokenizer"
         )
 
 
