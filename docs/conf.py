@@ -54,8 +54,9 @@ napoleon_numpy_docstring = False
 # Nothing is fetched while building, so other projects' classes and our own aliases of them are no links.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|annotated_types)\b.*"),
-    ("py:.*", r"(collections|concurrent|pathlib|queue|threading|weakref)\b.*"),
-    ("py:.*", rf"{'|'.join(ALIASES)}|hf_slospec\.serving\.telemetry\.Collector"),
+    ("py:.*", r"(collections|concurrent|os|pathlib|queue|threading|weakref)\b.*"),
+    ("py:.*", rf"{'|'.join(ALIASES)}|PolicySettings"),
+    ("py:.*", r"hf_slospec\.(serving\.telemetry\.Collector|engine\.request\.PromptReader)"),
 ]
 
 # The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds" only.

@@ -16,7 +16,7 @@ def accept(tree: TokenTree, choose: Callable[[int], int], emit: Callable[[int], 
         emit: commits one token and returns whether the request is finished.
 
     Returns:
-        The accepted nodes along the path, without the root. One more token is emitted than nodes are accepted: the
+        The accepted nodes along the path, without the root. One more token is emitted than nodes are accepted, the
         bonus token, which becomes the next root.
     """
     node, accepted = ROOT, list[int]()
