@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
+from local_server import local_server
 
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.serving.openai.limits import RequestLimits
@@ -28,7 +26,6 @@ from hf_slospec.serving.openai.limits import RequestLimits
 NUM, LEAVE_S, REST_S = 6, 2.0, 30.0
 ANSWER_S, GROWTH = 2.0, 1.10  # goals
 LIMITS = RequestLimits()
-TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 LINE = {"prompt": "def main():", "max_tokens": 8, "temperature": 0}
 PATTERNS = [f".*{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}.*" for i in range(59)]
@@ -124,28 +121,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
-        template.write(TEMPLATE)
-        template.flush()
-        command = [sys.executable, "-m", "hf_slospec", "serve", "--dtype", arguments.dtype, "--port", str(port)]
-        command += ["--drafter", arguments.drafter, "--chat-template", template.name]
-        command += ["--target", arguments.target] if arguments.target else []
-        server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client:
-                for _ in range(600):
-                    try:
-                        client.get("/health").raise_for_status()
-                        break
-                    except httpx.HTTPError:
-                        time.sleep(0.5)
-                found = measure(client, psutil.Process(server.pid), print)
-        finally:
-            server.kill()
-            server.wait()
+    options = ["--dtype", arguments.dtype, "--drafter", arguments.drafter]
+    options += ["--target", arguments.target] if arguments.target else []
+    with local_server(*options) as (url, server), httpx.Client(base_url=url, timeout=600.0) as client:
+        found = measure(client, psutil.Process(server.pid), print)
     if arguments.json:
         facts = provenance(target=arguments.target, drafter=arguments.drafter, dtype=arguments.dtype)
         arguments.json.write_text(json.dumps({"provenance": facts} | found, indent=1) + "\n")

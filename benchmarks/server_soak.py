@@ -12,11 +12,6 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -26,12 +21,12 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from local_server import local_server
 
 from hf_slospec import load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
 
 USERS, LONGEST, SAMPLE_S = 12, 32, 5.0
-TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
@@ -190,28 +185,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
-        template.write(TEMPLATE)
-        template.flush()
-        command = [sys.executable, "-m", "hf_slospec", "serve", "--dtype", "float32", "--port", str(port)]
-        options = ["--chat-template", template.name, "--config", json.dumps(CONFIG)]
-        server = subprocess.Popen(command + options, stderr=subprocess.DEVNULL)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            for _ in range(600):
-                try:
-                    httpx.get(f"{url}/health").raise_for_status()
-                    break
-                except httpx.HTTPError:
-                    time.sleep(0.5)
-            found = asyncio.run(soak(url, psutil.Process(server.pid), 60 * arguments.minutes, arguments.seed))
-            server.send_signal(signal.SIGTERM)
-            found["exit"] = server.wait(120)
-        finally:
-            server.kill()
+    with local_server("--dtype", "float32", "--config", json.dumps(CONFIG)) as (url, server):
+        found = asyncio.run(soak(url, psutil.Process(server.pid), 60 * arguments.minutes, arguments.seed))
+        server.terminate()
+        found["exit"] = server.wait(120)
     memory = found["resident_bytes"]
     print(json.dumps({name: value for name, value in found.items() if name != "resident_bytes"}, indent=1))
     print(f"memory {memory[0] / 2**20:.0f} .. {memory[-1] / 2**20:.0f} MiB")

@@ -6,11 +6,8 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout is what is tried
 
+from benchmarks.local_server import local_server
 from benchmarks.peers import install
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
@@ -31,7 +29,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}# assistant:\n{% endif %}"
 )
 CONSTRAINED = ("torch==", "transformers==")
-START_S = 300  # the first start on a machine measures the costs of steps
 NOT_INHERITED = ("PYTHONPATH", "HF_HUB_OFFLINE")  # aiperf finds no local tokenizer while offline
 
 
@@ -130,46 +127,11 @@ def server(work: Work, *options: str) -> Iterator[str]:
     Raises:
         RuntimeError: it did not start; its log says why.
     """
-    template, log = work.folder / "template.jinja", work.log("server")
-    template.write_text(CHAT_TEMPLATE)
-    port = free_port()
-    command = [sys.executable, "-m", "hf_slospec", "serve", "--dtype", "float32", "--port", str(port)]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--chat-template", str(template), *options],
-            stdout=output,
-            stderr=output,
-            env=os.environ | {"PYTHONPATH": paths},
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_healthy(process, url)
+    with (
+        work.log("server").open("w") as log,
+        local_server("--dtype", "float32", *options, chat_template=CHAT_TEMPLATE, log=log) as (url, _),
+    ):
         yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(0.5)
-    raise RuntimeError(f"the server did not start within {START_S} s, see logs/server.log")
 
 
 def server_faults(work: Work) -> list[str]:
