@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.packed import model as packed
 from tests.support.cuda_tests import captures, kernel  # noqa: F401  fixtures
+from tests.support.stand_ins.cuda import stand_in_cuda
+from tests.support.stand_ins.cuda_tensors import Device
 from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
 
 COST = ForwardCost(LatencyCurve((1, 16), (0.001, 0.002)))  # measuring would capture forwards of many sizes
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Stands in for a CUDA device while the test runs."""
+    for name in MEASURE_S:
+        monkeypatch.setitem(MEASURE_S, name, 0.0)  # two sizes: times of a stand-in say nothing
+    with stand_in_cuda() as device:
+        yield device
 
 
 @pytest.fixture

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.device import device_calls
 from hf_slospec.models.device.graphs import CaptureError, CudaGraphs, Graphs, Run
 from hf_slospec.models.device.memory import as_memory_error
-from tests.support.stand_ins.cuda import Stream, stand_in_cuda
+from tests.support.stand_ins.cuda import Stream
 from tests.support.stand_ins.cuda_tensors import CUDA, Device
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    for name in MEASURE_S:
-        monkeypatch.setitem(MEASURE_S, name, 0.0)  # two sizes: times of a stand-in say nothing
-    with stand_in_cuda() as device:
-        yield device
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    pytest.mark.usefixtures("device"),
+]
 
 
 def doubled() -> Run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.contestants import COMPILED
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.assistant import AssistantDrafter
-from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed.model import PackedModel
@@ -36,20 +34,14 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     test_replays_are_what_forwards_compute,
     test_too_much_memory_ends_it,
 )
-from tests.support.stand_ins.cuda import stand_in_cuda
 from tests.support.stand_ins.cuda_tensors import CUDA, Device
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    pytest.mark.usefixtures("device"),
+]
 GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_k=30)
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    for name in MEASURE_S:
-        monkeypatch.setitem(MEASURE_S, name, 0.0)  # two sizes: times of a stand-in say nothing
-    with stand_in_cuda() as device:
-        yield device
 
 
 # ---- what it is strict about

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,18 +11,14 @@ from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.flash_kernels import TorchVarlen
 from tests.support.cuda_tests import on_cuda
 from tests.support.graph_bench import Bench
-from tests.support.stand_ins.cuda import Device, stand_in_cuda
 from tests.support.stand_ins.device_ops import between_replays, device_operations
 from tests.support.toys.tiny_models import tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    pytest.mark.usefixtures("device"),
+]
 DEPTH = 4
-
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[Device]:
-    with stand_in_cuda() as device:
-        yield device
 
 
 @pytest.mark.parametrize(("num_cached", "width"), [((11,), 1), ((11, 30, 7, 9, 25), 3)], ids=["one", "five"])

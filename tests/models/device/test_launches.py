@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,18 +13,14 @@ from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.flash_kernels import TorchVarlen
 from tests.support.cuda_tests import on_cuda
 from tests.support.graph_bench import Bench
-from tests.support.stand_ins.cuda import Device, stand_in_cuda
 from tests.support.stand_ins.device_ops import device_operations
 from tests.support.toys.tiny_models import tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    pytest.mark.usefixtures("device"),
+]
 MOST = 17  # of a layer of Llama, seven of them matrix products; attention is one, or two if keys are split
-
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[Device]:
-    with stand_in_cuda() as device:
-        yield device
 
 
 def launches_per_layer(family: str, attention: str, fused_layers: bool) -> Counter[str]:
