@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,7 +201,8 @@ def stand_in_cuda() -> Iterator[Device]:
         for name, function in dict(_cuda_endAllocateToPool=end_allocate, _cuda_releasePool=release).items():
             stack.enter_context(mock.patch.object(torch._C, name, function, create=True))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        stack.enter_context(mock.patch.dict(sys.modules, flash_attn=package))
+        # patch.dict would also take away modules that are first imported meanwhile, such as those of models.
+        stack.enter_context(pytest.MonkeyPatch.context()).setitem(sys.modules, "flash_attn", package)
         stack.enter_context(mock.patch.object(threading.Thread, "run", run))
         stack.enter_context(mock.patch.object(graph_preconditions, "PLAIN", (*graph_preconditions.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
