@@ -72,7 +72,7 @@ def reference(head: DFlashHead, features: torch.Tensor, root: int) -> torch.Tens
     def rotated(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_heads, dim]: pairs of entries half a head apart are turned by position times frequency."""
         first, second = heads.chunk(2, dim=-1)
-        exponents = torch.arange(first.shape[-1]) / first.shape[-1]
+        exponents = torch.arange(first.shape[-1], dtype=heads.dtype) / first.shape[-1]
         angles = positions[:, None, None] * config.rope_parameters["rope_theta"] ** -exponents
         return torch.cat(
             (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1
@@ -132,8 +132,11 @@ class Texts:
         return self.packed.forward(self.packed.kv_cache.pool, parts, rows).view(len(parts), BLOCK, VOCAB)
 
     def expected(self, roots: list[int]) -> torch.Tensor:
-        triples = zip(self.sequences, self.features, roots, strict=True)
-        return torch.stack([reference(self.head, features[: own.length], root) for own, features, root in triples])
+        head, triples = (
+            copy.deepcopy(self.head).double(),
+            zip(self.sequences, self.features.double(), roots, strict=True),
+        )
+        return torch.stack([reference(head, features[: own.length], root) for own, features, root in triples]).float()
 
 
 @contextmanager
