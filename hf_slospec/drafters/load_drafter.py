@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.checked import UserMethod
 from hf_slospec.drafters.head import HeadMethod
+from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS, Checkpoint, open_checkpoint
 from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.drafters.heads.head import DraftHead
-from hf_slospec.drafters.heads.loading import LOADING_ERRORS, Checkpoint, layout_of, open_checkpoint
+from hf_slospec.drafters.heads.loading import layout_of
 from hf_slospec.drafters.heads.unsupported import check_is_causal_lm
 from hf_slospec.drafters.hybrid import HybridMethod, model_before_last
 from hf_slospec.drafters.methods import DraftMethod

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_slospec.drafters.heads.loading import LOADING_ERRORS
+from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS
 from hf_slospec.errors import InvalidInputError, NotRunningError
 from hf_slospec.models.device.threads import available_cores
 from hf_slospec.models.inspection.hub import hub_options

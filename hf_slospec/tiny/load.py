@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_slospec.drafters.heads.loading import LOADING_ERRORS
+from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.device.machine import native_dtypes
 from hf_slospec.models.device.threads import available_cores

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_slospec.drafters.heads.checkpoint import Checkpoint, open_checkpoint
 from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.drafters.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
 from hf_slospec.drafters.heads.head import DraftHead, own_modules
@@ -26,14 +21,8 @@ from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
 from hf_slospec.drafters.heads.unsupported import refuse_unsupported_head
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, SLOSpecError, UnsupportedModelError
 from hf_slospec.models.inspection.checkpoints import listed, not_finite
-from hf_slospec.models.inspection.hub import hub_options
 from hf_slospec.models.inspection.properties import input_device, vocab_size
 
-# Raised for missing models, an unreachable Hub, unknown classes and files with invalid content.
-LOADING_ERRORS = (
-    OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MTP_PREFIX = "mtp."
 # Tensors that are not read: copies of the target's modules, and computed buffers.
 IGNORED = (
@@ -44,24 +33,6 @@ IGNORED = (
 )
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 Head = TypeVar("Head", bound=DraftHead | DFlashHead)
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A folder with config.json and safetensors files."""
-
-    source: str  # name in errors
-    config: dict[str, Any]
-    files: dict[str, Path]  # by the name of the tensor that they hold
-
-    def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with ``prefix``, by the rest of the name."""
-        tensors: dict[str, torch.Tensor] = {}
-        for path in dict.fromkeys(self.files.values()):
-            with safe_open(path, framework="pt") as file:
-                names = [name for name, file_of in self.files.items() if file_of == path and name.startswith(prefix)]
-                tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-        return tensors
 
 
 class Layout(NamedTuple):
@@ -126,39 +97,6 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
     return _load_mtp(checkpoint, target)
 
 
-def open_checkpoint(source: str) -> Checkpoint:
-    """Return the checkpoint in a folder, or else in the Hub repository of this name; read no tensor."""
-    folder = Path(source)
-    if not os.path.isdir(source):
-        options = hub_options(source)
-        try:
-            folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], **options))
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(
-                f"{source!r} is neither a folder nor a repository that can be read: {error}"
-            ) from error
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
-        why = f"{', '.join(pickled)} may run code when it is read" if pickled else "there are none"
-        raise UnsupportedModelError(
-            f"{source} must hold safetensors files: {why}; save its tensors as model.safetensors"
-        )
-    if not (folder / "config.json").exists():
-        raise UnsupportedModelError(f"{source} has no config.json; give the folder in which the whole model was saved")
-    files: dict[str, Path] = {}
-    try:
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise UnsupportedModelError(f"{source} has a file that cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(f"{source}: config.json must hold an object")
-    return Checkpoint(source, config, files)
-
-
 def _is_speculators_eagle3(checkpoint: Checkpoint) -> bool:
     return checkpoint.config.get("speculators_model_type") == "eagle3"
 
@@ -170,10 +108,8 @@ def _load_speculators_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) ->
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
-    is_named = any("eagle3" in str(name).lower() for name in checkpoint.config.get("architectures") or ())
-    return "speculators_model_type" not in checkpoint.config and (
-        is_named or "midlayer.hidden_norm.weight" in checkpoint.files
-    )
+    is_one = checkpoint.is_named("eagle3") or "midlayer.hidden_norm.weight" in checkpoint.files
+    return is_one and "speculators_model_type" not in checkpoint.config
 
 
 def _load_published_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
@@ -201,8 +137,7 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
 
 
 def _is_dflash(checkpoint: Checkpoint) -> bool:
-    is_named = any("dflash" in str(name).lower() for name in checkpoint.config.get("architectures") or ())
-    return is_named or "dflash_config" in checkpoint.config
+    return checkpoint.is_named("dflash") or "dflash_config" in checkpoint.config
 
 
 def _load_dflash(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_slospec.drafters.heads.checkpoint import Checkpoint
 from hf_slospec.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from hf_slospec.drafters.heads.loading import Checkpoint
 
 CAUSAL_LMS = {
     name
@@ -27,12 +25,6 @@ class Format(NamedTuple):
     recognises: Callable[[Checkpoint], bool]
 
 
-def architectures(checkpoint: Checkpoint) -> list[str]:
-    """Return the class names in a checkpoint's config."""
-    names: Any = checkpoint.config.get("architectures")
-    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
-
-
 def refuse_unsupported_head(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedModelError for a head of a known format that cannot be loaded."""
     for kind in FORMATS:
@@ -44,7 +36,7 @@ def refuse_unsupported_head(checkpoint: Checkpoint) -> None:
 
 def check_is_causal_lm(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedModelError unless class and tensor names can be those of a causal LM."""
-    source, names = checkpoint.source, architectures(checkpoint)
+    source, names = checkpoint.source, checkpoint.architectures
     if (kind := checkpoint.config.get("speculators_model_type")) is not None:
         raise UnsupportedModelError(f"{source} is a head of type {kind!r} of speculators, which cannot be loaded")
     if "fc.weight" in checkpoint.files:
@@ -60,7 +52,7 @@ def check_is_causal_lm(checkpoint: Checkpoint) -> None:
 
 
 def _named(*parts: str) -> Callable[[Checkpoint], bool]:
-    return lambda checkpoint: any(part in name.lower() for name in architectures(checkpoint) for part in parts)
+    return lambda checkpoint: checkpoint.is_named(*parts)
 
 
 def _section(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from hf_slospec.drafters.heads import loading
+from hf_slospec.drafters.heads import checkpoint
 from hf_slospec.drafters.heads.eagle3 import Eagle3Head
 from hf_slospec.drafters.heads.loading import load_head, load_mtp
 from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
@@ -166,8 +166,8 @@ def test_repositories_are_downloaded_without_pickled_files(tmp_path: Path, monke
         asked.append((name, allow_patterns))
         return path
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
-    monkeypatch.setattr(loading, "hub_options", lambda name: {})
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr(checkpoint, "hub_options", lambda name: {})
     load_head("some/head", target_of("llama"))
     assert asked == [("some/head", ["*.json", "*.safetensors"])]
 
