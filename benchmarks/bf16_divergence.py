@@ -20,7 +20,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.generate.divergence import Prompt, find_divergences
 
 STRIDE = 24  # tokens between the windows cut from one held-out text
-LENGTHS = range(32, 65)  # of consecutive windows, so that batches are padded
+LENGTHS = range(32, 65)  # tokens of consecutive windows, so that batches are padded
 
 
 def windows(texts: list[list[int]], count: int) -> list[list[int]]:

@@ -30,7 +30,7 @@ SYSTEMS = {
     "auto": 'auto {"admission": "fcfs", "max_batch": 256, "prefill_chunk": 2048}',
     "plain": '{"policy": "none", "admission": "fcfs", "max_batch": 256, "prefill_chunk": 2048}',
 }
-SHARE, KV_TOKENS = 28 / 36, 60_000  # of the target's own
+SHARE, KV_TOKENS = 28 / 36, 60_000  # relative to the target's own
 RATES, ACCEPTANCE, SPAN_S = (6.0, 10.0, 14.0), 0.4, 120.0
 PROMPT_TOKENS, NEW_TOKENS = (500, 2000), (100, 500)
 

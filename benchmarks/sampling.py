@@ -135,7 +135,7 @@ def study(
     return {
         "tokens_per_step": round(float(np.mean(steps)), 3),
         "expected_over_committed": round(expected / sum(steps), 4),
-        "ece": [round(float(own.ece), 4) for own in (record.before, record.after)],  # of calibration
+        "ece": [round(float(own.ece), 4) for own in (record.before, record.after)],  # before and after calibration
         "brier": [round(float(own.brier), 4) for own in (record.before, record.after)],
         "share_accepted": [round(float((accepted >= d).mean()), 4) for d in range(depth + 1)],  # by depth
     }

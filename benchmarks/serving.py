@@ -210,7 +210,7 @@ def load(
     }
     plain = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS["plain"]))
     verify = plain.decoder.speculator.costs.verify
-    prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # of a request, processed in a large step
+    prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # per request, processed in a large step
 
     def unit() -> tuple[float, float]:
         """Return seconds per token of plain decoding, and the requests per second that are a load of 1."""

@@ -44,7 +44,7 @@ SLOW_S = (60.0, 120.0)  # a minute
 class BusyProfile(Hardware):
     """Hardware whose profile was taken while other programs ran: it says these factors for the two models."""
 
-    verify_factor: float = 1.0  # of forwards of more than one token
+    verify_factor: float = 1.0  # forwards of more than one token take so many times longer
     draft_factor: float = 1.0
 
     def costs(self) -> StepCosts:

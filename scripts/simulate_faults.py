@@ -83,7 +83,7 @@ def _run(ranges: list[range], jobs: int) -> Iterator[dict[str, Any]]:
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)  # of the errors that are injected
+    logging.disable(logging.CRITICAL)  # injected errors would be logged
 
 
 def _simulate(seeds: range) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from hf_slospec.drafters.heads.mtp import MtpHead
 PROMPT_LEN, ROWS_PER_CALL = 48, 512
 EVAL_ROWS, EVAL_LEVELS = 64, 6
 FLAGS = ["norm_before_residual", "norm_output", "norm_before_fc", "fc_norm"]
-LEVEL_WEIGHT = 0.8  # of a level's loss, relative to the level above
+LEVEL_WEIGHT = 0.8  # a level's loss counts so much relative to the level above
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from hf_slospec import FallbackWarning, SLOSpecConfig
 ROOT = Path(__file__).parent.parent
 STOCK, WAYS = "stock", ("lookup", "copy")
 WAY, REPORT = "SLOSPEC_TESTS_WAY", "SLOSPEC_TESTS_REPORT"  # environment variables of the processes that test
-TIME_LIMIT_S = 3600  # of one file
-NOISE = 0.03  # of the copy that drafts
+TIME_LIMIT_S = 3600  # per file
+NOISE = 0.03  # added to the copy that drafts
 BASES = ("GenerationTesterMixin", "CausalLMModelTest", "VLMModelTest", "ALMModelTest", "MultiModalModelTest")
 MAPPINGS = {
     "causal LM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -57,8 +57,8 @@ class Report:
     """What the tests of one file did."""
 
     outcomes: dict[str, str] = dataclasses.field(default_factory=dict)  # by test: passed, failed or skipped
-    messages: dict[str, str] = dataclasses.field(default_factory=dict)  # of the tests that failed
-    kinds: dict[str, str] = dataclasses.field(default_factory=dict)  # of the classes under test, by test
+    messages: dict[str, str] = dataclasses.field(default_factory=dict)  # by test that failed
+    kinds: dict[str, str] = dataclasses.field(default_factory=dict)  # class under test, by test
     speculated: dict[str, int] = dataclasses.field(default_factory=dict)  # calls by model class
     fell_back: dict[str, int] = dataclasses.field(default_factory=dict)  # calls by reason
 
@@ -71,7 +71,7 @@ class Patched:
 
     def __init__(self, way: str, path: Path):
         self.way, self.path, self.report = way, path, Report()
-        self._is_inside = False  # of a call that is being speculated
+        self._is_inside = False  # a call is being speculated
         if way != STOCK:
             self._patch(GenerationMixin)
 

@@ -14,7 +14,7 @@ from common import Client, parse, report, server
 
 CHECK = "not_a_server_error"
 SHOWN = 10  # faults in the result
-SHOWN_CHARACTERS = 600  # of a body
+SHOWN_CHARACTERS = 600  # per body
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from hf_slospec.tiny.shapes import SIZES
 if TYPE_CHECKING:
     from benchmarks.gpu import Plan
 
-MAX_DIGITS = 6  # of a batch size
+MAX_DIGITS = 6  # per batch size
 
 app = typer.Typer(add_completion=False)
 

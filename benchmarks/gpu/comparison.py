@@ -23,8 +23,8 @@ from hf_slospec.tiny.embedded import tiny_prompts
 from hf_slospec.tiny.load import load_pair
 from hf_slospec.tiny.shapes import SIZES
 
-SHARE = 0.8  # of the time left, that one method may take
-ENOUGH_SHARE = 1 / 8  # of the time limit, after which a method is not repeated more often than needed
+SHARE = 0.8  # one method may take so much of the time left
+ENOUGH_SHARE = 1 / 8  # after this share of the time limit, a method is not repeated more often than needed
 MIN_REPEATS = 3
 MIN_LEFT_S = 5.0  # no method is started when less time is left
 

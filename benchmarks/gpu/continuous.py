@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 PAGE = 256  # tokens: transformers' default
-LIMIT_S = 40.0  # of a call, so that a blocked thread does not block the check
+LIMIT_S = 40.0  # per call, so that a blocked thread does not block the check
 
 
 class ContinuousBatching:

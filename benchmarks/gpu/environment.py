@@ -11,7 +11,7 @@ import torch
 from hf_slospec.models.attention.flash_kernel_choice import kernel_on
 from hf_slospec.models.attention.flash_kernels import HALF, FlashKernel
 
-HEAD_DIM = 128  # of Llama-3.1-8B's shape
+HEAD_DIM = 128  # as in Llama-3.1-8B
 NVIDIA_SMI_FIELDS = (
     "name,driver_version,pstate,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,"
     "temperature.gpu,memory.total,utilization.gpu"

@@ -19,7 +19,8 @@ from hf_slospec.tiny.embedded import tiny_prompts
 from hf_slospec.tiny.load import Pair, load_pair
 
 BATCH = 4
-TIE = 1e-4  # of two logits in fp32: cuBLAS picks its kernels, and with them its rounding, by the number of tokens
+# Difference of two logits in fp32: cuBLAS picks its kernels, and with them its rounding, by the number of tokens.
+TIE = 1e-4
 RULES = {"float32": f"equal but for ties below {TIE:g} in logits", "bfloat16": "near-ties only"}
 
 

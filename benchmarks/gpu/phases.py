@@ -16,8 +16,8 @@ from benchmarks.gpu.resuming import is_done
 from benchmarks.gpu.suite import gpu_tests
 from benchmarks.gpu.variants import VARIANTS
 
-BEGIN_SHARE = 0.95  # of the time limit, until which measurements are started
-TESTS_SHARE, IDENTITY_SHARE = 0.42, 0.15  # of the time limit, at most; the rest is for speed
+BEGIN_SHARE = 0.95  # measurements are started until this share of the time limit
+TESTS_SHARE, IDENTITY_SHARE = 0.42, 0.15  # at most, of the time limit; the rest is for speed
 
 
 def check(

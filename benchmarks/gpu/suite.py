@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 OUTCOME = re.compile(
     r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?: +\[ *\d+%\])?$", re.MULTILINE
 )
-MAX_LINES = 40  # of the end of a failing run's output
+MAX_LINES = 40  # from the end of a failing run's output
 
 
 def gpu_tests(limit_s: float, root: Path = ROOT) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from hf_slospec.lab.traces import read_trace
 from hf_slospec.lab.workload import Job, early_ends, gamma, jobs_of, mix_of
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
-BASE_TPOT_S = 0.030  # of the 70B model, almost without load
+BASE_TPOT_S = 0.030  # the 70B model's, almost without load
 RATES = ("2.6", "2.8", "3.0", "3.4", "3.6", "4.0", "4.2", "4.4", "4.8")
 FITTED = ("2.6", "3.4", "4.2", "4.8")  # the parameters below were fitted on these rates and are validated on the others
 PUBLISHED = {"vllm": "vLLM", "sarathi": "Sarathi", "adaserve": "AdaServe", "vllm-spec4": "vLLM-Spec4",
@@ -49,18 +49,18 @@ BEST, BOUND = "oracle, best", "bound"  # the latter of any schedule, see hf_slos
 FIGURES = ("attainment", "goodput", "throughput", "tokens_per_request_and_step", "tpot_ms", "ttft_s", "ttft_p99_s",
            "nodes_per_step", "depth")  # fmt: skip
 PLOTTED = {"auto": "auto", "adaserve": "AdaServe", "oracle": "oracle", BEST: BEST, BOUND: BOUND}
-FIXED = ("vllm", "vllm-spec4", "vllm-spec6", "vllm-spec8")  # of which the best is plotted, by rate
+FIXED = ("vllm", "vllm-spec4", "vllm-spec6", "vllm-spec8")  # the best of them is plotted, by rate
 
 
 @dataclass(frozen=True)
 class Parameters:
     """Parameters that the paper does not publish, except the step times of the model (hf_slospec.lab.hardware)."""
 
-    acceptance: float = 0.84  # of a drafted token; figure 12 fits 0.83-0.84
-    spread: float = 12.0  # of the acceptance of requests
+    acceptance: float = 0.84  # probability for a drafted token; figure 12 fits 0.83-0.84
+    spread: float = 12.0  # concentration of the requests' acceptance
     whole: float = 0.6  # share of outputs with 256 tokens; their mean is then 206, as goodput divided by rate
-    draft_ms: float = 4.5  # of a level, for AdaServe and hf_slospec
-    vllm_draft_ms: float = 5.0  # of a level in vLLM 0.8.4
+    draft_ms: float = 4.5  # per level, for AdaServe and hf_slospec
+    vllm_draft_ms: float = 5.0  # per level in vLLM 0.8.4
     vllm_request_ms: float = 0.7  # for every request of a drafting step in vLLM 0.8.4
     mixed_ms: float = 10.0  # for a step with prompt chunks and decoding, for Sarathi and hf_slospec
     budget: int = 256  # token budget B of AdaServe

@@ -18,7 +18,7 @@ from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import Library
 from hf_slospec.lab.workload import Job
 
-Key = tuple[Any, ...]  # of strings and numbers
+Key = tuple[Any, ...]  # strings and numbers
 Figures = dict[str, Any]
 
 

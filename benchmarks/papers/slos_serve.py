@@ -72,7 +72,7 @@ class Scenario:
     number: int
     chunks: tuple[int, int]  # Sarathi's prefill chunks: with a reserve for K/V, and the largest within the tightest SLO
     process: dict[str, str]  # arrival process by mix
-    variation: float = 1.0  # of a gamma process
+    variation: float = 1.0  # coefficient of variation in a gamma process
     acceptance: float = 0.7
     hardware: str = "opt-13b-a100"
 

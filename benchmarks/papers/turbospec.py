@@ -33,7 +33,7 @@ from hf_slospec.lab.texts import TextModel
 from hf_slospec.lab.workload import Job, poisson
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "papers" / "turbospec.txt"
-SPAN_S = 120.0  # of arrivals; unpublished, inferred from the growth of latencies with the load
+SPAN_S = 120.0  # requests arrive so long; unpublished, inferred from the growth of latencies with the load
 RATES = (1, 4, 8, 16)
 LENGTHS = (1, 3, 5, 7)
 COLUMNS: dict[str, str] = {

@@ -23,7 +23,7 @@ class _Waiting:
     """Features of one request that wait to be processed."""
 
     end: int = 0  # index behind the last token that was added or skipped
-    num_tokens: int = 0  # of all parts
+    num_tokens: int = 0  # sum over all parts
     parts: list[torch.Tensor] = field(default_factory=list)  # [num_tokens, num_features] each
     has_gap: bool = False  # features of earlier tokens are missing
     last: torch.Tensor | None = None  # [1, num_features], of the last token that was processed

@@ -36,7 +36,7 @@ class Vocabulary(NamedTuple):
     """Tokens that a draft model proposes, if its ids differ from the target's."""
 
     target_ids: torch.Tensor  # [draft_vocab] int64, the target's id of each column of the draft's logits
-    size: int  # of the target's vocabulary
+    size: int  # number of tokens in the target's vocabulary
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits over the target's vocabulary, -inf for other tokens.  [..., draft_vocab] -> [..., size]"""

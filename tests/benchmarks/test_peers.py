@@ -30,8 +30,8 @@ def test_ratios_are_medians_within_repeats(summary: ModuleType) -> None:
     records = [record(repeat, name, own[repeat]) for repeat in range(3) for name, own in times.items()]
     rows = {row["name"]: row for row in summary.summarize(records, new_tokens=64)}
     assert rows["peer"]["tokens_per_s"] == 16.0
-    assert rows["peer"]["vs_stock"] == 2.0  # of 2, 4 and 2
-    assert rows["peer"]["ours_fp32_vs_it"] == 2.0  # of 2, 0.5 and 4
+    assert rows["peer"]["vs_stock"] == 2.0  # median of 2, 4 and 2
+    assert rows["peer"]["ours_fp32_vs_it"] == 2.0  # median of 2, 0.5 and 4
     assert rows["peer"]["ours_bf16_vs_it"] is None
     assert rows["peer"]["rows_equal"] == "0/3"
     assert rows["hf_slospec fp32"]["vs_stock"] == 4.0

@@ -39,7 +39,7 @@ FILES = {
     "latency.json": b'{"target": {"tokens": [1], "ms": [20]}, "draft": {"tokens": [1], "ms": [0]}}',
     "trace.csv": b"arrival_s,input_tokens,output_tokens\n0,5,4\n",
 }
-CONFIGS = {  # of folders that claim to be models
+CONFIGS = {  # for folders that claim to be models
     "model0": b"{}",
     "model1": b"[1]",
     "model2": b"[" * 10_000,

@@ -214,7 +214,7 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
     page.writes("#user-0")
     engine: Any = served[0].generator.generator._service._engine()
     engine.target.verify = fails
-    failed = page.page.locator(".user:has(.error)").first  # of those it served in that step
+    failed = page.page.locator(".user:has(.error)").first  # it served several in that step
     sync_api.expect(failed.locator(".error")).to_have_text("the accelerator fell off", timeout=WAIT_MS)
     page.shoot("failed")
     place = f"#{failed.get_attribute('id')}"

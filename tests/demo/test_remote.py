@@ -293,7 +293,7 @@ def test_a_key_without_a_server_is_refused_and_a_missing_server_is_named() -> No
     ("text", "tokens", "num_accepted", "pieces"),
     [
         (" a b c", [" a", " b", " c"], 2, [TextPiece(" a b", True), TextPiece(" c", False)]),
-        (" a b c", ["a", "b", "c"], 2, [TextPiece(" a b ", True), TextPiece("c", False)]),  # of SentencePiece
+        (" a b c", ["a", "b", "c"], 2, [TextPiece(" a b ", True), TextPiece("c", False)]),  # as SentencePiece does
         (" a", [" a"], 0, [TextPiece(" a", False)]),
         (" a", [" a"], 1, [TextPiece(" a", True)]),
         (" a", [" a", "<end>"], 1, [TextPiece(" a", True)]),

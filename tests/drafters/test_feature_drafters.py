@@ -30,7 +30,7 @@ def beam_of_head(
     head: Any, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
 ) -> dict[tuple[int, ...], float]:
     """Nodes of a beam search, level by level, each path by a forward of the whole text."""
-    states = {(): head.combine(features)}  # of the entries of every path, [num_tokens, hidden]
+    states = {(): head.combine(features)}  # by path, [num_tokens, hidden]
     beam, found = {(): 0.0}, dict[tuple[int, ...], float]()
     for _ in range(plan.depth):
         following, below = dict[tuple[int, ...], float](), dict[tuple[int, ...], torch.Tensor]()

@@ -144,7 +144,7 @@ def test_paths_of_trees_are_chains_after_their_first_tokens() -> None:
         assert tree.num_nodes == 1 + 4 * 6 and tree.max_depth == 4
     (wide,), (chain,) = (drafter.draft(requests[:1], Plan(3, width)) for width in (VOCAB, 1))
     node, path = 0, []
-    for _ in range(3):  # of a beam this wide, the best child of each node on the greedy path is kept
+    for _ in range(3):  # a beam this wide keeps the best child of each node on the greedy path
         children = [child for child in range(wide.num_nodes) if wide.parents[child] == node]
         node = max(children, key=lambda child: float(wide.path_probs[child]))
         path.append(int(wide.tokens[node]))

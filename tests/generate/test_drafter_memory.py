@@ -190,7 +190,7 @@ def test_features_and_kv_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FeatureDrafter, "draft", counted)
     served(generator, prompts_of(1))
     a_token = 3 * 32 * 4
-    assert found[0][0] == 20 * a_token  # of the prompt
+    assert found[0][0] == 20 * a_token  # the prompt's
     assert all(after == a_token and draft_kv > 0 for _, after, draft_kv in found)  # the last one
 
 

@@ -16,7 +16,7 @@ from tests.support import tensor_parallel
 from tests.support.tensor_parallel import OPTIONS, generated
 from tests.support.toys.tiny_models import tiny_model
 
-SEED = 3  # of a target whose texts are not all one token
+SEED = 3  # gives a target whose texts are not all one token
 
 
 @pytest.fixture(scope="module")

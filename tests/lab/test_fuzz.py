@@ -22,7 +22,7 @@ from hf_slospec.lab.workload import Job
 from tests.support.fuzzing import fuzzed
 
 KNOWN, JOBS = HARDWARE["llama-8b-h100"], (Job(0.0, 5, 4, 0.1), Job(0.1, 50, 3))
-MOST_TOKENS = 500  # of loads that are simulated
+MOST_TOKENS = 500  # larger loads are not simulated
 numbers = st.integers(-1, 5) | st.integers() | st.floats() | st.sampled_from((10**400, 1e308, 5e-324))
 json_values = st.recursive(
     st.none() | st.booleans() | numbers | st.text(max_size=3),

@@ -235,7 +235,7 @@ def test_later_guarantee_counts_in_autoscaling() -> None:
             order = order_of(ids(engine), max_new_tokens=8, slo_tpot=5.0)
             offer = Offer(order, engine._need(order), Progress([]), "test", 0)
             answers = replica.decode(offer)
-            with lock:  # of an echo's prompt_logprobs, or a generate call
+            with lock:  # as an echo's prompt_logprobs or a generate call does
                 await anext(answers)
             last = [answer async for answer in answers][-1]
             assert last.metrics.guaranteed and last.metrics.attained

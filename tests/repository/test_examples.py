@@ -74,7 +74,7 @@ def test_batch_with_slos(capsys: pytest.CaptureFixture[str]) -> None:
     slos = [rows[name][0] for name in ("tight", "middling", "relaxed")]
     assert slos == sorted(slos, key=float) and float(slos[0]) < float(slos[2])
     assert rows["no SLO"][0] == rows["no SLO"][3] == ""
-    assert rows["in two stages"][0] == rows["relaxed"][0]  # of the stage it ended in
+    assert rows["in two stages"][0] == rows["relaxed"][0]  # the stage it ended in counts
     for own in rows.values():
         assert number(own[1]) > 0.0 and number(own[6]) <= number(own[5])
     assert "identical tokens: yes" in said

@@ -24,7 +24,7 @@ SEEDS, BLOCKS = 10_000, 20  # 7 to 18 ms each, on fast and on busy cores
 
 @pytest.fixture(autouse=True)
 def _no_messages() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)  # of the errors that are injected
+    logging.disable(logging.CRITICAL)  # injected errors would be logged
     yield
     logging.disable(logging.NOTSET)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-PROFILE = "fuzz"  # of scripts/fuzz.py
+PROFILE = "fuzz"  # used by scripts/fuzz.py
 HUGE = (2**31, 2**40, 2**63, 10**30)
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, -(2**63), *HUGE, 10**400, 0.0, 0.5, -1.5, 1e-300, 1e300, math.nan, math.inf, -math.inf,

@@ -16,7 +16,7 @@ from hf_slospec.models.packed.model import PackedModel
 
 MAX_S = 1e4  # maximum seconds of a forward in a profile
 MAX_TOKENS = 2**20  # maximum number of tokens of a forward
-VERSION = 4  # of the file format and the measured sizes
+VERSION = 4  # changes with the file format and the measured sizes
 
 
 class Profile(BaseModel):

@@ -46,7 +46,7 @@ class InterfaceProbe(StateCache):
     def __init__(self) -> None:
         super().__init__()
         self._state_bytes: dict[Key, int] = {}
-        self._state_shapes: dict[int, tuple[int, ...]] = {}  # of the state that a layer passes to its cache, by layer
+        self._state_shapes: dict[int, tuple[int, ...]] = {}  # the state that a layer passes to its cache, by layer
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
         self._latent: set[int] = set()  # layers that expand what they cached into K and V
@@ -54,7 +54,7 @@ class InterfaceProbe(StateCache):
         self._counting: set[int] = set()  # layers that ask for the number of cached tokens
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # layer, K, V
         self._built: list[tuple[torch.Tensor, Reach | None]] = []  # masks that the model built by transformers
-        self.reaches: dict[int, Reach | None] = {}  # of these masks, by layer; None: neither a window nor chunks
+        self.reaches: dict[int, Reach | None] = {}  # what these masks show, by layer; None: neither a window nor chunks
 
     is_initialized = False
 

@@ -82,7 +82,7 @@ def reference(head: DFlashHead, features: torch.Tensor, root: int) -> torch.Tens
     context = normed(features @ head.fc.weight.T, head.hidden_norm)
     states = head.embed_tokens.weight[[root] + [MASK] * (BLOCK - 1)] * settings.get("input_embedding_scale", 1.0)
     positions = torch.arange(length + BLOCK)
-    distances = positions[length:, None] - positions  # of queries from keys
+    distances = positions[length:, None] - positions  # from keys to queries
     for layer, kind in zip(head.layers, config.layer_types, strict=True):
         own, is_windowed = layer.self_attn, kind == "sliding_attention"
         inputs = normed(states, layer.input_layernorm)

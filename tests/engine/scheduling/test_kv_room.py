@@ -108,7 +108,7 @@ def test_requests_whose_slo_plain_steps_would_miss_keep_the_drafter(tpot_slo_s: 
 
 def test_drafts_that_pay_keep_their_memory() -> None:
     own = served(40, WholeTrees(Plan(2, 1)))
-    own.scheduler.costs.verify = ForwardCost(LatencyCurve((1, 2, 64), (1.0, 1.9, 60.0)))  # of the drafter's K/V, little
+    own.scheduler.costs.verify = ForwardCost(LatencyCurve((1, 2, 64), (1.0, 1.9, 60.0)))  # little for the drafter's K/V
     for index in range(9):
         own.add(index, prompt=10, new=60)
     while own.scheduler.running or own.scheduler.waiting:

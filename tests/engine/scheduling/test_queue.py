@@ -116,7 +116,7 @@ def reads_of_a_turn(num_waiting: int, admission: str, running_slo: float | None)
         request.__class__ = WatchedRequest
     cancelled = [request for place, request in enumerate(scheduler.waiting) if place in (10, 500, 700)]
     WatchedRequest.reads.clear()
-    for turn in range(3):  # of which each lets one request go and another one in, and cancels one
+    for turn in range(3):  # each lets one request go and another one in, and cancels one
         load_of(scheduler)
         scheduler.add(WatchedRequest(10**7 + turn, [1, 2], 5, (Stage(2.0),), ttft_slo_s=1e5))
         scheduler.remove(scheduler.running[0])

@@ -166,7 +166,7 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
     for move, expected in ((on_cuda, False), (copy.deepcopy, before)):
         enabled.clear()
         packed = PackedModel(move(tiny_model("llama")), "sdpa")
-        enabled.clear()  # of stock forwards, with which the model is checked
+        enabled.clear()  # set by stock forwards, with which the model is checked
         Forwards(packed)(Size(4, 2, 8))
         assert enabled and set(enabled) == {expected}
     assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -47,7 +47,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     # In the place of the copy to the host.
     monkeypatch.setattr(beam, "_trees", lambda requests, nodes, sizes: found.append(nodes.clone()) or [])
     monkeypatch.setattr(DeferredFlags, "next", lambda self, answer: False)  # what waits is a level behind
-    bench.graphs.patience = patience  # of both, as they share the model's K/V cache
+    bench.graphs.patience = patience  # for both, as they share the model's K/V cache
     for request in bench.requests:
         drafter.sequences.of(request).length -= 1
     if patience == 0:  # captures look at their first result

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
     pytest.mark.usefixtures("device"),
 ]
-MOST = 17  # of a layer of Llama, seven of them matrix products; attention is one, or two if keys are split
+MOST = 17  # kernels per layer of Llama, seven of them matrix products; attention is one, or two if keys are split
 
 
 def launches_per_layer(family: str, attention: str, fused_layers: bool) -> Counter[str]:
@@ -42,7 +42,7 @@ def launches_per_layer(family: str, attention: str, fused_layers: bool) -> Count
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_layer_launches_few_kernels(family: str) -> None:
     found = launches_per_layer(family, "triton", True)
-    norms = 2 * (family == "qwen3")  # of queries and keys
+    norms = 2 * (family == "qwen3")  # for queries and keys
     assert found.total() <= MOST + norms, found
     assert found["aten.mm.default"] + found["aten.addmm.default"] == 7, found
 

@@ -31,7 +31,7 @@ def test_the_kernel_with_the_shortest_steps_is_chosen() -> None:
     choice = times(
         Plain=[1.0, 2.0, 3.0, 4.0, 8.0, 9.0], OneDNN=[1.5, 1.5, 1.8, 2.0, 3.0, 10.0], MKL=[1.1, 1.2, 1.5, 1.9, 9.0, 9.5]
     )
-    assert choice.kernel == "MKL"  # of 1 to 16 tokens
+    assert choice.kernel == "MKL"  # for 1 to 16 tokens
     assert choice.is_faster == (False, True, True, True, False, False)
     assert [choice.packs(tokens) for tokens in (1, 2, 4, 16, 17, 1000)] == [False, True, True, True, False, False]
 

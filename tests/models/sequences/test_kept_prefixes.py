@@ -152,7 +152,7 @@ def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(mon
     assert served.sequences.reuse(next_turn) == 4 and served.sequences.num_kept == 0
     served.check([other, next_turn])
     third = request_of(1, 2, 3, 7, index=3)
-    assert served.sequences.reuse(third) == 3  # of a request that goes on
+    assert served.sequences.reuse(third) == 3  # from a request that goes on
     served.check([other, next_turn, third])
 
 

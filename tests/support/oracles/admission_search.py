@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_slospec.algo.admission import Candidate, Counts, PrefillRate, admitted
 
 FULL_RATE = 32.0  # tokens per second of the toy server without decoding requests
-SHARES = (8.0, 4.0)  # of it that a decoding request of each tier takes
+SHARES = (8.0, 4.0)  # tokens per second of it that a decoding request of each tier takes
 AMPLE = 10**6  # memory for everybody
 
 

@@ -27,7 +27,7 @@ class Token:
 
     position: int
     slots: list[int]
-    positions: list[int]  # of what is in the slots
+    positions: list[int]  # what is in the slots has these
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ class Job:
 
     family: int
     prompt_len: int
-    own_tokens: int  # of its prompt, behind the common beginning
+    own_tokens: int  # in its prompt, behind the common beginning
     new: int
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
@@ -92,7 +92,7 @@ Action = Job | Pause | Stop | Start | Load | Cancel | Generate
 @dataclass(frozen=True)
 class Fault:
     point: str
-    number: int  # of the calls of this point
+    number: int  # index among the calls of this point
     kind: str  # "memory", "torch" (its own class), "observer" or "fatal"
 
     def error(self) -> BaseException:
@@ -115,7 +115,7 @@ class Schedule:
     width: int
     has_assistant: bool
     num_batchers: int
-    seconds: tuple[float, ...]  # of forwards, in turn
+    seconds: tuple[float, ...]  # per forward, in turn
     users: tuple[tuple[Action, ...], ...]
     faults: tuple[Fault, ...]
     switching: float

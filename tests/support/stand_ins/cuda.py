@@ -30,7 +30,7 @@ from tests.support.stand_ins.graphs import Tape
 from tests.support.stand_ins.triton import triton_stand_ins
 
 PLACES = (str, torch.device)  # in which a device may be named
-handles = itertools.count(1)  # of memory pools, as graphs of earlier tests may be collected later
+handles = itertools.count(1)  # one per memory pool, as graphs of earlier tests may be collected later
 
 
 class Generator(torch.Generator):

@@ -11,7 +11,7 @@ from tests.support.stand_ins.cuda import Graph
 from tests.support.stand_ins.cuda_tensors import Device, OnDevice
 from tests.support.stand_ins.graphs import tensors_in
 
-REPLAY = "replay"  # of a whole graph
+REPLAY = "replay"  # a whole graph's
 NO_WORK = ("empty", "detach", "record_stream", "lift_fresh", "alias", "_unsafe_view")  # parts of names
 
 

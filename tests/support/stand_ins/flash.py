@@ -15,7 +15,7 @@ class StandIn:
     """Written from the kernels' documentation, and sharing no code with the package."""
 
     name, dtypes, has_softcap = "stand-in", (torch.float32, torch.bfloat16, torch.float16), True
-    EMPTY_LSE, EMPTY_OUT = math.inf, 0.0  # of an entry without keys; FlashAttention-2's
+    EMPTY_LSE, EMPTY_OUT = math.inf, 0.0  # FlashAttention-2's, for an entry without keys
 
     def __init__(self, device: torch.device):
         self.calls: list[tuple[bool, int, int]] = []  # is_causal, max_queries, num_heads per KV head

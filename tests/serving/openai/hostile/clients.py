@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-LONG_MINUTES = float(os.environ.get("HOSTILE_MINUTES", "0"))  # of the longer form, `make hostile`; 0: the short one
+LONG_MINUTES = float(os.environ.get("HOSTILE_MINUTES", "0"))  # for the longer form, `make hostile`; 0: the short one
 WAIT_S = 120.0  # far more than anything here takes
 SMALL = {"prompt": "def main():", "max_tokens": 3, "temperature": 0}
 PATTERNS = [f".*{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}.*" for i in range(59)]

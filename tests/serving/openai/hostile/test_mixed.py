@@ -35,7 +35,7 @@ from tests.serving.openai.hostile.clients import (
 from tests.serving.openai.hostile.test_limits import TOO_MUCH
 
 CLIENTS, ACTS, SEED = 6, 8, 0
-GROWTH = 1.25  # of the process, from a quarter of the long form to its end
+GROWTH = 1.25  # the process's memory, from a quarter of the long form to its end
 COMPLETION = "/v1/completions"
 WORST: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, SMALL | {"stop": [f"{i:040d}" for i in range(32)], "max_tokens": 200, "ignore_eos": True}),
