@@ -45,7 +45,7 @@ def verdict(view: View) -> tuple[str, str]:
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
         return "unjudged", "not known yet"
     if view.state in ("stopped", "failed"):
-        return "unjudged", ""  # the state is shown below
+        return "unjudged", "&nbsp;"  # the state says it; an empty box has another height
     if view.state == "finished":
         return ("met", "✓ speed target met") if view.metrics.attained else ("missed", "✗ speed target missed")
     return ("met", "✓ at speed target") if view.metrics.attained else ("missed", "✗ below speed target")
@@ -69,8 +69,8 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
         _bar(view, scale, look),
         _sparkline(view),
         "" if hides_text else _text(view.pieces, view.state == "writing"),
-        f'<p class="error" role="alert">{escape(view.error)}</p>' if view.error else "",
         _figures(view, share),
+        f'<p class="error" role="alert">{escape(view.error)}</p>' if view.error else "",  # last: parts above are level
     ]
     return f'<article class="card {look}" aria-label="{escape(view.name)}">{"".join(parts)}</article>'
 

@@ -72,7 +72,7 @@ def test_schemas_that_cannot_be_followed_are_refused_by_name(pair: tuple[Any, An
     for schema in ({"type": "nonsense"}, {"$ref": "http://elsewhere/schema"}):
         with pytest.raises(InvalidInputError, match="response_format"):
             grammars.processor(schema, 1)
-    with pytest.raises(InvalidInputError, match="no token that ends"):
+    with pytest.raises(InvalidInputError, match="needs a token that ends an output; set"):
         Grammars(pair[2], 100, []).processor(SCHEMA, 1)
 
 

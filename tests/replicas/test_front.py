@@ -151,6 +151,8 @@ def test_only_full_queues_everywhere_are_an_error() -> None:
         async def run() -> None:
             prompt = ids(engine)
             busy = [await engine.submit(order_of(prompt, max_new_tokens=4000)) for _ in range(2)]
+            for decoding in busy:  # until it runs it fills its replica's queue
+                await anext(decoding.asteps())
             orders = (engine.submit(order_of(prompt, max_new_tokens=4000)) for _ in range(8))
             waiting = [await asyncio.gather(order, return_exceptions=True) for order in orders]
             taken = [found for (found,) in waiting if not isinstance(found, QueueFull)]

@@ -16,8 +16,8 @@ import torch
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
-from hf_slospec.models.device import graphs
 from hf_slospec.models.device.memory import as_memory_error
+from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.packed import model as packed
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import room
@@ -226,7 +226,7 @@ def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
     layer.forward = lambda hidden: -plain(hidden)
     found.append(check())
     assert len({str(sequences.tolist()) for sequences in found}) == len(found)
-    preconditions = graphs.GraphPreconditions(model)
+    preconditions = GraphPreconditions(model)
     before: Any = preconditions.now()
     preconditions.renew()
     # Short: forwards compare it, and not the settings.
