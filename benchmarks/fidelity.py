@@ -33,6 +33,7 @@ from hf_slospec.lab.hardware import Hardware, HardwareFile
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.texts import Library, RecordedText
 from hf_slospec.lab.workload import Job
+from hf_slospec.models.packed.model import PackedModel
 
 
 class RecordedGenerator:
@@ -126,7 +127,8 @@ def main(
     logging.disable(logging.WARNING)
     target, draft, tokenizer = models(size, dtype)
     fits = {
-        name: profile(name, model, seconds, keep=True)["fit"] for name, model in (("target", target), ("draft", draft))
+        name: profile(name, PackedModel(model), seconds, keep=True)["fit"]
+        for name, model in (("target", target), ("draft", draft))
     }
     table = Table(title=f"{size} {dtype}: real / simulated")
     for heading in ("load", "system", "corrected by", "TPOT ms", "error", "attained", "error", "TTFT ms", "steps"):

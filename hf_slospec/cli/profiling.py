@@ -14,7 +14,7 @@ from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 
 
-def profile(name: str, packed: PackedModel, seconds: float, keep: bool, show: Show) -> dict[str, Any]:
+def profile(name: str, packed: PackedModel, seconds: float, keep: bool, show: Show = lambda *words: None) -> dict[str, Any]:
     """Measure the forwards of one model.
 
     Args:
@@ -22,7 +22,7 @@ def profile(name: str, packed: PackedModel, seconds: float, keep: bool, show: Sh
         packed: the model's packed forwards.
         seconds: approximate duration; large sizes and repeats are left out to keep it.
         keep: store the fit for later runs on this machine.
-        show: shows the progress.
+        show: shows the progress; left out: not shown.
 
     Returns:
         ``measured``: tokens, requests, keys per request and milliseconds of every size; ``fit``: curve and terms;

@@ -1,0 +1,372 @@
+"""Spec-Bench on any checkpoint: speed and accepted tokens by task, against stock ``generate`` in the same process.
+
+    python -m benchmarks.spec_bench --target build/checkpoints/SmolLM2-135M-Instruct --json spec_bench.json
+
+The protocol is that of Spec-Bench (Xia et al., 2024; github.com/hemingkx/Spec-Bench): its 480 questions of six tasks, one
+after another at batch 1, several turns where a question has them, greedy and at temperature 1. For every question all
+methods take turns, in another order each time, so that drift of the machine affects them equally. Later turns follow the
+answers of stock ``generate``, so that all methods get the same prompts; in bf16 their answers may differ.
+
+Larger batches: ``generate`` gets padded batches of one task, and the batcher gets all questions of a task at once and
+admits them as others leave. A speed-up is the mean of tokens per second over that of stock ``generate`` on the same
+questions, with a bootstrap interval over questions. A file is continued where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.models.device.device_calls import synchronize
+from hf_slospec.tiny.load import load_pair
+
+QUESTIONS = Path(__file__).parent / "data" / "spec_bench.jsonl"
+TASKS = {  # Spec-Bench's six; the categories of MT-Bench are one
+    "translation": "translation", "summarization": "summarization", "qa": "QA", "math_reasoning": "maths", "rag": "RAG",
+}  # fmt: skip
+CHAT = "MT-bench"
+STOCK, STATIC = "stock", "stock, static cache, compiled"
+LOOKUPS = (3, 5, 10)  # constants of stock's prompt lookup
+ASSISTED = (3, 5, 10)  # constants of stock's assisted generation
+DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix")
+OURS = "hf_slospec, "
+BATCHER = " in the batcher"
+NUM_RESAMPLES = 2000
+
+
+class Question(NamedTuple):
+    """A question with its task."""
+
+    name: str
+    task: str
+    turns: list[str]
+
+
+class Answer(NamedTuple):
+    """One timed call."""
+
+    seconds: float
+    num_tokens: int  # new tokens of all rows
+    num_steps: float  # forwards of the target after the prefill, per row
+    texts: list[str]
+
+
+Run = Callable[[dict[str, torch.Tensor]], Answer]  # encoded prompts -> answer
+
+
+def questions_of(path: Path, per_task: int) -> list[Question]:
+    """Return the first questions of each task, evenly over the categories of MT-Bench.
+
+    Args:
+        path: one JSON object with ``turns`` a line, and optionally ``question_id`` and ``category``.
+        per_task: maximum number of questions per task.
+    """
+    by_task: dict[str, list[Question]] = defaultdict(list)
+    by_category: dict[str, int] = defaultdict(int)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for number, row in enumerate(rows):
+        category = row.get("category", "prompts")
+        task = TASKS.get(category, CHAT if "question_id" in row else category)
+        by_category[category] += 1
+        by_task[task].append(
+            Question(f"{by_category[category]:03} {row.get('question_id', number)}", task, row["turns"])
+        )
+    # The first of every category, then the second, ...
+    return [question for task in by_task.values() for question in sorted(task, key=lambda one: one.name)[:per_task]]
+
+
+class Contest:
+    """Methods on one target, with the same prompts and options."""
+
+    def __init__(self, target: Any, draft: Any, tokenizer: Any, new_tokens: int, temperature: float, max_prompt: int):
+        self.target, self.draft, self.tokenizer = target, draft, tokenizer
+        self.max_prompt, self.num_forwards = max_prompt, 0
+        sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
+        self.options: dict[str, Any] = dict(max_new_tokens=new_tokens, **sampling)
+        end = target.generation_config.eos_token_id
+        self.ends = {end} if isinstance(end, int) else set(end or ())
+
+    def encoded(self, conversations: list[list[str]]) -> dict[str, torch.Tensor]:
+        """Encode conversations, in which user and assistant take turns, as a left-padded batch."""
+        if self.tokenizer.chat_template is None:
+            texts = ["\n\n".join(turns) for turns in conversations]
+        else:
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+                for turns in conversations
+            ]
+        options = dict(padding=True, padding_side="left", truncation=True, max_length=self.max_prompt)
+        special = self.tokenizer.chat_template is None
+        encoded = self.tokenizer(texts, return_tensors="pt", add_special_tokens=special, **options)
+        return {name: encoded[name].to(self.target.device) for name in ("input_ids", "attention_mask")}
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the target's forwards inside this context."""
+        self.num_forwards = 0
+
+        def count(*_: Any) -> None:
+            self.num_forwards += 1
+
+        hook = self.target.register_forward_pre_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def timed(self, call: Callable[[], Any], num_prompt: int, is_ours: bool) -> Answer:
+        """Time a call that returns sequences, and count its new tokens up to the first end of every row."""
+        torch.manual_seed(0)
+        with self.counting():
+            synchronize(self.target.device)
+            begun = time.perf_counter()
+            output = call()
+            synchronize(self.target.device)
+            seconds = time.perf_counter() - begun
+        rows = [self.until_end(row.tolist()) for row in getattr(output, "sequences", output)[:, num_prompt:]]
+        steps = [metrics.steps for metrics in output.slo] if is_ours else [self.num_forwards - 1]
+        texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        return Answer(seconds, sum(map(len, rows)), float(np.mean(steps)), texts)
+
+    def until_end(self, row: list[int]) -> list[int]:
+        """Return a row up to its first end, which is included."""
+        return row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), len(row))]
+
+    def stock(self, **extra: Any) -> Run:
+        """Return stock ``generate`` with further options."""
+        return lambda inputs: self.timed(
+            lambda: self.target.generate(**inputs, **self.options, **extra), inputs["input_ids"].shape[1], False
+        )
+
+    def assisted(self, constant: int) -> Run:
+        """Return stock's assisted generation with a constant number of drafted tokens."""
+        settings: dict[str, Any] = dict(
+            num_assistant_tokens=constant, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        )
+        self.draft.generation_config = GenerationConfig(**self.draft.generation_config.to_diff_dict())
+
+        def run(inputs: dict[str, torch.Tensor]) -> Answer:
+            self.draft.generation_config.update(**settings)
+            return self.stock(assistant_model=self.draft)(inputs)
+
+        return run
+
+    def generator(self, drafter: str, max_batch: int = 64) -> SLOSpecGenerator:
+        """Return a generator by the name of its drafter: none, assistant, or a source for ``load_drafter``."""
+        config = SLOSpecConfig(policy="none" if drafter == "none" else "auto", max_batch=max_batch)
+        if drafter == "assistant":
+            return SLOSpecGenerator(self.target, self.draft, self.tokenizer, config)
+        return SLOSpecGenerator(
+            self.target, None, self.tokenizer, config, drafter="lookup" if drafter == "none" else drafter
+        )
+
+    def ours(self, drafter: str) -> Run:
+        """Return our ``generate`` with a drafter."""
+        generator = self.generator(drafter)
+        return lambda inputs: self.timed(
+            lambda: generator.generate(**inputs, **self.options, return_dict_in_generate=True),
+            inputs["input_ids"].shape[1],
+            True,
+        )
+
+    def batcher(self, drafter: str, max_batch: int) -> Run:
+        """Return a run that submits all rows at once to a batcher of ``max_batch`` requests."""
+
+        def run(inputs: dict[str, torch.Tensor]) -> Answer:
+            rows = [ids[mask.bool()] for ids, mask in zip(*inputs.values(), strict=True)]
+            with self.generator(drafter, max_batch) as generator:
+                begun = time.perf_counter()
+                handles = [
+                    generator.submit(row[None], seed=0 if "top_k" in self.options else None, **self.options)
+                    for row in rows
+                ]
+                results = [handle.result() for handle in handles]
+                seconds = time.perf_counter() - begun
+            steps = float(np.mean([result.metrics.steps for result in results]))
+            return Answer(seconds, sum(len(r.token_ids) for r in results), steps, [r.text or "" for r in results])
+
+        return run
+
+    def methods(self, drafters: list[str], batch: int, has_static: bool) -> dict[str, Run]:
+        """Return the methods at one batch size; stock's own speculation is for batch 1."""
+        methods = {STOCK: self.stock()}
+        if has_static:
+            methods[STATIC] = self.stock(cache_implementation="static")
+        if batch == 1:
+            methods |= {f"prompt lookup {k}": self.stock(prompt_lookup_num_tokens=k) for k in LOOKUPS}
+            if self.draft is not None:
+                methods |= {f"assisted {k}": self.assisted(k) for k in ASSISTED}
+        methods |= {OURS + drafter: self.ours(drafter) for drafter in drafters}
+        if batch > 1:
+            methods |= {OURS + drafter + BATCHER: self.batcher(drafter, batch) for drafter in drafters}
+        return methods
+
+
+def groups_of(questions: list[Question], batch: int) -> list[list[Question]]:
+    """Return whole batches of one task; a task with fewer questions than a batch has none."""
+    by_task: dict[str, list[Question]] = defaultdict(list)
+    for question in questions:
+        by_task[question.task].append(question)
+    return [
+        task[begin : begin + batch] for task in by_task.values() for begin in range(0, len(task) - batch + 1, batch)
+    ]
+
+
+def speedups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per setting, task and method: speed-up with a 95 % interval, tokens per second and per step."""
+    rows, random = [], np.random.default_rng(0)
+    settings = sorted({(r["temperature"], r["batch"]) for r in records})
+    for temperature, batch in settings:
+        own = [r for r in records if (r["temperature"], r["batch"]) == (temperature, batch)]
+        tasks = list(dict.fromkeys(r["task"] for r in own))
+        for task in [*tasks, "overall"]:
+            calls: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+            for r in own:
+                if task in (r["task"], "overall"):
+                    calls[r["method"]][r["question"]].append(r)
+            for method, by_question in calls.items():
+                names = [name for name in by_question if name in calls[STOCK]]
+                speeds = np.array([[_speed(calls[which][name]) for name in names] for which in (method, STOCK)])
+                drawn = random.integers(len(names), size=(NUM_RESAMPLES, len(names)))
+                means = speeds[:, drawn].mean(axis=2)
+                tokens = sum(r["tokens"] for name in names for r in by_question[name])
+                steps = sum(r["steps"] * batch for name in names for r in by_question[name])
+                calls_of = sum(batch for name in names for _ in by_question[name])
+                rows.append({
+                    "temperature": temperature, "batch": batch, "task": task, "method": method, "questions": len(names) * batch,
+                    "speedup": round(float(speeds[0].mean() / speeds[1].mean()), 3),
+                    "interval": np.quantile(means[0] / means[1], (0.025, 0.975)).round(3).tolist(),
+                    "tokens_per_s": round(float(speeds[0].mean()), 2),
+                    "tokens_per_step": round((tokens - calls_of) / max(steps, 1.0), 3),
+                })  # fmt: skip
+    return rows
+
+
+def _speed(calls: list[dict[str, Any]]) -> float:
+    return sum(r["tokens"] for r in calls) / sum(r["seconds"] for r in calls)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print a table per temperature and batch size: speed-up over stock by task, and tokens per step overall."""
+    for temperature, batch in dict.fromkeys((row["temperature"], row["batch"]) for row in rows):
+        own = [row for row in rows if (row["temperature"], row["batch"]) == (temperature, batch)]
+        tasks = list(dict.fromkeys(row["task"] for row in own))
+        table = Table(title=f"T = {temperature:g}, batch {batch}: speed-up over stock generate")
+        for heading in ("method", *tasks, "tokens per step"):
+            table.add_column(heading, justify="left" if heading == "method" else "right")
+        for method in dict.fromkeys(row["method"] for row in own):
+            cells = {row["task"]: row for row in own if row["method"] == method}
+            low, high = cells["overall"]["interval"]
+            table.add_row(
+                method,
+                *(f"{cells[task]['speedup']:.2f}" if task in cells else "" for task in tasks[:-1]),
+                f"{cells['overall']['speedup']:.2f} ({low:.2f}-{high:.2f})",
+                f"{cells['overall']['tokens_per_step']:.2f}",
+            )
+        Console(width=150).print(table)
+
+
+def main(
+    target: Annotated[str, typer.Option(help="A folder or a repository of the Hub.")],
+    assistant: Annotated[str | None, typer.Option(help="A draft model.")] = None,
+    drafters: Annotated[str, typer.Option(help="Comma-separated: none, or sources for load_drafter.")] = ",".join(
+        DRAFTERS
+    ),
+    prompts: Annotated[Path, typer.Option(help="JSON Lines with turns; default: Spec-Bench's questions.")] = QUESTIONS,
+    per_task: Annotated[int, typer.Option(help="Questions per task.")] = 10,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,1",
+    batches: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
+    new_tokens: Annotated[int, typer.Option(help="Maximum length of an answer; Spec-Bench has 1024.")] = 128,
+    max_prompt: Annotated[int, typer.Option(help="Prompts are truncated to this many tokens.")] = 2048,
+    static: Annotated[bool, typer.Option(help="Also stock with a static cache, which it compiles.")] = False,
+    device: Annotated[str, typer.Option()] = "auto",
+    dtype: Annotated[str, typer.Option(help="fast: what the device is fast in.")] = "fast",
+    minutes: Annotated[float, typer.Option(help="Stop after so long; the same command continues.")] = float("inf"),
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Time all methods on all questions."""
+    logging.set_verbosity_error()
+    pair = load_pair(target, assistant, "tiny", dtype, _device(device))
+    names = drafters.split(",") + (["assistant"] if assistant is not None else [])
+    facts = provenance(
+        target=Path(target).name, assistant=assistant and Path(assistant).name, dtype=str(pair.target.dtype), device=str(pair.target.device),
+        new_tokens=new_tokens, per_task=per_task, max_prompt=max_prompt, prompts=prompts.name,
+    )  # fmt: skip
+    records: list[dict[str, Any]] = []
+    if json_path is not None and json_path.exists():
+        records = json.loads(json_path.read_text(encoding="utf-8"))["records"]
+    ends = time.monotonic() + 60 * minutes
+    questions = questions_of(prompts, per_task)
+    for temperature in map(float, temperatures.split(",")):
+        contest = Contest(pair.target, pair.draft, pair.tokenizer, new_tokens, temperature, max_prompt)
+        for batch in map(int, batches.split(",")):
+            methods = contest.methods(names, batch, static)
+            for number, group in enumerate(tqdm(groups_of(questions, batch), desc=f"T={temperature:g}, batch {batch}")):
+                if not number:
+                    warm_up = contest.encoded([["Say hello, please."]] * batch)
+                    for run in methods.values():
+                        run(warm_up)
+                key = dict(temperature=temperature, batch=batch, task=group[0].task, question=group[0].name)
+                if any(key.items() <= r.items() for r in records):
+                    continue
+                if time.monotonic() > ends:
+                    break
+                records += [key | r for r in answers(contest, methods, group, number)]
+                if json_path is not None:
+                    content = {"provenance": facts, "results": speedups(records), "records": records}
+                    json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    show(speedups(records))
+
+
+def answers(contest: Contest, methods: dict[str, Run], group: list[Question], number: int) -> list[dict[str, Any]]:
+    """Return records of a group of questions, answered by all methods; batches answer the first turn only."""
+    found = []
+    conversations: list[list[str]] = [[] for _ in group]
+    num_turns = len(group[0].turns) if len(group) == 1 else 1
+    order = list(methods)
+    order = order[number % len(order) :] + order[: number % len(order)]
+    for turn in range(num_turns):
+        for conversation, question in zip(conversations, group, strict=True):
+            conversation.append(question.turns[turn])
+        inputs = contest.encoded(conversations)
+        by_method = {name: methods[name](inputs) for name in order}
+        for conversation, text in zip(conversations, by_method[STOCK].texts, strict=True):
+            conversation.append(text)
+        found += [
+            {
+                "method": name, "turn": turn, "seconds": round(answer.seconds, 4), "tokens": answer.num_tokens,
+                "steps": answer.num_steps, "equal": sum(map(str.__eq__, answer.texts, by_method[STOCK].texts)),
+            }
+            for name, answer in by_method.items()
+        ]  # fmt: skip
+    return found
+
+
+def _device(name: str) -> str:
+    from hf_slospec.serving.devices import chosen_device
+
+    return str(chosen_device(name))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,86 @@
+"""Published checkpoints in fp32, which `make checkpoints` brings, and stock ``generate`` on them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tests.support.paths import ROOT
+
+CHECKPOINTS = ROOT / "build" / "checkpoints"
+QUESTIONS = ROOT / "benchmarks" / "data" / "spec_bench.jsonl"
+REQUIRED = "REQUIRE_CHECKPOINTS" in os.environ
+
+
+class Real(NamedTuple):
+    """A checkpoint that somebody published."""
+
+    folder: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def encoded(self, texts: list[str], max_tokens: int = 200) -> dict[str, torch.Tensor]:
+        """Encode texts as a left-padded batch; chat models get them as a user's messages."""
+        if self.tokenizer.chat_template is not None:
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+                for text in texts
+            ]
+        options: dict[str, Any] = dict(truncation=True, max_length=max_tokens, padding_side="left")
+        if self.tokenizer.chat_template is not None:
+            options["add_special_tokens"] = False
+        return dict(self.tokenizer(texts, return_tensors="pt", padding=True, **options))
+
+
+def load(name: str) -> Real:
+    """Load a checkpoint in fp32, or skip the tests of it."""
+    folder = CHECKPOINTS / name
+    if not (folder / "source.json").exists():
+        assert not REQUIRED, f"{folder} is required; run: make checkpoints"
+        pytest.skip(f"no {folder}: make checkpoints brings it")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Real(folder, model.requires_grad_(False), AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Real:
+    return load("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Real:
+    return load("gemma-3-270m")
+
+
+@pytest.fixture(scope="session")
+def questions() -> dict[str, list[str]]:
+    """First turns of Spec-Bench's questions by category."""
+    by_category: dict[str, list[str]] = {}
+    for line in QUESTIONS.read_text(encoding="utf-8").splitlines():
+        question = json.loads(line)
+        by_category.setdefault(question["category"], []).append(question["turns"][0])
+    return by_category
+
+
+@pytest.fixture(scope="module")
+def stock() -> Callable[..., torch.Tensor]:
+    """Stock ``generate``; what it was asked before in this module is not computed again."""
+    computed: dict[str, torch.Tensor] = {}
+
+    def generate(real: Real, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        key = repr((real.folder, {name: ids.tolist() for name, ids in inputs.items()}, options))
+        if key not in computed:
+            torch.manual_seed(7)
+            computed[key] = type(real.model).generate(real.model, **inputs, **options)
+        return computed[key]
+
+    return generate

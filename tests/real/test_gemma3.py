@@ -1,0 +1,57 @@
+"""Gemma 3 270M in fp32, across its window of 512 tokens, and with a draft of another vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from tests.real.conftest import Real
+
+Stock = Callable[..., torch.Tensor]
+
+GREEDY: dict[str, Any] = dict(do_sample=False)
+SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1)
+ALWAYS = SLOSpecConfig(policy="fixed", max_depth=4, max_width=2, check_invariants=True)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_texts_on_both_sides_of_the_window(
+    gemma3: Real, questions: dict[str, list[str]], stock: Stock, options: dict[str, Any]
+) -> None:
+    texts = [questions["summarization"][3], questions["qa"][1], questions["rag"][2][-900:], questions["coding"][1]]
+    for max_tokens, count in ((505, 1), (700, 1), (560, 4)):  # crossed while decoding; before; by some rows
+        inputs = gemma3.encoded(texts[:count], max_tokens=max_tokens)
+        assert max_tokens == 560 or inputs["input_ids"].shape[1] == max_tokens
+        expected = stock(gemma3, inputs, max_new_tokens=20, **options)
+        for drafter in ("lookup", "suffix"):
+            ours = SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS)
+            torch.manual_seed(7)
+            assert torch.equal(ours.generate(**inputs, max_new_tokens=20, **options), expected), (drafter, max_tokens)
+
+
+def test_smollm2_drafts_over_two_tokenizers(
+    gemma3: Real, smollm2: Real, questions: dict[str, list[str]], stock: Stock
+) -> None:
+    draft: Any = AutoModelForCausalLM.from_pretrained(smollm2.folder, dtype=torch.float32)
+    inputs = gemma3.encoded([questions["qa"][2], questions["writing"][0]])
+    for options in (GREEDY, SAMPLED):
+        expected = stock(gemma3, inputs, max_new_tokens=24, **options)
+        ours = SLOSpecGenerator(gemma3.model, assistant_model=draft, tokenizer=gemma3.tokenizer, config=ALWAYS)
+        torch.manual_seed(7)
+        given = dict(tokenizer=gemma3.tokenizer, assistant_tokenizer=smollm2.tokenizer)
+        assert torch.equal(ours.generate(**inputs, max_new_tokens=24, **given, **options), expected)
+
+
+def test_the_batcher(gemma3: Real, questions: dict[str, list[str]], stock: Stock) -> None:
+    prompts = [gemma3.encoded([questions[kind][4]], max_tokens=520) for kind in ("rag", "qa", "roleplay")]
+    with SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter="suffix") as generator:
+        handles = [generator.submit(inputs["input_ids"], max_new_tokens=20, do_sample=False) for inputs in prompts]
+        results = [handle.result(300.0) for handle in handles]
+    for inputs, result in zip(prompts, results, strict=True):
+        expected = stock(gemma3, inputs, max_new_tokens=20, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert result.token_ids == expected.tolist()
