@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import reprlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -98,15 +99,16 @@ class InputModel(BaseModel):
             raise InvalidInputError(describe_validation_error(error)) from error
 
 
-def describe_validation_error(error: ValidationError) -> str:
-    """Return all faults of a pydantic error, separated by semicolons."""
-    return "; ".join(map(describe_fault, error.errors(include_url=False)))
+def describe_validation_error(error: ValidationError, name: Callable[[str], str] = str) -> str:
+    """Return all faults of a pydantic error, separated by semicolons; ``name`` returns the shown name of a field."""
+    return "; ".join(describe_fault(fault, name) for fault in error.errors(include_url=False))
 
 
-def describe_fault(fault: ErrorDetails) -> str:
+def describe_fault(fault: ErrorDetails, name: Callable[[str], str] = str) -> str:
     """Return one fault as ``field.path: reason``, with the value if it is a scalar."""
     reason = fault["msg"].removeprefix("Value error, ")
     is_about_value = fault["type"] not in ("missing", "extra_forbidden", "value_error", "json_invalid")
     if is_about_value and isinstance(fault["input"], str | int | float):
         reason += f", got {reprlib.repr(fault['input'])}"
-    return ": ".join((*([".".join(map(str, fault["loc"]))] if fault["loc"] else []), reason))
+    first, *path = map(str, fault["loc"] or ("",))
+    return f"{'.'.join((name(first), *path))}: {reason}" if first else reason

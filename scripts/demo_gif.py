@@ -19,8 +19,8 @@ from playwright.sync_api import Page, sync_playwright
 
 from hf_slospec.demo import SIZE as MODEL_SIZE
 from hf_slospec.demo.serve import Options, launch, prepare
-from hf_slospec.serving.loading import ModelOptions
 from hf_slospec.serving.log_level import only_errors_logged
+from hf_slospec.serving.options import ModelOptions
 
 SIZE = dict(width=1420, height=745)  # four streams side by side, from the policy control to the end of the texts
 WARM_UP_S = 4.0  # until all streams have a measured speed

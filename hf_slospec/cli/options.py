@@ -2,52 +2,81 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.drafters.named import NAMES
 from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
 from hf_slospec.extras import need
-from hf_slospec.tiny.shapes import SHAPES
+from hf_slospec.serving.options import ModelOptions
 
-TargetModel = Annotated[
-    str | None, typer.Option(help="A model from the Hub or a folder. Default: the embedded target.")
-]
-Assistant = Annotated[str | None, typer.Option(help="Its draft model. Default, with --target: prompt lookup drafts.")]
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        help=f"What drafts in place of --assistant: {NAMES}, a trained head (EAGLE-3, MTP, DFlash) or a draft model by "
-        "name or folder (safetensors only), or a sum such as lookup+mtp. For the embedded target: also eagle3, and "
-        "assistant, its draft model, as in suffix+assistant."
-    ),
-]
-Size = Annotated[str, typer.Option(help=f"Size of the embedded target: tiny, {', '.join(SHAPES)}.")]
-DType = Annotated[
-    str,
-    typer.Option(
-        help="bfloat16, float16, float32 (output identical to generate), auto: that of the checkpoint, or fast: "
-        "bfloat16 if fast here, else float32."
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(help="cpu, cuda, cuda:1, ..., or auto: CUDA, or MPS if a trial gives the right tokens, or cpu."),
-]
-AllowMissing = Annotated[
-    bool,
-    typer.Option(
-        "--allow-missing", help="Load checkpoints that lack tensors, which stay random, or have unknown ones."
-    ),
-]
+FLAGS = {  # options whose names differ from their fields
+    "model_name": "--served-model-name",
+    "api_keys": "--api-key",
+    "allowed_origins": "--allowed-origin",
+    "bounds": "--request-limits",
+    "default_tpot": "--default-slo-tpot",
+    "strictest_tpot": "--strictest-slo-tpot",
+}
+MODEL = ("target", "assistant", "drafter", "size", "dtype", "device", "allow_missing")  # fields of ModelOptions
+
+Command = Callable[..., None]
+
+
+def flag(field: str) -> str:
+    """Return the option of a field as users write it."""
+    return FLAGS.get(field, f"--{field.replace('_', '-')}")
+
+
+def option(model: type[BaseModel], field: str, *, kind: Any = None, default: Any = ...) -> inspect.Parameter:
+    """Return a parameter of a command for a field of a model, with the field's description.
+
+    Args:
+        kind: type on the command line, if it is not that of the field.
+        default: if it is not that of the field.
+    """
+    info = model.model_fields[field]
+    kind, default = kind or info.annotation, info.default if default is ... else default
+    if get_origin(kind) is tuple:
+        kind, default = list[str], []
+    elif get_origin(kind) is Literal:
+        kind = str
+    annotation = Annotated[kind, typer.Option(flag(field), help=info.description)]
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_options(*parameters: inspect.Parameter) -> Callable[[Command], Command]:
+    """Return a decorator that adds parameters to a command, which gets their values by name as its first argument."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command({parameter.name: values.pop(parameter.name) for parameter in parameters}, **values)
+
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        signature = inspect.Signature([*parameters, *own], return_annotation=None)
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        return run
+
+    return decorate
+
+
+def with_models(fields: Sequence[str] = MODEL, **defaults: Any) -> Callable[[Command], Command]:
+    """Return a decorator as :func:`with_options`, for fields of ModelOptions; ``defaults`` replace theirs."""
+    return with_options(*(option(ModelOptions, field, default=defaults.get(field, ...)) for field in fields))
+
+
 ConfigJSON = Annotated[
     str,
     typer.Option(
@@ -69,12 +98,12 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def settings_of(config: str) -> SLOSpecConfig:
-    """Return the config of ``--config``; raises BadParameter if it is invalid."""
+def settings_of(text: str, model: type[BaseModel] = SLOSpecConfig, field: str = "config") -> Any:
+    """Return the settings that the option of a field has as JSON; raises BadParameter if they are invalid."""
     try:
-        return SLOSpecConfig.model_validate_json(config)
+        return model.model_validate_json(text)
     except ValidationError as error:
-        raise typer.BadParameter(f"--config: {describe_validation_error(error)}") from error
+        raise typer.BadParameter(f"{flag(field)}: {describe_validation_error(error)}") from error
 
 
 @contextmanager
@@ -84,7 +113,10 @@ def usage_errors(*further: type[Exception]) -> Iterator[None]:
     try:
         yield
     except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from error
+        message, cause = str(error), error.__cause__
+        if isinstance(cause, ValidationError) and message == describe_validation_error(cause):
+            message = describe_validation_error(cause, flag)
+        raise typer.BadParameter(message) from error
     except shown as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from error

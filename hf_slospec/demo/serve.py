@@ -19,8 +19,9 @@ from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.speculator import clock
 from hf_slospec.serving.addresses import is_loopback
-from hf_slospec.serving.loading import ModelOptions, size_and_place
+from hf_slospec.serving.loading import load_generator, size_and_place
 from hf_slospec.serving.log_level import only_errors_logged
+from hf_slospec.serving.options import ModelOptions
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -112,7 +113,7 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
 def local_generator(models: ModelOptions) -> LocalGenerator:
     """Load the models, and return a generator with room for all users."""
     kv_tokens = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
-    return LocalGenerator(models.generator(CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
+    return LocalGenerator(load_generator(models, CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
 
 
 def plain_tpot_s(generator: DemoGenerator) -> float:

@@ -12,6 +12,7 @@ from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
 
 IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether its output or stage ends with the last one
+LEAST_SLO_S = 1e-9  # shortest SLO; quotients by shorter ones overflow
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 

@@ -12,10 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import StopStringCriteria
 
-from hf_slospec.engine.request import IsOver, Stage
+from hf_slospec.engine.request import LEAST_SLO_S, IsOver, Stage
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
-
-LEAST_S = 1e-9  # shortest SLO, in seconds; quotients by shorter ones overflow
 
 
 class SLOStage(BaseModel):
@@ -89,9 +87,9 @@ def _check_seconds(seconds: Any) -> None:
             f"got {seconds!r}"
         )
     number: Any = seconds  # numbers.Real declares no comparison with floats
-    if not LEAST_S <= number <= sys.float_info.max:
+    if not LEAST_SLO_S <= number <= sys.float_info.max:
         raise InvalidInputError(
-            f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_S:g}), "
+            f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_SLO_S:g}), "
             f"got {seconds!r}; use None for a row without an SLO"
         )
 

@@ -82,5 +82,5 @@ def app(options: ReplicaOptions) -> Application:
         max_ongoing_requests=MAX_CALLS,
         graceful_shutdown_timeout_s=options.drain_s,
     )
-    application: Application = front.bind(models.bind(options), options.settings)
+    application: Application = front.bind(models.bind(options), ServerSettings.of(options))
     return application

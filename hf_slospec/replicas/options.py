@@ -1,48 +1,27 @@
-"""Options of a replicated server: of its models, its HTTP front, and its replicas."""
+"""Options of a replicated server: those of a server, and those of its replicas."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from transformers.utils.chat_parsing.response_templates import load_response_template
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.serving.devices import AUTO
-from hf_slospec.serving.loading import ModelOptions
-from hf_slospec.serving.openai.access import AccessOptions, ServerSettings
-from hf_slospec.serving.openai.orders import SLOLimits
-from hf_slospec.tiny.load import DTYPES
-from hf_slospec.tiny.shapes import SIZES
+from hf_slospec.serving.openai.options import ServerOptions
+from hf_slospec.serving.options import AUTO
 
-MODEL_OPTIONS = [field.name for field in fields(ModelOptions) if field.name != "images"]  # replicas take no images
+OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")  # of the command line
 
 
-class ReplicaOptions(AccessOptions):
-    """Options of :func:`~hf_slospec.replicas.app`; those of the models are those of ``hf_slospec serve``."""
+class ReplicaOptions(ServerOptions):
+    """Options of :func:`~hf_slospec.replicas.app`; those of models and server are those of ``hf_slospec serve``."""
 
     model_config = ConfigDict(allow_inf_nan=False)
-
-    target: str | None = Field(None, description="A model from the Hub or a folder. None: the embedded target.")
-    assistant: str | None = Field(None, description="Its draft model; without one, and without drafter: prompt lookup.")
-    drafter: str | None = Field(None, description="What drafts, in place of a draft model; see load_drafter.")
-    share_texts: bool = Field(False, description="Suffix trees hold outputs of other requests of the same key.")
-    size: str = Field("tiny", description="Of the embedded target: tiny, 0.1B, ...")
-    dtype: str = "fast"
-    device: str = Field(AUTO, description="auto: CUDA where the replica has a GPU, see gpus, else the CPU.")
-    allow_pickle: bool = Field(False, description="Load weights that are not safetensors; such files may run code.")
-    allow_missing: bool = Field(
-        False, description="Load checkpoints that lack tensors or have others than their class."
-    )
-    chat_template: str | None = Field(None, description="A chat template (Jinja) in place of the tokenizer's.")
-    response_template: dict[str, Any] | None = None
-    config: SLOSpecConfig = SLOSpecConfig()
-
-    model_name: str | None = Field(None, description="Name that clients ask for. Default: target.")
 
     replicas: int = Field(1, ge=1, description="Replicas at the start, and without autoscaling always.")
     max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
@@ -56,13 +35,16 @@ class ReplicaOptions(AccessOptions):
     upscale_delay_s: float = Field(10.0, ge=0, description="Seconds of missed SLOs before replicas are added.")
     downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
 
-    @field_validator("dtype", "size")
+    def __init__(self, **fields: Any) -> None:
+        with names_of_fields():
+            super().__init__(**fields)
+
+    @field_validator("images")
     @classmethod
-    def _is_known(cls, value: str, info: ValidationInfo) -> str:
-        known = DTYPES if info.field_name == "dtype" else SIZES
-        if value not in known:
-            raise ValueError(f"must be one of {', '.join(known)}")
-        return value
+    def _takes_no_images(cls, images: bool) -> bool:
+        if images:
+            raise ValueError("replicas take no images; leave it out")
+        return images
 
     @field_validator("cpus", "gpus")
     @classmethod
@@ -81,23 +63,8 @@ class ReplicaOptions(AccessOptions):
             raise ValueError(str(error).partition("\n")[0]) from error
         return device
 
-    @field_validator("response_template")
-    @classmethod
-    def _is_response_template(cls, template: dict[str, Any] | None) -> dict[str, Any] | None:
-        if template is not None:
-            load_response_template(template)  # raises ValueError
-        return template
-
-    @field_validator("api_keys")
-    @classmethod
-    def _have_keys(cls, keys: dict[str, SLOLimits]) -> dict[str, SLOLimits]:
-        if "" in keys:
-            raise ValueError("a key is empty; leave it out, or give one")
-        return keys
-
     @model_validator(mode="after")
     def _fit_together(self) -> ReplicaOptions:
-        _ = self.models  # raises InvalidInputError, a ValueError, if they do not fit together
         if self.max_replicas is None and self.min_replicas != 1:
             raise ValueError("min_replicas has no effect without max_replicas; give both, or replicas alone")
         if self.max_replicas is not None and not self.min_replicas <= self.replicas <= self.max_replicas:
@@ -107,22 +74,6 @@ class ReplicaOptions(AccessOptions):
             )
         return self
 
-    @property
-    def models(self) -> ModelOptions:
-        """Return the options of the models in each replica."""
-        return ModelOptions(**{name: getattr(self, name) for name in MODEL_OPTIONS})
-
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return self.model_name or self.models.name
-
-    @property
-    def settings(self) -> ServerSettings:
-        """Return the settings of the HTTP application."""
-        access = {name: getattr(self, name) for name in AccessOptions.model_fields}
-        return ServerSettings(model_name=self.name, **access)
-
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
         """Return options, made of a dict if need be; raises InvalidInputError."""
@@ -131,3 +82,13 @@ class ReplicaOptions(AccessOptions):
         if not isinstance(options, dict):
             raise InvalidInputError(f"options must be ReplicaOptions or a dict, got {type(options).__name__}")
         return cls(**options)
+
+
+@contextmanager
+def names_of_fields() -> Iterator[None]:
+    """Write options in errors as fields: ``share_texts`` where the message has ``--share-texts``."""
+    try:
+        yield
+    except InvalidInputError as error:
+        message = OPTION.sub(lambda option: option[1].replace("-", "_"), str(error))
+        raise InvalidInputError(message) from error.__cause__

@@ -29,8 +29,9 @@ from hf_slospec.replicas.messages import (
     ToReplica,
     Update,
 )
-from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.options import ReplicaOptions, names_of_fields
 from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.loading import load_generator
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.serve import SWITCH_S
 
@@ -48,7 +49,8 @@ class ModelReplica:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.options = options
-        self.generator = options.models.generator(options.config, options.chat_template).start()
+        with names_of_fields():
+            self.generator = load_generator(options, options.config, options.chat_template).start()
         logger.info("%s with drafts by %s", options.name, self.generator.decoder.speculator.method.kind)
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()

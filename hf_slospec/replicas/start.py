@@ -22,8 +22,10 @@ from hf_slospec.models.device.threads import available_cores
 from hf_slospec.models.inspection.hub import hub_options
 from hf_slospec.replicas.application import app
 from hf_slospec.replicas.loopback import on_loopback
-from hf_slospec.replicas.options import MODEL_OPTIONS, ReplicaOptions
-from hf_slospec.serving.openai.serve import ServeOptions, requests_to_try
+from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.serving.loading import check_drafter
+from hf_slospec.serving.openai.options import ServeOptions, ServerOptions
+from hf_slospec.serving.openai.serve import requests_to_try
 
 APP = "hf_slospec"
 OBJECT_STORE_BYTES = 100 * 2**20  # for a local Ray, as requests and tokens are small
@@ -37,13 +39,9 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
         InvalidInputError: an option is invalid.
     """
     is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
+    common = {name: getattr(options, name) for name in ServerOptions.model_fields} | {"allowed_hosts": options.hosts}
     return ReplicaOptions(
-        **{name: getattr(options.models, name) for name in MODEL_OPTIONS},
-        **options.access_fields(),
-        chat_template=options.read_chat_template(),
-        response_template=options.read_response_template(),
-        config=options.config,
-        model_name=options.model_name,
+        **common,
         replicas=replicas,
         cpus=(cores / replicas if replicas > cores else cores // replicas) if is_local else 1.0,
         threads=max(cores // replicas, 1) if is_local else None,
@@ -93,7 +91,7 @@ def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
                 AutoConfig.from_pretrained(name, **hub_options(name))
             except (OSError, ValueError) as error:
                 raise InvalidInputError(f"{name}: {error}") from error
-    options.models.check_drafter()
+    check_drafter(options)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,9 +138,8 @@ def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], No
     """Serve with replicas until a signal ends it, and finish the requests that have begun.
 
     Raises:
-        InvalidInputError: an option is invalid, or the server would be open to other machines without a key.
+        InvalidInputError: an option is invalid.
     """
-    options.check_open()
     replicated, ended = replica_options(options, replicas), threading.Event()
     ray_name = os.environ.get("RAY_ADDRESS", "a local Ray")
     say(f"starting {replicas} replicas of {replicated.name} on {ray_name}; this takes a minute")

@@ -11,11 +11,11 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.models.device.machine import cpu_info
 from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.serving.options import AUTO
 from hf_slospec.tiny.embedded import load_tiny_pair, tiny_prompts
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 TRIAL: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8}
 
 

@@ -33,9 +33,10 @@ from hf_slospec.models.inspection.loaded import check_tokenizer
 from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.options import METRICS_PREFIX
 from hf_slospec.serving.service import BatchingService
 from hf_slospec.serving.submission import Prompt, SubmitOptions
-from hf_slospec.serving.telemetry import PREFIX, Collector, Stats
+from hf_slospec.serving.telemetry import Collector, Stats
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 
@@ -296,7 +297,7 @@ class SLOSpecGenerator:
         """Return a snapshot of the batcher: what it runs, and counts since it was first started."""
         return self._service.stats()
 
-    def collector(self, prefix: str = PREFIX) -> Collector:
+    def collector(self, prefix: str = METRICS_PREFIX) -> Collector:
         """Return a collector for ``prometheus_client.REGISTRY.register``; needs the extra ``metrics``.
 
         The metrics have vLLM's names behind ``prefix``, so that ``vllm:`` serves tools which look for those.

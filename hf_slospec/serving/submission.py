@@ -13,14 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
-from hf_slospec.engine.request import Progress
+from hf_slospec.engine.request import LEAST_SLO_S, Progress
 from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
     UnsupportedOptionError,
     describe_validation_error,
 )
-from hf_slospec.generate.slo import LEAST_S
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 IMPOSSIBLE = "impossible"  # type and range are right, and the value contradicts itself or others
@@ -46,7 +45,7 @@ class SubmitOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    slo_ttft: float | None = Field(None, ge=LEAST_S)  # seconds
+    slo_ttft: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
     priority: int = 0
     best_effort: bool = False
     seed: int | None = Field(None, ge=0, lt=2**64)

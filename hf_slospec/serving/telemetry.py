@@ -18,7 +18,6 @@ from hf_slospec.errors import NotGuaranteedError
 from hf_slospec.models.device.memory import MemoryUse
 
 RECENT = 1024  # number of last finished requests that percentiles are taken over
-PREFIX = "hf_slospec:"
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 TIME_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 

@@ -22,9 +22,7 @@ from hf_slospec.models.inspection.hub import hub_options, loading_hint
 from hf_slospec.models.linear.cpu_kernels import works
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import inflate
-from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, SIZES
-
-DTYPES = ("auto", "fast", "bfloat16", "float16", "float32")
+from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES
 
 
 class Pair(NamedTuple):
@@ -63,11 +61,9 @@ def load_pair(
     :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient.
 
     Raises:
-        InvalidInputError: an option is invalid; the message has the names of the command line.
+        InvalidInputError: a model cannot be loaded; the message has the names of the command line.
     """
     torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
-    if dtype not in DTYPES:
-        raise InvalidInputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
     if target is not None:
         auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
@@ -87,8 +83,6 @@ def load_pair(
             raise InvalidInputError(f"{options}: {loading_hint(error, may_unpickle)}") from error
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return Pair(models[0], None if assistant is None else models[1], tokenizer)
-    if size not in SIZES:
-        raise InvalidInputError(f"--size must be one of {', '.join(SIZES)}, got {size!r}")
     pair: Any = load_tiny_pair(dtype)
     model, draft = pair[0].to(device), pair[1].to(device)
     if size in DRAFT_SHAPES:

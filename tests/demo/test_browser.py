@@ -13,7 +13,7 @@ import pytest
 
 from hf_slospec.demo.serve import Options, launch, prepare
 from hf_slospec.demo.sessions import DemoSessions
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.options import ModelOptions
 from tests.support.paths import ROOT
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

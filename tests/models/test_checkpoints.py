@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_slospec import InvalidInputError, SLOSpecGenerator, UnsupportedModelError, enable, load_drafter
 from hf_slospec.models.inspection.checkpoints import load_model
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.loading import load_models
+from hf_slospec.serving.options import ModelOptions
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.toys.tiny_gemma4 import tiny_assistant, tiny_target
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
@@ -63,8 +64,8 @@ def test_checkpoints_with_faults_are_refused_everywhere(fault: str, tmp_path: Pa
         lambda: SLOSpecGenerator.from_pretrained(broken),
         lambda: SLOSpecGenerator.from_pretrained(whole, broken),
         lambda: SLOSpecGenerator.from_pretrained(whole, drafter=broken),
-        lambda: ModelOptions(target=broken, drafter="lookup").load(),
-        lambda: ModelOptions(target=whole, assistant=broken).load(),
+        lambda: load_models(ModelOptions(target=broken, drafter="lookup")),
+        lambda: load_models(ModelOptions(target=whole, assistant=broken)),
         lambda: load_drafter(broken, tiny_model("llama")),
     ]
     for load in refused:
@@ -76,7 +77,7 @@ def test_checkpoints_with_faults_are_refused_everywhere(fault: str, tmp_path: Pa
 def test_missing_and_unexpected_tensors_may_be_insisted_on(fault: str, tmp_path: Path) -> None:
     broken = saved(tmp_path, FAULTS[fault][0])
     assert SLOSpecGenerator.from_pretrained(broken, allow_missing=True).model.num_parameters()
-    assert ModelOptions(target=broken, drafter="lookup", allow_missing=True).load().target.num_parameters()
+    assert load_models(ModelOptions(target=broken, drafter="lookup", allow_missing=True)).target.num_parameters()
     with pytest.raises(UnsupportedModelError, match="allow_missing=True"):
         load_model(AutoModelForCausalLM, broken)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import socket
 import time
 from typing import Any
@@ -23,7 +24,8 @@ from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import Offer
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.router import GuaranteeRouter, SentOffers
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.openai.options import ServerOptions
+from tests.support.paths import ROOT
 from tests.support.served_pair import WAIT_S, alone
 from tests.support.stand_ins.replicas import FakeHandle, FakeStream, order_of, replicated
 
@@ -322,6 +324,7 @@ def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
         dict(drain_s=math.inf),
         dict(cpus=math.inf),
         dict(min_replicas=3),
+        dict(images=True),
         dict(cpus=2.5),
         dict(response_template={"x": 1}),
         dict(api_keys={"": {}}),
@@ -336,14 +339,30 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
         ReplicaOptions(**wrong)
 
 
+def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> None:
+    table = re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE)
+    listed = {
+        name: default
+        for names, defaults in table
+        for name, default in zip(re.findall(r"\w+", names), defaults.split(", "), strict=False)
+        if name not in ServerOptions.model_fields
+    }
+    fields = {name: field.default for name, field in ReplicaOptions.model_fields.items()}
+    assert listed == {
+        name: "none" if default is None else f"{default:g}"
+        for name, default in fields.items()
+        if name not in ServerOptions.model_fields
+    }
+
+
 def test_drafter_reaches_the_models_of_a_replica() -> None:
     from hf_slospec import InvalidInputError
-    from hf_slospec.serving.openai.serve import ServeOptions
+    from hf_slospec.serving.openai.options import ServeOptions
 
-    models = ModelOptions("org/name", None, "suffix+org/draft", allow_pickle=False, share_texts=True)
-    options = start.replica_options(ServeOptions(models), 2)
-    assert options.models == models
-    with pytest.raises(InvalidInputError, match="--drafter alone"):
+    models = dict(target="org/name", drafter="suffix+org/draft", share_texts=True, allow_missing=True)
+    options = start.replica_options(ServeOptions(**models), 2)
+    assert models.items() <= dict(options).items() and not options.allow_pickle
+    with pytest.raises(InvalidInputError, match=r"^assistant and drafter are .* in drafter alone: drafter org/draft"):
         ReplicaOptions(target="org/name", assistant="org/draft", drafter="suffix")
 
 

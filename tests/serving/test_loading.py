@@ -13,7 +13,8 @@ from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecConfig, SLOS
 from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.hybrid import HybridMethod
 from hf_slospec.drafters.suffix import SuffixMethod
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.serving.loading import draft_method, load_generator, load_models
+from hf_slospec.serving.options import ModelOptions
 from hf_slospec.tiny.embedded import FOLDER
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
@@ -31,29 +32,33 @@ KINDS = {
 @pytest.mark.parametrize("drafter", KINDS)
 def test_names_mean_those_of_the_embedded_target(drafter: str | None) -> None:
     options = ModelOptions(drafter=drafter, dtype="float32")
-    pair = options.load()
-    method: Any = options.method(pair)
+    pair = load_models(options)
+    method: Any = draft_method(options, pair)
     assert method.kind == KINDS[drafter]
     assert not isinstance(method, AssistantMethod) or method.assistant is pair.draft
 
 
 def test_a_target_alone_is_drafted_for_by_its_own_text() -> None:
     folder = str(FOLDER / "target")
-    assert ModelOptions(folder).parts == ["lookup"] and ModelOptions(folder, "org/draft").parts == ["assistant"]
-    assert ModelOptions(folder).name == "target" and ModelOptions("org/name").name == "org/name"
+    assert ModelOptions(target=folder).parts == ["lookup"] and ModelOptions(
+        target=folder, assistant="org/draft"
+    ).parts == ["assistant"]
+    assert ModelOptions(target=folder).name == "target" and ModelOptions(target="org/name").name == "org/name"
     assert ModelOptions().parts == ["assistant"]
 
 
 def test_texts_are_shared_only_on_demand() -> None:
     for shares in (False, True):
         options = ModelOptions(drafter="suffix+lookup", dtype="float32", share_texts=shares)
-        method: Any = options.method(options.load())
+        method: Any = draft_method(options, load_models(options))
         assert isinstance(method, HybridMethod) and isinstance(method.methods[0], SuffixMethod)
         assert method.methods[0]._drafter.shares_texts is shares
 
 
 def test_a_head_of_an_inflated_target() -> None:
-    generator = ModelOptions(drafter="mtp", size="0.1B", dtype="float32").generator(SLOSpecConfig(), "{{ messages }}")
+    generator = load_generator(
+        ModelOptions(drafter="mtp", size="0.1B", dtype="float32"), SLOSpecConfig(), "{{ messages }}"
+    )
     assert generator.decoder.speculator.method.kind == "MTP layer"
     assert generator.tokenizer is not None and generator.tokenizer.chat_template == "{{ messages }}"
 
@@ -62,7 +67,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
     options = ModelOptions(drafter="suffix", dtype="float32")
     with pytest.raises(MissingExtraError, match="the drafter suffix needs arctic_inference; install with: pip"):
-        options.method(options.load())
+        draft_method(options, load_models(options))
 
 
 def folder_of(path: Path, chat_template: str | None = None, **generation: Any) -> str:
@@ -77,7 +82,8 @@ def folder_of(path: Path, chat_template: str | None = None, **generation: Any) -
 
 
 def generator_of(target: str, chat_template: str | None = None) -> SLOSpecGenerator:
-    return ModelOptions(target=target, drafter="lookup", dtype="float32").generator(SLOSpecConfig(), chat_template)
+    options = ModelOptions(target=target, drafter="lookup", dtype="float32")
+    return load_generator(options, SLOSpecConfig(), chat_template)
 
 
 @pytest.mark.parametrize(

@@ -10,33 +10,23 @@ from rich import box
 from rich.table import Table
 
 from hf_slospec.cli.options import (
-    AllowMissing,
-    Assistant,
     ConfigJSON,
-    Device,
-    Drafter,
-    DType,
     ResultPath,
-    Size,
-    TargetModel,
     check_outputs,
     console,
     settings_of,
     usage_errors,
+    with_models,
     write_results,
 )
 from hf_slospec.engine.chrome_trace import write_chrome_trace
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.serving.options import ModelOptions
 
 
+@with_models(size="0.6B")
 def bench(
-    target: TargetModel = None,
-    assistant: Assistant = None,
-    drafter: Drafter = None,
-    size: Size = "0.6B",
-    dtype: DType = "fast",
-    device: Device = "auto",
-    allow_missing: AllowMissing = False,
+    given: dict[str, Any],
     batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of every row.")] = 96,
@@ -63,7 +53,7 @@ def bench(
     """
     from hf_slospec.cli import benchmark
     from hf_slospec.lab.texts import Recording
-    from hf_slospec.serving.loading import ModelOptions, size_and_place
+    from hf_slospec.serving.loading import draft_method, load_models, size_and_place
     from hf_slospec.tiny.embedded import tiny_prompts
 
     check_outputs(None, trace, record, json_path)
@@ -72,15 +62,16 @@ def bench(
         raise typer.BadParameter("--top-p has no effect without --temperature")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else None
     with usage_errors():
-        options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
-        if record is not None and target is not None and assistant is None:
+        options = ModelOptions(**given)
+        if record is not None and options.target is not None and options.assistant is None:
             raise InvalidInputError("--record has no draft model whose probabilities to write; give --assistant")
-        models = options.load()
-        method = options.method(models)
+        models = load_models(options)
+        method = draft_method(options, models)
         where = size_and_place(models.target)
     typer.echo(f"{options.name}: {where}; drafts: {method.kind}", err=True)
     facts = benchmark.provenance(
-        target=target or f"embedded, {size}", assistant="embedded" if target is None else assistant,
+        target=options.target or f"embedded, {options.size}",
+        assistant="embedded" if options.target is None else options.assistant,
         drafter=method.kind, dtype=str(models.target.dtype), device=str(models.target.device),
         parameters=[model.num_parameters() for model in models[:2] if model is not None], prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, repeats=repeats,

@@ -12,18 +12,15 @@ from rich.console import Console
 from hf_slospec import __version__
 from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.options import (
-    AllowMissing,
-    Assistant,
+    MODEL,
     ConfigJSON,
-    Device,
-    Drafter,
-    DType,
-    Size,
     settings_of,
     usage_errors,
+    with_models,
 )
 from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
 from hf_slospec.serving.log_level import only_errors_logged
+from hf_slospec.serving.options import ModelOptions
 
 if TYPE_CHECKING:
     from hf_slospec.cli.model_check import Comparison, ModelCheck
@@ -31,16 +28,12 @@ if TYPE_CHECKING:
 MAX_SHOWN = 5  # differences of one kind of call
 
 
+@with_models(MODEL[1:], dtype="auto")
 def check(
+    given: dict[str, Any],
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="A model from the Hub or a folder. Default: the embedded.")
+        str | None, typer.Argument(metavar="TARGET", help=ModelOptions.model_fields["target"].description)
     ] = None,
-    assistant: Assistant = None,
-    drafter: Drafter = None,
-    size: Size = "tiny",
-    dtype: DType = "auto",
-    device: Device = "auto",
-    allow_missing: AllowMissing = False,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts, one per line, or a list of texts in a .json file. Default: 20 texts.")
     ] = None,
@@ -68,22 +61,20 @@ def check(
     """
     from hf_slospec.cli.check_prompts import image_inputs, read_prompts
     from hf_slospec.cli.model_check import REFUSED, WRONG, ModelCheck, verdict_of
-    from hf_slospec.serving.loading import ModelOptions, size_and_place
+    from hf_slospec.serving.loading import draft_method, load_models, size_and_place
 
     budget, settings, err = TimeBudget(seconds), settings_of(config), Console(stderr=True, soft_wrap=True)
     with usage_errors(), only_errors_logged(), progress_shown(err, budget) as show:
         texts = read_prompts(prompts)
-        options = ModelOptions(
-            target, assistant, drafter, size, dtype, device, images=images, allow_missing=allow_missing
-        )
+        options = ModelOptions(**given, target=target, images=images)
         show(f"checking {options.name}, for about {seconds:g} s at most (--seconds); loading")
-        pair = options.load()
+        pair = load_models(options)
         pictures = list(image_inputs(str(target), pair.target.device)) if images else None
-        facts = _facts(target or f"embedded, {size}", pair.target)
+        facts = _facts(target or f"embedded, {options.size}", pair.target)
         show(f"{size_and_place(pair.target)}; {len(texts)} prompts")
         try:
-            method = options.method(pair)
-            facts["drafter"] = method.kind + (f" ({named})" if (named := assistant or drafter) else "")
+            method = draft_method(options, pair)
+            facts["drafter"] = method.kind + (f" ({named})" if (named := options.assistant or options.drafter) else "")
             model = ModelCheck(pair, method, texts, max_new_tokens, settings, budget, show, pictures)
         except (UnsupportedModelError, IncompatibleDraftError) as error:
             _print(f"{REFUSED}: {_line(error)}", facts)

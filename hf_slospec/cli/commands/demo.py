@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import (
-    AllowMissing,
-    Assistant,
-    Device,
-    Drafter,
-    DType,
-    Size,
-    TargetModel,
+    flag,
     is_given,
     usage_errors,
+    with_models,
 )
 from hf_slospec.demo import SIZE
 from hf_slospec.extras import need
+from hf_slospec.serving.options import ModelOptions
 
-LOADING = ("target", "assistant", "drafter", "size", "dtype", "device")  # options that --server excludes
 
-
+@with_models(size=SIZE)
 def demo(
+    given: dict[str, Any],
     context: typer.Context,
-    target: TargetModel = None,
-    assistant: Assistant = None,
-    drafter: Drafter = None,
-    size: Size = SIZE,
-    dtype: DType = "fast",
-    device: Device = "auto",
-    allow_missing: AllowMissing = False,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
     ] = None,
@@ -66,15 +55,13 @@ def demo(
 
     With a running server:  hf_slospec demo --server http://127.0.0.1:8000
     """
-    if server is not None and (given := [f"--{name}" for name in LOADING if is_given(context, name)]):
-        raise typer.BadParameter(f"{', '.join(given)}: --server has a model of its own; leave one of them out")
+    if server is not None and (loading := [flag(name) for name in given if is_given(context, name)]):
+        raise typer.BadParameter(f"{', '.join(loading)}: --server has a model of its own; leave one of them out")
     if server is None and is_given(context, "api_key"):
         raise typer.BadParameter("--api-key is the key of a server; give --server, too")
     console = Console(stderr=True, soft_wrap=True)
     with usage_errors(OSError):
         need("demo", "the demo")
         from hf_slospec.demo.serve import Options, serve
-        from hf_slospec.serving.loading import ModelOptions
 
-        models = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
-        serve(Options(models, host, port, password, no_password, server, api_key), console.print)
+        serve(Options(ModelOptions(**given), host, port, password, no_password, server, api_key), console.print)

@@ -12,19 +12,14 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import (
-    AllowMissing,
-    Assistant,
     ConfigJSON,
-    Device,
-    Drafter,
-    DType,
-    Size,
-    TargetModel,
     check_outputs,
     settings_of,
     usage_errors,
+    with_models,
 )
 from hf_slospec.serving.log_level import logged_afterwards
+from hf_slospec.serving.options import ModelOptions
 
 if TYPE_CHECKING:
     from hf_slospec.engine.request import RequestMetrics
@@ -33,7 +28,9 @@ if TYPE_CHECKING:
 MISSED, INTERRUPTED = 3, 130  # exit codes; 1 is an error, 2 a usage error
 
 
+@with_models()
 def generate(
+    given: dict[str, Any],
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. '-', or no prompt in a pipe: standard input.")
     ] = None,
@@ -48,13 +45,6 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling. Default: random.")] = None,
     stop: Annotated[list[str], typer.Option(help="Stop string; repeatable.")] = [],  # noqa: B006  read only
     chat: Annotated[bool, typer.Option(help="Apply the tokenizer's chat template to the prompt.")] = False,
-    target: TargetModel = None,
-    assistant: Assistant = None,
-    drafter: Drafter = None,
-    size: Size = "tiny",
-    dtype: DType = "fast",
-    device: Device = "auto",
-    allow_missing: AllowMissing = False,
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
@@ -75,7 +65,7 @@ def generate(
 
     Exit codes: 0 finished, 1 failed, 2 usage error, 3 SLO missed (with --strict), 130 interrupted.
     """
-    from hf_slospec.serving.loading import ModelOptions, size_and_place
+    from hf_slospec.serving.loading import load_generator, size_and_place
 
     check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
     text, settings = _prompt(prompt, file), settings_of(config)
@@ -87,8 +77,7 @@ def generate(
     try:
         with usage_errors():
             with console.status("loading, and measuring the speed of the models (stored for later runs)"):
-                options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
-                generator = options.generator(settings).start()
+                generator = load_generator(ModelOptions(**given), settings).start()
             facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
             with generator, logged_afterwards():  # logs follow the text

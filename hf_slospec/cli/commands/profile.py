@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.options import (
-    AllowMissing,
-    Assistant,
-    Device,
-    Drafter,
-    DType,
     ResultPath,
-    Size,
-    TargetModel,
     check_outputs,
     console,
     usage_errors,
+    with_models,
     write_results,
 )
+from hf_slospec.serving.options import ModelOptions
 
 
+@with_models(size="0.6B")
 def profile(
-    target: TargetModel = None,
-    assistant: Assistant = None,
-    drafter: Drafter = None,
-    size: Size = "0.6B",
-    dtype: DType = "fast",
-    device: Device = "auto",
-    allow_missing: AllowMissing = False,
+    given: dict[str, Any],
     seconds: Annotated[float, typer.Option(min=1.0, help="Duration of the measurement of each model.")] = 30.0,
     plot: Annotated[Path | None, typer.Option(help="Plot the measured curves to this PNG.")] = None,
     json_path: ResultPath = None,
@@ -46,15 +36,15 @@ def profile(
     """
     from hf_slospec.cli import benchmark, profiling
     from hf_slospec.serving.generator import SLOSpecGenerator
-    from hf_slospec.serving.loading import ModelOptions, size_and_place
+    from hf_slospec.serving.loading import draft_method, load_models, size_and_place
 
     check_outputs(plot, json_path)
     err = Console(stderr=True, soft_wrap=True)
     with usage_errors():
-        options = ModelOptions(target, assistant, drafter, size, dtype, device, allow_missing=allow_missing)
+        options = ModelOptions(**given)
         with err.status("loading"):
-            pair = options.load()
-            method = options.method(pair)
+            pair = load_models(options)
+            method = draft_method(options, pair)
             speculator = SLOSpecGenerator(pair.target, drafter=method).decoder.speculator
     models = dict(zip(("target", "draft"), speculator.models, strict=False))
     total_s = seconds * len(models)
@@ -70,7 +60,7 @@ def profile(
         output.print(f"plotted to {plot}")
     if json_path is not None:
         facts = benchmark.provenance(
-            target=target or f"embedded, {size}", drafter=method.kind, dtype=str(pair.target.dtype),
+            target=options.target or f"embedded, {options.size}", drafter=method.kind, dtype=str(pair.target.dtype),
             device=str(pair.target.device), seconds=seconds,
         )  # fmt: skip
         write_results(json_path, facts, records)

@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -16,16 +16,13 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hf_slospec.errors import InputModel
 from hf_slospec.serving.addresses import is_address, is_loopback
 from hf_slospec.serving.openai.answers import error_body
 from hf_slospec.serving.openai.bodies import SamplingBody
-from hf_slospec.serving.openai.limits import RequestLimits
-from hf_slospec.serving.openai.orders import SLOLimits, asked_slos
-from hf_slospec.serving.telemetry import PREFIX
+from hf_slospec.serving.openai.options import AccessOptions, ServerOptions, SLOLimits
+from hf_slospec.serving.openai.orders import asked_slos
 
 ANY = "*"  # in allowed_origins or allowed_hosts: all are allowed
-PREFIX_PATTERN = "^[a-zA-Z_:][a-zA-Z0-9_:]*$"
 
 
 class Tenant:
@@ -57,23 +54,17 @@ class Tenant:
         return hmac.digest(self._secret, json.dumps([self._key, requested]).encode(), hashlib.sha256).hex()
 
 
-class AccessOptions(InputModel):
-    """Options of an HTTP application that do not depend on its model."""
+class ServerSettings(AccessOptions):
+    """Settings of the HTTP application."""
 
-    api_keys: dict[str, SLOLimits] = Field(
-        default_factory=dict, description="Limits by API key; empty: no key is required."
-    )
-    limits: SLOLimits = Field(SLOLimits(), description="Limits where there are no keys.")
-    share_prefixes: bool = Field(False, description="Requests of all keys share K/V and suffix trees.")
-    allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may call the server (CORS).")
-    allowed_hosts: tuple[str, ...] = Field(
-        (), description="Names by which clients without a key may call the server, beside localhost and addresses."
-    )
-    special_tokens: Literal["allow", "refuse", "escape"] = Field(
-        "allow", description="What to do with special tokens in the texts of chats."
-    )
-    bounds: RequestLimits = Field(RequestLimits(), description="Limits of what one request may ask for.")
-    metrics_prefix: str = Field(PREFIX, pattern=PREFIX_PATTERN)
+    model_name: str
+    secret: bytes = Field(default_factory=partial(secrets.token_bytes, 32), repr=False)  # from which salts are derived
+
+    @classmethod
+    def of(cls, options: ServerOptions) -> ServerSettings:
+        """Return the settings of a server's application."""
+        access = {name: getattr(options, name) for name in AccessOptions.model_fields}
+        return cls(model_name=options.name, **access | {"allowed_hosts": options.hosts})
 
     def tenant(self, header: str, secret: bytes) -> Tenant | None:
         """Return the tenant of an Authorization header, in a time that does not depend on the key.
@@ -93,13 +84,6 @@ class AccessOptions(InputModel):
             if hmac.compare_digest(key.encode(), sent):
                 tenant = Tenant(limits, "" if self.share_prefixes else key, secret, f"key {number}")
         return tenant
-
-
-class ServerSettings(AccessOptions):
-    """Settings of the HTTP application."""
-
-    model_name: str
-    secret: bytes = Field(default_factory=partial(secrets.token_bytes, 32), repr=False)  # from which salts are derived
 
 
 class OwnPagesOnly:

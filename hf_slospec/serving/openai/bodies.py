@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hf_slospec.generate.slo import LEAST_S
+from hf_slospec.engine.request import LEAST_SLO_S
 from hf_slospec.serving.openai.images import ImageBudget, check_data_url
 
 TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
@@ -62,8 +62,8 @@ class SamplingBody(BaseModel):
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
 
-    slo_tpot: float | None = Field(None, ge=LEAST_S, allow_inf_nan=False, description="Seconds per output token.")
-    slo_ttft: float | None = Field(None, ge=LEAST_S, allow_inf_nan=False, description="Seconds to the first token.")
+    slo_tpot: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds per output token.")
+    slo_ttft: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the first token.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM.")
     best_effort: bool = False
     cache_salt: str = Field("", description="Share K/V with requests of the same salt only, as with vLLM.")

@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from hf_slospec.errors import InputModel, InvalidInputError, describe_validation_error
+from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.serving.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -60,14 +60,6 @@ class RequestLimits(InputModel):
     workers: int = Field(4, ge=1, description="Threads for tokenizing, images and submitting.")
     waiting: int = Field(256, ge=1, description="Jobs that wait for one of these threads, of all clients.")
     reader_s: float = Field(60.0, gt=0, description="Seconds after which a client that reads nothing is cut.")
-
-    @classmethod
-    def of_option(cls, option: str, text: str) -> RequestLimits:
-        """Return the limits of an option's JSON; raises InvalidInputError, which names the option."""
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise InvalidInputError(f"{option}: {describe_validation_error(error)}") from error
 
     def new_work(self) -> Work:
         """Return the pool of threads for a server."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
-from hf_slospec.errors import InputModel, InvalidInputError
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
@@ -24,31 +22,6 @@ SLO_HEADERS = {
     "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
     "slo_ttft": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
 }
-
-
-class SLOLimits(InputModel):
-    """Default and strictest SLOs of requests, in seconds, and their lowest priority; None: no default or no limit."""
-
-    default_tpot: float | None = Field(None, gt=0)
-    strictest_tpot: float | None = Field(None, gt=0)
-    default_ttft: float | None = Field(None, gt=0)
-    strictest_ttft: float | None = Field(None, gt=0)
-    lowest_priority: int | None = Field(None, le=0)  # lower is served earlier; 0 is the default of requests
-
-    def apply(self, requested: dict[str, float | None]) -> dict[str, float | None]:
-        """Return ``slo_tpot`` and ``slo_ttft``; raises InvalidInputError if they are stricter than allowed."""
-        slos = {}
-        for name in ("tpot", "ttft"):
-            value, strictest = requested[f"slo_{name}"], getattr(self, f"strictest_{name}")
-            if value is not None and strictest is not None and value < strictest:
-                raise InvalidInputError(f"slo_{name} must be at least {strictest:g} s here, got {value:g}")
-            slos[f"slo_{name}"] = getattr(self, f"default_{name}") if value is None else value
-        return slos
-
-    def check_priority(self, priority: int) -> None:
-        """Raise InvalidInputError if a priority is lower, thus served earlier, than allowed."""
-        if self.lowest_priority is not None and priority < self.lowest_priority:
-            raise InvalidInputError(f"priority must be at least {self.lowest_priority} here, got {priority}")
 
 
 def asked_slos(body: SamplingBody, headers: Mapping[str, str]) -> dict[str, float | None]:

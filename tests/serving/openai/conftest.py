@@ -18,7 +18,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
-from hf_slospec.serving.openai.orders import SLOLimits
+from hf_slospec.serving.openai.options import SLOLimits
 
 CHAT_TEMPLATE = (
     "{% if tools %}# tools\n{{ tools | tojson }}\n{% endif %}"

@@ -14,7 +14,7 @@ from hf_slospec import QueueFull, SLOSpecGenerator, tiny_prompts
 from hf_slospec.serving.openai import connections, reading
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
-from hf_slospec.serving.openai.orders import SLOLimits
+from hf_slospec.serving.openai.options import SLOLimits
 from tests.serving.openai.conftest import KEY, STRICT_KEY, Served, listening
 
 PROMPT = tiny_prompts()[0][:60]

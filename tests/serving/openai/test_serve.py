@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
-from hf_slospec.serving.loading import ModelOptions
-from hf_slospec.serving.openai.serve import ServeOptions, welcome
+from hf_slospec.serving.openai.options import ServeOptions
+from hf_slospec.serving.openai.serve import welcome
 from hf_slospec.tiny.embedded import FOLDER
 
 START_S = 240.0
@@ -32,20 +32,22 @@ START_S = 240.0
     [
         (["--host", "0.0.0.0"], "--no-api-key"),
         (["--chat-template", "/no/such/file"], "--chat-template"),
-        (["--default-slo-tpot", "-1"], "default_tpot"),
+        (["--default-slo-tpot", "-1"], "--default-slo-tpot: Input"),
         (["--target", "./nowhere"], "--target ./nowhere: there is no folder ./nowhere"),
         (["--target", "pickled", "--drafter", "lookup"], "need --allow-pickle"),
         (["--share-texts"], "--drafter suffix"),
         (["--images"], "--target"),
-        (["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"], "--replicas"),
+        (["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"], "--images: replicas take no"),
         (["--share-texts", "--drafter", "lookup+mtp"], "--drafter suffix"),
         (["--drafter", "pickled"], "safetensors"),
-        (["--metrics-prefix", "no name"], "metrics_prefix"),
+        (["--metrics-prefix", "no name"], "--metrics-prefix: String"),
         (["--request-limits", '{"prompts": 0}'], "--request-limits: prompts"),
         (["--request-limits", '{"prompt": 3}'], "--request-limits: prompt"),
-        (["--api-key-file", "keys.json"], "strictest_tpot"),
+        (["--api-key-file", "keys.json"], "--api-key-file keys.json: key: strictest_tpot: Input"),
+        (["--api-key", ""], "--api-key: a key is empty"),
+        (["--port", "0"], "--port: Input"),
         (["--response-template", "template.json"], "--response-template"),
-        (["--special-tokens", "forbid"], "special_tokens"),
+        (["--special-tokens", "forbid"], "--special-tokens: Input"),
         (["--lowest-priority", "1"], "--lowest-priority"),
     ],
 )
@@ -67,10 +69,10 @@ def test_what_is_refused_before_it_listens(
 def test_the_welcome_names_device_dtype_and_a_request_of_the_right_kind(is_chat: bool, is_guarded: bool) -> None:
     target, _, tokenizer = load_tiny_pair()
     tokenizer.chat_template = "{{ messages }}" if is_chat else None
-    options = ServeOptions(ModelOptions(str(FOLDER / "target")))
+    options = ServeOptions(target=str(FOLDER / "target"), api_keys={"key": {}} if is_guarded else {})
     assert options.name == "target"  # not the path
     generator = SLOSpecGenerator(target, tokenizer=tokenizer)
-    said = dict(line.split(maxsplit=1) for line in welcome(options, options.name, generator, is_guarded).splitlines())
+    said = dict(line.split(maxsplit=1) for line in welcome(options, generator).splitlines())
     assert said["model"].startswith("target: 6 M parameters, float32, on cpu") and said["drafter"] == "prompt lookup"
     curl = shlex.split(said["curl"])
     body = json.loads(curl[-1])

@@ -13,12 +13,9 @@ import pytest
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.serving.addresses import is_loopback
-from hf_slospec.serving.loading import ModelOptions
-from hf_slospec.serving.openai.access import AccessOptions
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
-from hf_slospec.serving.openai.orders import SLOLimits
-from hf_slospec.serving.openai.serve import ServeOptions
+from hf_slospec.serving.openai.options import ServeOptions, SLOLimits
 from tests.serving.openai.conftest import listening
 
 PAGE = "https://page.example"
@@ -122,9 +119,8 @@ def test_operator_may_allow_all_names_and_pages(generator: SLOSpecGenerator) -> 
 
 
 def test_name_that_is_listened_on_is_allowed() -> None:
-    access = AccessOptions(allowed_hosts=("llm.lan",))
-    options = ServeOptions(ModelOptions(), host="box.lan", allows_no_key=True, access=access)
-    assert options.settings.allowed_hosts == ("box.lan", "llm.lan")
+    options = ServeOptions(host="box.lan", no_api_key=True, allowed_hosts=("llm.lan",))
+    assert ServerSettings.of(options).allowed_hosts == ("box.lan", "llm.lan")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ import pytest
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_drafter, load_tiny_pair, tiny_prompts
 from hf_slospec.algo.prefixes import PrefixIndex
-from hf_slospec.serving.loading import ModelOptions
+from hf_slospec.cli.commands.serve import read_keys
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
-from hf_slospec.serving.openai.orders import SLOLimits
-from hf_slospec.serving.openai.serve import ServeOptions
+from hf_slospec.serving.openai.options import SLOLimits
 from tests.serving.openai.conftest import listening
 
 ONE, OTHER = "key-of-one", "key-of-another"
@@ -184,8 +183,8 @@ def test_keys_limit_priorities_and_slos(clients: Clients) -> None:
 def test_limits_of_priorities_are_read_from_the_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     file.write_text('{"one": {"lowest_priority": -3}, "other": {}}')
-    keys = ServeOptions(ModelOptions(), key_file=file).keys()
+    keys = read_keys(file)
     assert keys["one"].lowest_priority == -3 and keys["other"].lowest_priority is None
     file.write_text('{"one": {"lowest_priority": 1}}')
     with pytest.raises(InvalidInputError, match="lowest_priority"):
-        ServeOptions(ModelOptions(), key_file=file).keys()
+        read_keys(file)

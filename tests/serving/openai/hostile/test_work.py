@@ -14,7 +14,7 @@ from hf_slospec import SLOSpecGenerator
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
-from hf_slospec.serving.openai.orders import SLOLimits
+from hf_slospec.serving.openai.options import SLOLimits
 from hf_slospec.serving.openai.work import BusyError, JobSlots, Work
 from tests.serving.openai.conftest import Served, listening
 from tests.serving.openai.hostile.clients import SMALL, WAIT_S, metrics_of, sent, wait_until, wait_until_idle
