@@ -21,11 +21,7 @@ from hf_slospec.models.packed.padding import padded
 
 logger = logging.getLogger(__name__)
 
-REPLAYABLE = {
-    pack,
-    plan_tree,
-    plan_own,
-}  # plans of a padded batch whose sizes and numbers do not depend on lengths of texts
+REPLAYABLE = {pack, plan_tree, plan_own}  # plans of padded batches whose sizes do not depend on lengths of texts
 
 
 class CapturedForwards:
