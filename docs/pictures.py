@@ -30,6 +30,7 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention.dense import masked_attention
+from hf_slospec.models.attention.sequence_plan import plan_sequences
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
@@ -135,12 +136,13 @@ def draw_packed_batch(drawer: Drawer) -> None:
     parts = [sequences.chain_and_tree(r, r.tokens[-1:], tree) for r, tree in zip(requests, trees, strict=True)]
     sequences.forward(parts, torch.arange(sum(tree.num_nodes for tree in trees)))
 
-    spans = batches[0].spans
+    spans, plan = batches[0].spans, plan_sequences(batches[0], None, None, 1, torch.float32)
     num_tokens, num_keys = spans[-1].end, sum(span.num_visible for span in spans)
     figure, axes = pyplot.subplots(figsize=(10, 6.4), layout="constrained")
     columns, left = list[str](), 0
-    for span, request, tree, colour in zip(spans, requests, trees, ROW_COLOURS, strict=False):
-        is_seen = (span.mask(None, torch.zeros(())) == 0).numpy()  # [num_tokens, num_visible] of this request
+    rows = zip(spans, plan.sequences, requests, trees, ROW_COLOURS, strict=False)
+    for span, keys, request, tree, colour in rows:
+        is_seen = keys.seen(None, None).numpy()  # [num_tokens, num_visible] of this request
         committed = span.sequence.length
         for line, column in np.argwhere(is_seen):
             alpha = 0.35 if column < committed else 1.0

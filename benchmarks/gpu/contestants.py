@@ -65,7 +65,7 @@ def contestant(bench: Bench, batch: int, name: str) -> Iterator[tuple[Method, di
 
 def _effective(target: Any, config: SLOSpecConfig) -> dict[str, Any]:
     packed = PackedModel(target, config.attention, config.prepack, config.cuda_graphs)
-    return {"attention": packed.backend.__name__, "cuda_graphs": packed.has_graphs}
+    return {"attention": packed.backend.__name__, "cuda_graphs": packed.captured.is_on}
 
 
 def _same_as(target: Any, name: str, facts: dict[str, Any]) -> str | None:

@@ -6,16 +6,18 @@ from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
 from hf_slospec.models.attention.gathered import GatheredForward, MaskSource, own_attention
 from hf_slospec.models.attention.hook import active_forward
-from hf_slospec.models.attention.packing import MAX_DENSE
+from hf_slospec.models.attention.packing import MAX_DENSE, pack
 from hf_slospec.models.attention.positions import Positions, given_positions
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_attention import TreeAttention
+from hf_slospec.models.attention.tree_plan import plan_tree
 from hf_slospec.models.batch.packed_batch import (
     FIRST_SEEN,
     AttentionLayer,
     NewTokens,
     PackedBatch,
     PlannedBatch,
+    Plans,
     Span,
 )
 
@@ -30,6 +32,7 @@ __all__ = [
     "PackedBatch",
     "PackedForward",
     "PlannedBatch",
+    "Plans",
     "Positions",
     "Span",
     "TreeAttention",
@@ -38,5 +41,7 @@ __all__ = [
     "given_positions",
     "masked_attention",
     "own_attention",
+    "pack",
+    "plan_tree",
     "sdpa_attention",
 ]

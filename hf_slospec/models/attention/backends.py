@@ -14,7 +14,7 @@ from hf_slospec.models.attention.flash import FlashAttention, kernel_for
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_attention import TreeAttention, why_no_kernel
 from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
+from hf_slospec.models.batch.packed_batch import AttentionLayer, Plans
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Backend(Protocol):
         query: torch.Tensor,  # [num_heads, num_tokens, head_dim]
         keys: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         values: torch.Tensor,  # [num_slots, num_kv_heads, value_dim]
-        batch: PackedBatch | PlannedBatch,
+        batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, value_dim]."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hf_slospec.models.attention.sequence_plan import SequencePlan, plan_sequences
 from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.batch.packed_batch import PackedBatch, PlannedBatch
+from hf_slospec.models.batch.packed_batch import Plans
 
 
 def dense_attention(
@@ -31,13 +32,13 @@ def masked_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    batch: PackedBatch | PlannedBatch,
+    batch: Plans,
     rules: AttentionRules,
 ) -> torch.Tensor:
     """Return attention of the whole batch over the whole pool under one mask: the reference of all other backends."""
     mask = torch.full((query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device)
-    for span, slots in zip(batch.spans, batch.visible, strict=True):
-        span_mask = span.mask(rules, query)
-        mask[span.begin : span.end, slots] = 0.0 if span_mask is None else span_mask
+    plan: SequencePlan = batch.plan(plan_sequences, query.device, rules.window, rules.chunk, 1, query.dtype)
+    for sequence in plan.sequences:
+        mask[sequence.tokens, sequence.slots] = 0.0 if sequence.mask is None else sequence.mask
     key, value = keys.transpose(0, 1), values.transpose(0, 1)
     return dense_attention(query, key, value, mask, rules).transpose(0, 1)

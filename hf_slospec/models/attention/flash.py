@@ -12,7 +12,7 @@ from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.attention.packing import Block, Entries, Packing, pack
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch
+from hf_slospec.models.batch.packed_batch import AttentionLayer, Plans
 from hf_slospec.models.device.transfer import aligned
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class FlashAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: PackedBatch | PlannedBatch,
+        batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
         kernel = self._kernel(query, keys, values, rules)

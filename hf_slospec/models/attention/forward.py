@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.positions import Positions
 from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Slots
+from hf_slospec.models.batch.packed_batch import AttentionLayer, OverVisible, Plans, Span, plan_own, plan_visible
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.forward import RecurrentForward
 
@@ -23,32 +21,19 @@ class PackedForward(RecurrentForward):
     def __init__(
         self,
         pool: KVPool,
-        batch: PackedBatch | PlannedBatch,
-        own_slots: torch.Tensor,  # [num_tokens] int64, slots in which the batch's K and V are staged
+        batch: Plans,
         backend: Backend,
         layers: Sequence[AttentionLayer],  # in the order in which the pool stores them
         position_ids: torch.Tensor,  # [1, num_tokens] int64, as passed to the model
+        spans: Sequence[Span] = (),  # sequences whose states layers read and stage; none if no layer keeps a state
     ):
-        super().__init__(lambda: batch.spans)
+        super().__init__(spans)
         self.pool, self.batch, self.backend = pool, batch, backend
         self._layers = {layer.layer_idx: (pool_idx, layer) for pool_idx, layer in enumerate(layers)}
-        self._own_slots, self._positions = Slots(own_slots), Positions(position_ids)
+        self._positions = Positions(position_ids)
         self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> layer_idx; layers may share K and V
         self._held: list[torch.Tensor] = []  # keeps these ids from being reused for other tensors
         self._latent: int | None = None  # layer_idx of a latent layer between update and attend
-
-    @functools.cached_property
-    def _gathered(self) -> PackedBatch:
-        """The batch for layers whose K and V are the visible slots only, sequence after sequence."""
-        ends = itertools.accumulate(span.num_visible for span in self.batch.spans)
-        return PackedBatch(
-            self.batch.spans,
-            [slice(end - span.num_visible, end) for span, end in zip(self.batch.spans, ends, strict=False)],
-        )
-
-    @functools.cached_property
-    def _visible_slots(self) -> Slots:
-        return Slots(torch.cat([torch.arange(slots.start, slots.stop) for slots in self.batch.visible]))
 
     # transformers reads it to build masks, which packed forwards do not use.
     is_initialized = True
@@ -63,12 +48,12 @@ class PackedForward(RecurrentForward):
         """Stage a layer's K and V of the batch, each [1, num_kv_heads, num_tokens, dim]."""
         pool_idx, layer = self._layers[layer_idx]
         keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]
-        slots = self._own_slots.on(keys.device)
+        slots = self.batch.plan(plan_own, keys.device).slots
         keys.index_copy_(0, slots, key[0].transpose(0, 1))
         values.index_copy_(0, slots, value[0].transpose(0, 1))
         if layer.is_latent:  # the layer expands the returned tensors, so it needs all visible slots
             self._latent = layer_idx
-            visible = self._visible_slots.on(keys.device)
+            visible = self.batch.plan(plan_visible, keys.device).slots
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
         self._layer_of[id(key), id(value)] = layer_idx
         self._held += key, value
@@ -92,7 +77,7 @@ class PackedForward(RecurrentForward):
             pool_idx, _ = self._layers[layer_idx]
             keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]
         elif self._latent is not None:
-            layer_idx, self._latent, batch = self._latent, None, self._gathered
+            layer_idx, self._latent, batch = self._latent, None, OverVisible(self.batch)
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")

@@ -10,14 +10,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_slospec.models.attention.positions import Positions
-from hf_slospec.models.batch.packed_batch import PackedBatch, Slots
-from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.batch.packed_batch import PackedBatch, Plan, Plans, plan_own
 from hf_slospec.models.kv_cache.pool import KVPool
 
 MASKING = ("eager", "sdpa")  # attention implementations that read a mask
@@ -65,33 +65,54 @@ class MaskSource:
         return self._num_keys, 0
 
 
-class GatheredForward(MaskSource):
-    """One forward of a packed batch: the cache of a model whose layers compute attention in their own code.
+@dataclass(frozen=True, eq=False)
+class GatheredPlan(Plan):
+    """Keys of a packed batch: those of earlier tokens, sequence after sequence, then those of the batch in its order.
 
-    Its keys are those of earlier tokens, sequence after sequence, then those of the batch in its order. A single
-    sequence has them in the same order, so a causal mask by index that a layer adds hides no visible key.
+    A single sequence has them in the same order, so a causal mask by index that a layer adds hides no visible key.
     """
 
-    def __init__(self, pool: KVPool, batch: PackedBatch, own_slots: torch.Tensor, position_ids: torch.Tensor):
+    slots: torch.Tensor  # [num_keys] int64
+    earlier_positions: torch.Tensor  # [num_earlier] int64
+    seen: torch.Tensor  # [num_tokens, num_keys] bool: keys that each token sees without a window
+
+
+def plan_gathered(batch: PackedBatch) -> GatheredPlan:
+    """Return the keys of a batch, made where its masks are."""
+    device = batch.spans[0].staged_mask.device
+    slots, positions = list[torch.Tensor](), list[torch.Tensor]()
+    num_tokens, num_earlier = batch.spans[-1].end, sum(span.num_visible - span.num_tokens for span in batch.spans)
+    seen = torch.zeros(num_tokens, num_earlier + num_tokens, dtype=torch.bool, device=device)
+    begin = 0  # first column with earlier keys of the sequence
+    for span, visible in zip(batch.spans, batch.visible, strict=True):
+        num_staged = span.num_staged - span.num_tokens  # by earlier forwards
+        committed_end = begin + span.sequence.length
+        end, rows = committed_end + num_staged, seen[span.begin : span.end]
+        rows[:, begin:committed_end] = True
+        rows[:, committed_end:end] = span.staged_mask[:, :num_staged]
+        rows[:, num_earlier + span.begin : num_earlier + span.end] = span.staged_mask[:, num_staged:]
+        slots.append(torch.arange(visible.start, visible.stop - span.num_tokens))
+        positions += torch.arange(span.sequence.length, device=device), span.staged_positions[:num_staged]
+        begin = end
+    slots.append(plan_own(batch).slots)
+    return GatheredPlan(torch.cat(slots), torch.cat(positions), seen)
+
+
+class GatheredForward(MaskSource):
+    """One forward of a packed batch: the cache of a model whose layers compute attention in their own code."""
+
+    def __init__(self, pool: KVPool, batch: Plans, position_ids: torch.Tensor):
         """Begin a forward.
 
         Args:
             pool: storage of the batch's sequences.
-            batch: the tokens, and the slots that each of them sees.
-            own_slots: [num_tokens] int64, slots in which the batch's K and V are staged.
+            batch: its plans.
             position_ids: [1, num_tokens] int64.
         """
-        self.pool, self.batch, self._own_slots = pool, batch, Slots(own_slots)
-        before = [torch.arange(slots.start, slots.stop - span.num_tokens) for span, slots in self._spans()]
-        self._visible_slots = Slots(torch.cat([*(slots.to(own_slots) for slots in before), own_slots]))
-        committed = [torch.arange(span.sequence.length) for span, _ in self._spans()]
-        staged = [span.staged_positions[: -span.num_tokens] for span, _ in self._spans()]
-        parts = [part for pair in zip(committed, staged, strict=True) for part in pair]
-        earlier = to_device(parts, position_ids.device)
-        self.positions = Positions(position_ids, torch.cat([*earlier, position_ids[0]]))
-
-    def _spans(self) -> Any:
-        return zip(self.batch.spans, self.batch.visible, strict=True)
+        self.pool, self.batch = pool, batch
+        plan: GatheredPlan = batch.plan(plan_gathered, position_ids.device)
+        self._seen = plan.seen
+        self.positions = Positions(position_ids, torch.cat((plan.earlier_positions, position_ids[0])))
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -108,23 +129,8 @@ class GatheredForward(MaskSource):
 
     def _staged(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Write ``new`` [num_tokens, num_heads, dim] and return all visible slots.  -> [1, num_heads, num_keys, dim]"""
-        stored.index_copy_(0, self._own_slots.on(stored.device), new)
-        return stored[self._visible_slots.on(stored.device)].transpose(0, 1)[None]
-
-    @functools.cached_property
-    def _seen(self) -> torch.Tensor:
-        """Keys that each token sees without a window.  [num_tokens, num_keys] bool"""
-        num_tokens, device = self.positions.of_tokens.shape[1], self.positions.of_tokens.device
-        seen = torch.zeros(num_tokens, self._num_keys, dtype=torch.bool, device=device)
-        begin = 0  # first column with earlier keys of the sequence
-        for span in self.batch.spans:
-            end = begin + span.num_visible - span.num_tokens
-            in_span = span.seen(None, None, device)
-            earlier, new = in_span[:, : end - begin], in_span[:, end - begin :]
-            seen[span.begin : span.end, begin:end] = earlier
-            seen[span.begin : span.end, self.num_earlier + span.begin :][:, : span.num_tokens] = new
-            begin = end
-        return seen
+        stored.index_copy_(0, self.batch.plan(plan_own, stored.device).slots, new)
+        return stored[self.batch.plan(plan_gathered, stored.device).slots].transpose(0, 1)[None]
 
     def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
         """Return the keys that each token sees and the mask function allows at their positions."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.models.batch.packed_batch import PackedBatch, Span
+from hf_slospec.models.batch.packed_batch import PackedBatch, Plan, Span
 from hf_slospec.models.device.bucket_sizes import bucket_for
 
 MAX_DENSE = 64  # longer chains are causal entries, as the work of a dense block is quadratic in its tokens
@@ -105,17 +105,14 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class Packing(Plan):
     """Kernel calls and dense blocks of a batch, for layers of one kind."""
 
     chains: Entries | None
     split: Split | None
 
     def completed(self, seen: torch.Tensor | None = None) -> Packing:
-        """Return a copy with biases, which are made on the layers' device, as they are larger than their masks.
-
-        ``seen`` [num_values] bool is the table that the masks index, None if they are boolean.
-        """
+        """Return a copy with biases, which are made on the layers' device, as they are larger than their masks."""
         return self if self.split is None else replace(self, split=self.split.with_bias(seen))
 
 

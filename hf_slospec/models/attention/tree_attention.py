@@ -14,7 +14,7 @@ from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.attention.tree_plan import MAX_ROWS, TreePlan, plan_tree
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
-from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, PlannedBatch, Span
+from hf_slospec.models.batch.packed_batch import AttentionLayer, PackedBatch, Plans, Span
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class TreeAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: PackedBatch | PlannedBatch,
+        batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
         groups = query.shape[0] // keys.shape[1]

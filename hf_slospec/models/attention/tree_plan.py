@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.models.batch.packed_batch import PackedBatch, Span
+from hf_slospec.models.batch.packed_batch import PackedBatch, Plan, Span
 
 MIN_ROWS, MAX_ROWS = 16, 64  # rows per tile: the minimum of tensor cores, and as many as registers suffice for
 MIN_WIDTH = 16  # least number of columns of a padded mask
@@ -16,7 +16,7 @@ COLUMNS = ("start", "prefix_len", "num_staged", "first_token", "num_tokens", "of
 
 
 @dataclass(frozen=True, eq=False)
-class TreePlan:
+class TreePlan(Plan):
     """Tokens of a packed batch in tiles, each with tokens of one sequence; a kernel's program computes one tile.
 
     ``start`` is the sequence's first slot in the layer's K and V; ``prefix_len`` committed and ``num_staged`` staged
@@ -32,7 +32,7 @@ class TreePlan:
     num_rows: int  # rows per tile: query heads that share a KV head, times tokens
 
     def completed(self, seen: torch.Tensor | None = None) -> TreePlan:
-        """Return the plan with its mask looked up in ``seen`` [num_values] bool; None: the mask is boolean."""
+        """Return the plan with its mask looked up in ``seen``."""
         return self if seen is None else replace(self, mask=seen[self.mask])
 
 

@@ -1,18 +1,17 @@
-"""Packed batches: the sequences of one forward and the keys visible to each of their tokens."""
+"""Packed batches: the sequences of one forward, the keys visible to each of their tokens, and plans made of both."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.device.transfer import to_device
 
-NO_LENGTHS = "a layer's attention depends on sequence lengths (flash attention's does not), so it cannot be captured"
 FIRST_SEEN = 2  # first index in a table of mask values whose value varies: 0 is False, and 1 is True
 
 
@@ -54,7 +53,6 @@ class Span:
     staged_positions: torch.Tensor  # [num_staged] int64
     is_chain: bool = False  # nothing else is staged, positions are consecutive, and the mask is causal
     windowed_mask: torch.Tensor | None = None  # same shape; mask in layers with a sliding window; None: staged_mask
-    _masks: dict[Hashable, torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -80,46 +78,27 @@ class Span:
         """Return the mask among staged tokens for layers with this window.  -> [num_tokens, num_staged] bool"""
         return self.staged_mask if window is None or self.windowed_mask is None else self.windowed_mask
 
-    def mask(self, rules: AttentionRules, like: torch.Tensor, repeats: int = 1) -> torch.Tensor | None:
-        """Return the additive mask over the visible slots, or None if all of them may be attended to.
 
-        Sliding windows and chunks count positions, not slots: a node's position is its root's plus its depth.
+class Plan:
+    """Base of what one kind of layer reads of a packed batch: tensors, and numbers that the host reads.
 
-        Returns:
-            [repeats * num_tokens, num_visible], the mask ``repeats`` times, in ``like``'s dtype and device; cached for
-            the forward.
+    Plans are made on the host, before the forward, and copied to the device with its other inputs.
+    """
+
+    def completed(self, seen: torch.Tensor | None = None) -> Any:
+        """Return the plan with what is made on the device, where it is used.
+
+        ``seen`` [num_values] bool is the table that masks index, None if they are boolean.
         """
-        key = rules.window, rules.chunk, repeats, like.dtype, like.device
-        if key not in self._masks:
-            mask = self._additive_mask(rules.window, rules.chunk, like.dtype, like.device)
-            self._masks[key] = mask if mask is None else mask.repeat(repeats, 1)
-        return self._masks[key]
+        del seen
+        return self
 
-    def _additive_mask(
-        self, window: int | None, chunk: int | None, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor | None:
-        if not self.num_staged:  # queries over committed tokens, which the caller has cut to the window
-            return None
-        allowed = self.seen(window, chunk, device)
-        # On another device, reading the mask would make the host wait.
-        if self.num_tokens == 1 and device.type == "cpu" and bool(allowed.all()):
-            return None
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
-    def seen(self, window: int | None, chunk: int | None, device: torch.device) -> torch.Tensor:
-        """Return which visible slots each token may attend to.  -> [num_tokens, num_visible] bool"""
-        num_tokens, length = self.num_tokens, self.sequence.length
-        staged_mask, staged_positions = to_device((self.staged_mask_for(window), self.staged_positions), device)
-        prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
-        allowed = torch.cat((prefix, staged_mask), dim=1)
-        if window is not None or chunk is not None:
-            keys = torch.cat((torch.arange(length, device=device), staged_positions))
-            queries = staged_positions[-num_tokens:, None]
-            if window is not None:
-                allowed = allowed & (queries - keys < window)
-            if chunk is not None:
-                allowed = allowed & (queries // chunk == keys // chunk)
-        return allowed
+class Plans(Protocol):
+    """Source of the plans of a packed batch."""
+
+    def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
+        """Return ``make(batch, *arguments)``, completed on ``device``."""
 
 
 @dataclass(eq=False)
@@ -129,7 +108,7 @@ class PackedBatch:
     spans: list[Span]
     visible: list[slice]  # per span: the slots it sees, in the layer's K and V
     is_padded: bool = False  # plans are padded to bucket sizes too
-    plans: dict[Hashable, Any] = field(default_factory=dict)  # by function, device and arguments; see :meth:`plan`
+    plans: dict[Any, Any] = field(default_factory=dict)  # completed, by function, device and arguments
 
     @classmethod
     def of(cls, parts: Sequence[NewTokens], is_padded: bool = False) -> PackedBatch:
@@ -143,50 +122,56 @@ class PackedBatch:
             begin = end
         return cls(spans, [span.visible for span in spans], is_padded)
 
-    @property
-    def own_slots(self) -> torch.Tensor:
-        """Slots in which the batch's K and V are staged.  [num_tokens] int64"""
-        pairs = zip(self.spans, self.visible, strict=True)
-        return torch.cat([torch.arange(slots.stop - span.num_tokens, slots.stop) for span, slots in pairs])
-
-    def plan(self, make: Callable[..., Any], device: torch.device, *arguments: Hashable) -> Any:
-        """Return ``make(batch, *arguments)`` on ``device``; it is computed once and shared by all layers."""
+    def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
+        """Return a plan, which all layers share; it is made now if no earlier forward has requested it."""
         if (key := (make, device, *arguments)) not in self.plans:
             self.plans[key] = to_device(make(self, *arguments), device).completed()
         return self.plans[key]
 
 
 class PlannedBatch:
-    """Packed batch during the capture of a forward: only its plans are known."""
+    """Packed batch during a forward that reads tensors only: its plans, made before."""
 
-    def __init__(self, plans: dict[Hashable, Any], seen: torch.Tensor | None = None):
-        """Complete the plans; ``seen`` [num_values] bool is the table that masks index, None if they are boolean."""
+    def __init__(self, plans: dict[Any, Plan], seen: torch.Tensor | None = None):
+        """Complete the plans, which are on the device; for ``seen`` see :meth:`Plan.completed`."""
         self._plans = {key: plan.completed(seen) for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:
-        """Return a plan that was made before the forward."""
+        """Return a plan."""
         return self._plans[key]
 
-    @property
-    def spans(self) -> list[Span]:
-        """Raise RuntimeError: spans depend on sequence lengths."""
-        raise RuntimeError(NO_LENGTHS)
 
-    @property
-    def visible(self) -> list[slice]:
-        """Raise RuntimeError: visible slots depend on sequence lengths."""
-        raise RuntimeError(NO_LENGTHS)
+@dataclass(frozen=True, eq=False)
+class SlotPlan(Plan):
+    """Some slots of a packed batch."""
+
+    slots: torch.Tensor  # [num_slots] int64
 
 
-class Slots:
-    """Slot indices, copied to each device at first use."""
+def plan_own(batch: PackedBatch) -> SlotPlan:
+    """Return the slots in which the K and V of the batch's tokens are staged."""
+    pairs = zip(batch.spans, batch.visible, strict=True)
+    return SlotPlan(torch.cat([torch.arange(slots.stop - span.num_tokens, slots.stop) for span, slots in pairs]))
 
-    def __init__(self, slots: torch.Tensor):
-        self._source = slots
-        self._by_device = {slots.device: slots}
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the slots on a device.  -> [num_slots] int64"""
-        if device not in self._by_device:
-            self._by_device[device] = to_device(self._source, device)
-        return self._by_device[device]
+def plan_visible(batch: PackedBatch) -> SlotPlan:
+    """Return the slots that the batch sees, sequence after sequence."""
+    return SlotPlan(torch.cat([torch.arange(slots.start, slots.stop) for slots in batch.visible]))
+
+
+def plan_over_visible(batch: PackedBatch, make: Callable[..., Plan], *arguments: Hashable) -> Plan:
+    """Return a plan for layers whose K and V are those of :func:`plan_visible`."""
+    ends = itertools.accumulate(span.num_visible for span in batch.spans)
+    visible = [slice(end - span.num_visible, end) for span, end in zip(batch.spans, ends, strict=True)]
+    return make(PackedBatch(batch.spans, visible), *arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class OverVisible:
+    """Plans of a batch for layers whose K and V are those of :func:`plan_visible`."""
+
+    batch: Plans
+
+    def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
+        """Return a plan; see :meth:`Plans.plan`."""
+        return self.batch.plan(plan_over_visible, device, make, *arguments)

@@ -155,7 +155,7 @@ class Forwards:
             for sequence in sequences:
                 sequence.length = size.keys_each
                 sequence.states = RecurrentStates(size.keys_each) if self.packed.has_states else None
-            graphs = self.packed.graphs_of(self._cache.pool)
+            graphs = self.packed.captured.on(self._cache.pool)
             num_captured = 0 if graphs is None else len(graphs)
             with contextlib.nullcontext() if graphs is None else graphs.capturing_at_once():
                 seconds = self._forward(sequences, lengths)

@@ -67,7 +67,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "dtype": str(model.get_input_embeddings().weight.dtype),
         "attention": packed.backend.__name__,
         "kernels": packed.prepacked.kernels,
-        "graphs": packed.has_graphs,
+        "graphs": packed.captured.is_on,
         "ranks": packed.ranks.number,
         **({} if packed.autocast is None else {"autocast": str(packed.autocast)}),
         **machine(packed.device),

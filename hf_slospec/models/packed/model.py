@@ -6,10 +6,9 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet, ref
 
 import torch
 import torch.nn.functional as F
@@ -17,31 +16,31 @@ import torch.nn.functional as F
 from hf_slospec.config import Prepack
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import (
-    MAX_DENSE,
-    AttentionLayer,
     FlashAttention,
     GatheredForward,
     NewTokens,
     PackedBatch,
     PackedForward,
     PlannedBatch,
+    Plans,
+    Span,
     TreeAttention,
     backend_for,
 )
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
-from hf_slospec.models.device.graphs import GraphCounts, GraphHistory, Graphs, capturer_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.inspection.fingerprint import Fingerprint
-from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.inspection.properties import hidden_states, input_device, vocab_size, watching_autocast
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.length_rope import LengthRope
 from hf_slospec.models.linear.prepacked import PrepackedLayers
-from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS, padded
+from hf_slospec.models.packed.captured import CapturedForwards
+from hf_slospec.models.packed.inputs import DraftLevel, Inputs
+from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS
 from hf_slospec.models.packed.probe import probe_layers, refuse_by_declaration
 from hf_slospec.models.packed.running import run_model
 
@@ -53,42 +52,8 @@ class Outputs(NamedTuple):
     features: torch.Tensor | None = None  # [num_tokens, num_feature_layers * hidden], hidden states side by side
 
 
-class DraftLevel(Protocol):
-    """Computation before and after a forward of draft nodes, in one CUDA graph with it."""
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits that ``outputs`` takes."""
-
-    def resolved(self, parts: Sequence[NewTokens]) -> Sequence[NewTokens]:
-        """Return the parts with boolean masks, for forwards without a graph."""
-
-    @property
-    def seen(self) -> torch.Tensor | None:
-        """Values that the parts' masks index, [num_values] bool; None: the masks hold booleans."""
-
-    def inputs(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's inputs, made of ``Inputs.tokens``."""
-
-    def outputs(self, logits: torch.Tensor) -> Any:
-        """Return tensors made of the model's logits [num_logits, vocab], in any nesting of tuples."""
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """Tensors that a forward reads, besides weights, the pool and, for some backends, the packed batch itself."""
-
-    tokens: dict[str, torch.Tensor]  # input_ids [1, num_tokens] int64, or inputs_embeds [1, num_tokens, hidden]
-    position_ids: torch.Tensor  # [1, num_tokens] int64
-    logit_rows: torch.Tensor  # [num_logits] int64
-    own_slots: torch.Tensor  # [num_tokens] int64, where K/V of the batch's tokens are staged
-    plans: dict[Hashable, Any]  # attention plans, by the arguments that layers request them with
-    feature_layers: tuple[int, ...] = ()  # hidden states to return, numbered as in the model's output_hidden_states
-    level: DraftLevel | None = None
-
-
 class PackedModel:
-    """Packed forwards of a model, the K/V cache they use, and their CUDA graphs.
+    """Packed forwards of a model, and the K/V cache they use.
 
     All forwards and all uses of the cache require the model's lock.
     """
@@ -131,14 +96,12 @@ class PackedModel:
         self.prepacked = PrepackedLayers(model, prepack, self.autocast)
         self.fused = FusedLayers(model, fused_layers and self.autocast is None)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
-        # Other backends and layers with a state read the packed batch itself, so that they cannot be captured.
-        has_plans = isinstance(self.backend, (FlashAttention, TreeAttention))
-        self._has_plans = has_plans and _is_on_one_device(self.layers, self.device)
-        can_replay = self._has_plans and not self.has_states and capturer_for(self.device) is not None
-        self.has_graphs = cuda_graphs and can_replay and self.autocast is None
-        self._preconditions = GraphPreconditions(model) if self.has_graphs else None
-        self._graph_history = GraphHistory()
-        self._graphs = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
+        self._is_on_one_device = all(
+            stored.device == self.device for layer in self.layers for stored in layer.shape.stored
+        )
+        can_replay = isinstance(self.backend, (FlashAttention, TreeAttention)) and self._is_on_one_device
+        can_replay = can_replay and not self.has_states and self.autocast is None
+        self.captured = CapturedForwards(model, cuda_graphs and can_replay)
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
         _packed_models.add(self)
@@ -153,8 +116,7 @@ class PackedModel:
         """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
         if has_changed := self.fingerprint.renew(is_idle):
             self.prepacked.renew()
-        if self._preconditions is not None:
-            self._preconditions.renew()
+        self.captured.renew()
         return has_changed
 
     @property
@@ -223,7 +185,7 @@ class PackedModel:
 
     def _new_pool(self, num_slots: int) -> KVPool:
         self._idle_pool = None  # replaced by the new pool, and freed with its graphs
-        num_padding_slots = MAX_PADDING_SLOTS if self.has_graphs and num_slots else 0
+        num_padding_slots = MAX_PADDING_SLOTS if self.captured.is_on and num_slots else 0
         return KVPool([layer.shape for layer in self.layers], num_slots, num_padding_slots)
 
     def keep_if_captured(self, cache: KVCache) -> None:
@@ -231,7 +193,7 @@ class PackedModel:
 
         An empty pool without captured forwards is freed at once, as other users may refer to the cache for long.
         """
-        graphs = self._graphs.get(cache.pool)
+        graphs = self.captured.by_pool.get(cache.pool)
         if not graphs:
             cache.trim()
         self._idle_pool = cache.pool if graphs is not None and graphs.may_keep(cache.num_bytes) else None
@@ -241,21 +203,10 @@ class PackedModel:
         """Free the pool that was kept for its graphs, unless it is in use."""
         self._idle_pool = None
 
-    def graphs_of(self, pool: KVPool) -> Graphs | None:
-        """Return the captured forwards on a pool; None if this model captures none."""
-        if self.has_graphs and pool not in self._graphs and (capturer := capturer_for(self.device)) is not None:
-            self._graphs[pool] = Graphs(capturer, self.device, self._graph_history)
-        return self._graphs.get(pool)
-
-    @property
-    def graph_counts(self) -> GraphCounts:
-        """Numbers of captured, replayed and eager forwards so far, among those of sizes that can be captured."""
-        return replace(self._graph_history.counts)
-
     @property
     def num_one_off_forwards(self) -> int:
         """Number of forwards that took longer than later ones of their size will: captures and those before them."""
-        counts = self._graph_history.counts
+        counts = self.captured.counts
         return counts.captures + counts.eager
 
     def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
@@ -303,7 +254,7 @@ class PackedModel:
 
     def num_draft_rows(self, num_requests: int) -> int:
         """Return the number of rows, with padding, for a level of this many requests; few sizes need few graphs."""
-        return bucket_for(num_requests, BATCHES) if self.has_graphs else num_requests
+        return bucket_for(num_requests, BATCHES) if self.captured.is_on else num_requests
 
     def _run(
         self,
@@ -317,77 +268,42 @@ class PackedModel:
             self.renew()
         rope_lengths = self.rope.lengths(parts)
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
-            padding = self._padded(pool, parts, logit_rows) if rope_lengths is None else None
+            padding = self.captured.padded(pool, parts, logit_rows) if rope_lengths is None else None
             if padding is not None:
                 padded_parts, padded_rows = padding
                 batch = PackedBatch.of(padded_parts, is_padded=True)
                 # The number of a level's rows is padded already.
                 rows = padded_rows if level is None else logit_rows
-                inputs = self._inputs(batch, padded_parts, rows, feature_layers, level)
-                if inputs.plans and (outputs := self._replayed(pool, inputs)) is not None:
+                inputs = self._inputs(padded_parts, batch, rows, feature_layers, level)
+                outputs = self.captured.run(pool, inputs, functools.partial(self._replayable, pool))
+                if outputs is not None:
                     return outputs
             if padding is None or level is not None:
                 parts = parts if level is None else level.resolved(parts)
                 batch = PackedBatch.of(parts)
-                inputs = self._inputs(batch, parts, logit_rows, feature_layers, level)
+                inputs = self._inputs(parts, batch, logit_rows, feature_layers, level)
             inputs = to_device(inputs, self.device)
             batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
-            outputs = self._compute(pool, batch, inputs)
+            outputs = self._compute(pool, batch, inputs, batch.spans if self.has_states else ())
             self._requested_plans |= dict.fromkeys(batch.plans)
             return outputs
 
-    def _padded(
-        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
-    ) -> tuple[list[NewTokens], torch.Tensor] | None:
-        """Return parts and logit rows padded to one of few sizes; None if the forward cannot be replayed anyway."""
-        if self._preconditions is None or not self._preconditions.is_plain:
-            return None
-        if (graphs := self.graphs_of(pool)) is None or graphs.is_off:
-            return None
-        if self.model.training or torch.is_autocast_enabled(self.device.type):
-            return None
-        if any(part.is_chain and len(part.mask) > MAX_DENSE for part in parts):
-            return None
-        return padded(parts, logit_rows, pool)
-
-    def _replayed(self, pool: KVPool, inputs: Inputs) -> Any | None:
-        """Return the outputs of a captured forward; None if none fits the inputs."""
-        graphs, preconditions = self.graphs_of(pool), self._preconditions
-        assert graphs is not None and preconditions is not None, "only forwards that may be captured are padded"
-        compute = functools.partial(self._replayable, pool)
-        outputs = graphs.run(inputs, compute, preconditions.now(), is_kept=inputs.level is None)
-        self.has_graphs &= not graphs.has_failed  # captures on another pool would fail as well
-        return outputs
-
-    def _inputs(
-        self,
-        batch: PackedBatch,
-        parts: Sequence[NewTokens],
-        logit_rows: torch.Tensor,
-        feature_layers: tuple[int, ...],
-        level: DraftLevel | None,
-    ) -> Inputs:
-        embeds = [part.embeds for part in parts if part.embeds is not None]
-        assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
-        tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
-        positions = [part.positions[-len(part.input_ids) :] + part.sequence.position_offset for part in parts]
-        position_ids = torch.cat(positions)[None]
-        plans = {key: key[0](batch, *key[2:]) for key in self._requested_plans} if self._has_plans else {}
-        name = "inputs_embeds" if embeds else "input_ids"
-        return Inputs({name: tokens}, position_ids, logit_rows, batch.own_slots, plans, feature_layers, level)
+    def _inputs(self, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Inputs:
+        # Those of several devices are made and copied when a layer requests them.
+        return Inputs.of(parts, batch, self._requested_plans if self._is_on_one_device else (), *others)
 
     def _replayable(self, pool: KVPool, inputs: Inputs) -> Any:
-        """Compute a forward that reads nothing of the packed batch but its inputs."""
+        """Compute a forward that reads tensors only, of inputs on the device; layers with states cannot."""
         seen = None if inputs.level is None else inputs.level.seen
         return self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
 
-    def _compute(self, pool: KVPool, batch: PackedBatch | PlannedBatch, inputs: Inputs) -> Any:
+    def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Any:
+        """Run the model; ``spans`` are sequences whose states its layers read and stage."""
         forward: PackedForward | GatheredForward
         if any(layer.is_own for layer in self.layers):
-            assert isinstance(batch, PackedBatch), "forwards over gathered keys are not captured"
-            forward = GatheredForward(pool, batch, inputs.own_slots, inputs.position_ids)
+            forward = GatheredForward(pool, batch, inputs.position_ids)
         else:
-            forward = PackedForward(pool, batch, inputs.own_slots, self.backend, self.layers, inputs.position_ids)
+            forward = PackedForward(pool, batch, self.backend, self.layers, inputs.position_ids, spans)
         options: dict[str, Any] = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
         if inputs.feature_layers:
             options["output_hidden_states"] = list(inputs.feature_layers)
@@ -400,10 +316,6 @@ class PackedModel:
             return inputs.level.outputs(logits)
         features = hidden_states(output, inputs.feature_layers, self.device) if inputs.feature_layers else None
         return Outputs(logits, features)
-
-
-def _is_on_one_device(layers: Sequence[AttentionLayer], device: torch.device) -> bool:
-    return {stored.device for layer in layers for stored in layer.shape.stored} == {device}
 
 
 _packed_models: WeakSet[PackedModel] = WeakSet()

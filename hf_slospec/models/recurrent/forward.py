@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,10 @@ UNREAD = torch.empty(0)  # stands for the final state, which layers only pass to
 class RecurrentForward(StateCache):
     """Part of a packed forward that computes layers with a state: every token continues its sequence and branch."""
 
-    def __init__(self, spans: Callable[[], Sequence[Span]]):
+    def __init__(self, spans: Sequence[Span]):
         super().__init__()
-        self._read_spans = spans
+        self._spans = with_states(spans)
         self._groups: dict[torch.device, list[Group]] = {}
-
-    @functools.cached_property
-    def _spans(self) -> Sequence[Span]:
-        return with_states(self._read_spans())
 
     def _groups_on(self, device: torch.device) -> list[Group]:
         if device not in self._groups:

@@ -11,8 +11,8 @@ import torch
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.attention import AttentionLayer, Span, active_forward
-from hf_slospec.models.batch.attention_rules import AttentionRules
+from hf_slospec.models.attention import AttentionLayer, PackedBatch, Span, active_forward
+from hf_slospec.models.attention.sequence_plan import plan_sequences
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
@@ -46,7 +46,9 @@ def test_sparse_masks_by_brute_force(length: int, window: int | None, chunk: int
     sequence, num_nodes = CachedSequence(0, 99, length), len(positions)
     for num_tokens in (num_nodes, 3):  # all at once, or the last ones after those staged before
         span = Span(sequence, 0, num_tokens, torch.from_numpy(tree_mask[-num_tokens:]), torch.tensor(positions))
-        mask = span.mask(AttentionRules(1.0, window, chunk=chunk), torch.zeros(1))
+        batch, device = PackedBatch([span], [span.visible]), torch.device("cpu")
+        (keys,) = batch.plan(plan_sequences, device, window, chunk, 1, torch.float32).sequences
+        mask = keys.mask
         assert mask is not None and mask.shape == (num_tokens, length + num_nodes)
         for row, node in enumerate(range(num_nodes - num_tokens, num_nodes)):
             for column, position in enumerate([*range(length), *positions]):

@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from hf_slospec.models.attention import GatheredForward, Positions, given_positions, own_attention
 from hf_slospec.models.attention.positions import bias_by_position
 from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
+from hf_slospec.models.batch.packed_batch import plan_own
 from hf_slospec.models.kv_cache.pool import KVPool
 from tests.support.oracles.attention_rows import ROWS, Case, case
 
@@ -30,7 +31,7 @@ def forward_of(made: Case) -> tuple[GatheredForward, KVPool]:
     for stored in pool.layers[0]:
         stored.normal_()
     position_ids = torch.tensor([[token.position for token in made.tokens]])
-    return GatheredForward(pool, made.row, made.row.own_slots, position_ids), pool
+    return GatheredForward(pool, made.row, position_ids), pool
 
 
 @pytest.fixture(params=ROWS.values(), ids=ROWS.keys())
@@ -41,7 +42,7 @@ def made(request: pytest.FixtureRequest) -> Case:
 
 def test_every_token_sees_its_own_slots_and_no_others(made: Case) -> None:
     forward, pool = forward_of(made)
-    num_tokens, own = len(made.tokens), made.row.own_slots
+    num_tokens, own = len(made.tokens), plan_own(made.row).slots
     key, value, index = (
         torch.randn(1, 2, num_tokens, 3),
         torch.randn(1, 2, num_tokens, 3),

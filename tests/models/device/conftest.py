@@ -9,7 +9,7 @@ import pytest
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
-from hf_slospec.models.packed import model as packed
+from hf_slospec.models.packed import captured
 from tests.support.cuda_tests import captures, kernel  # noqa: F401  fixtures
 from tests.support.stand_ins.cuda import stand_in_cuda
 from tests.support.stand_ins.cuda_tensors import Device
@@ -32,6 +32,6 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     """Stands in for CUDA's graphs of all models that are made while the test runs."""
     made = Tapes()
     monkeypatch.setattr(kernel_choice, "KERNELS", (OpaqueStandIn,))
-    monkeypatch.setattr(packed, "capturer_for", lambda device: made)
+    monkeypatch.setattr(captured, "capturer_for", lambda device: made)
     monkeypatch.setattr("hf_slospec.models.checked_model.load_profile", lambda packed: COST)
     return made

@@ -18,7 +18,7 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
-from hf_slospec.models.packed import model as packed
+from hf_slospec.models.packed import captured as captured_forwards
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import room
 from tests.support.graph_bench import Bench
@@ -97,7 +97,7 @@ def test_no_graphs_and_no_padding_on_a_cpu() -> None:
     model = PackedModel(tiny_model("llama"))
     cache = model.kv_cache
     cache.reserve({CachedSequence(): 10})
-    assert not model.has_graphs and model.graphs_of(cache.pool) is None and len(cache.pool.keys[0]) == 10
+    assert not model.captured.is_on and model.captured.on(cache.pool) is None and len(cache.pool.keys[0]) == 10
 
 
 def test_a_model_that_asks_the_device_runs_without_graphs(tapes: Tapes, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +144,7 @@ class WrongTapes(Tapes):
 def test_a_capture_that_fails_ends_it_and_nothing_else(
     capturer: Any, tapes: Tapes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packed, "capturer_for", lambda device: capturer())
+    monkeypatch.setattr(captured_forwards, "capturer_for", lambda device: capturer())
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, config=CONFIG)
     with caplog.at_level(logging.INFO, "hf_slospec.models.device.graphs"):
@@ -158,20 +158,21 @@ def test_costs_are_those_of_replays_at_all_sizes(tapes: Tapes) -> None:
     forward_s = Forwards(packed)
     forward_s(Size(1))  # the first forward says which plans the layers need
     for size in (*CURVE, *SLOPES, *HELD_OUT):
-        before = packed.graph_counts
+        before = packed.captured.counts
         assert forward_s(size) > 0
-        assert packed.graph_counts.replays == before.replays + 1 and packed.graph_counts.eager == before.eager, size
+        now = packed.captured.counts
+        assert now == replace(before, captures=now.captures, replays=before.replays + 1), size
 
 
 def test_pools_that_grow_capture_at_once(tapes: Tapes) -> None:
     bench = Bench(tiny_model("llama"))
     for _ in range(3):
         bench.verify()
-    before, pool = bench.packed.graph_counts, bench.sequences.cache.pool
+    before, pool = bench.packed.captured.counts, bench.sequences.cache.pool
     bench.sequences.cache.reserve({CachedSequence(): pool.num_slots + 1})
     assert bench.sequences.cache.pool is not pool
     bench.verify()
-    assert bench.packed.graph_counts == replace(before, captures=before.captures + 1)
+    assert bench.packed.captured.counts == replace(before, captures=before.captures + 1)
 
 
 def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
@@ -181,9 +182,9 @@ def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
         bench.verify()
     model._cached_continuous_batching_manager = object()
     bench.packed.renew()
-    before = bench.packed.graph_counts
+    before = bench.packed.captured.counts
     bench.verify()
-    assert bench.packed.graph_counts == replace(before, replays=before.replays + 1)
+    assert bench.packed.captured.counts == replace(before, replays=before.replays + 1)
 
 
 def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from hf_slospec.models.attention import PackedBatch, pack
 from hf_slospec.models.device.transfer import DeviceCopy, signature, tensors_in
-from hf_slospec.models.packed import model as packed
+from hf_slospec.models.packed.inputs import Inputs
 from hf_slospec.models.packed.padding import padded
 from tests.support.graph_bench import CPU, TREES, Bench, tree
 from tests.support.stand_ins.graphs import Tapes
@@ -23,10 +24,11 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
         parts = [bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents)) for r, parents in pairs]
         larger = padded(parts, torch.arange(5), bench.sequences.cache.pool)
         assert larger is not None
-        return bench.packed._inputs(packed.PackedBatch.of(larger[0], is_padded=True), *larger, (), None)
+        batch = PackedBatch.of(larger[0], is_padded=True)
+        return Inputs.of(larger[0], batch, bench.packed._requested_plans, larger[1])
 
     first = inputs()
-    assert any(key[2] is not None for key in first.plans) and len(tensors_in(first)) > 10
+    assert any(key[0] is pack and key[2] is not None for key in first.plans) and len(tensors_in(first)) > 10
     assert signature(inputs([(-1, 0, 1, 1, 2), (-1,), (-1, 0, 0)])) == signature(first)
     assert signature(inputs([(-1, *range(12)), (-1,), (-1,)])) != signature(first)
     bench.grow(3)
