@@ -23,7 +23,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy, StepDecisions
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.policies.registry import all_policies
@@ -53,7 +53,9 @@ def candidate_tree(rng: np.random.Generator) -> TokenTree:
 def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, float]:
     """Return the median milliseconds of each method of a policy."""
     rng = np.random.default_rng(0)
-    requests = [Request(i, [1] * 300, 500, (Stage(0.02 if i % 2 else None),)) for i in range(num_requests)]
+    requests = [
+        Request(i, RequestParams([1] * 300, 500, (Stage(0.02 if i % 2 else None),))) for i in range(num_requests)
+    ]
     for request in requests:
         request.emit(1)
         request.record_step(0, 0, 1.0, PhaseTimes(), 0.0)

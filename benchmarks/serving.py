@@ -35,7 +35,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_pro
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.lab.intervals import draw, scaled, wilson
 from hf_slospec.tiny.inflate import inflate
@@ -354,21 +354,23 @@ def overhead(json_path: Json = None) -> None:
         scheduler = ContinuousScheduler(Limits(number, 10**9, 36, 512, 30.0), costs)
         for index in range(number):
             targets = (Stage(0.05 if index % 2 else None),)
-            scheduler.add(Request(index, [1] * 100, 200, targets, ttft_slo_s=5.0 if index % 2 else None))
+            scheduler.add(Request(index, RequestParams([1] * 100, 200, targets, ttft_slo_s=5.0 if index % 2 else None)))
         scheduler.schedule(0.0)
         spent = []
         for step in range(200):
             for request in scheduler.running:
                 if not request.num_emitted:
                     request.emit(1)
-                    request.num_cached, request.first_token_s = 100, 0.0
+                    request.kv.num_cached, request.stats.first_token_s = 100, 0.0
             if step % 10 == 0:  # one request ends, another one arrives
                 scheduler.remove(scheduler.running[step % number])
                 tpot_slo_s, ttft_slo_s = (0.05, 5.0) if step % 20 else (None, None)
                 arrived_s = 0.001 * step
                 scheduler.add(
                     Request(
-                        number + step, [1] * 100, 200, (Stage(tpot_slo_s),), arrived_s=arrived_s, ttft_slo_s=ttft_slo_s
+                        number + step,
+                        RequestParams([1] * 100, 200, (Stage(tpot_slo_s),), ttft_slo_s=ttft_slo_s),
+                        arrived_s,
                     )
                 )
             begun_s = time.perf_counter()

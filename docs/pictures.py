@@ -28,7 +28,7 @@ from hf_slospec.algo.urgency import urgency
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.sequence_plan import plan_sequences
 from hf_slospec.models.packed.model import PackedModel
@@ -52,7 +52,7 @@ class Drawer:
         self.target, self.draft, self.tokenizer = load_tiny_pair()
 
     def request(self, text: str, index: int = 0) -> Request:
-        return Request(index, self.tokenizer(text)["input_ids"], max_new_tokens=64)
+        return Request(index, RequestParams(self.tokenizer(text)["input_ids"], max_new_tokens=64))
 
     def candidates(self, requests: Sequence[Request], width: int = WIDTH) -> Sequence[TokenTree]:
         drafter = AssistantDrafter(PackedModel(self.draft), DEPTH * width, self.target.config.vocab_size)

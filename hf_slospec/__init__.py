@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.engine.request import Progress as Progress
     from hf_slospec.engine.request import Request as Request
     from hf_slospec.engine.request import RequestMetrics as RequestMetrics
+    from hf_slospec.engine.request import RequestParams as RequestParams
     from hf_slospec.errors import FallbackWarning as FallbackWarning
     from hf_slospec.errors import IncompatibleDraftError as IncompatibleDraftError
     from hf_slospec.errors import InvalidInputError as InvalidInputError
@@ -61,7 +62,7 @@ _NAMES = {
     "engine.costs": "StepCosts",
     "engine.events": "PhaseTimes RequestStep StepEvent",
     "engine.protocols": "Drafter Plan Policy Selection",
-    "engine.request": "Progress Request RequestMetrics",
+    "engine.request": "Progress Request RequestMetrics RequestParams",
     "errors": (
         "FallbackWarning IncompatibleDraftError InvalidInputError InvalidTypeError MissingExtraError "
         "NotGuaranteedError NotRunningError QueueFull RequestCancelledError SLOSpecError "

@@ -210,7 +210,7 @@ class SuffixDrafter(Drafter):
         drafts = [_speculated(tree.cache, TEXT, context, max_nodes)]
         if self.shares_texts:
             self._append_output(request)
-            drafts.append(self._shared.continuations(request.cache_salt, context, max_nodes))
+            drafts.append(self._shared.continuations(request.params.cache_salt, context, max_nodes))
         return drafts
 
     def _append_output(self, request: Request) -> None:
@@ -218,7 +218,7 @@ class SuffixDrafter(Drafter):
         output = self._outputs.get(request) or _Output(next(self._keys))
         new = request.tokens[request.prompt_len + output.num_tokens :]
         self._outputs[request] = output
-        self._shared.append(request.cache_salt, output.key, new)
+        self._shared.append(request.params.cache_salt, output.key, new)
         output.num_tokens += len(new)
 
 

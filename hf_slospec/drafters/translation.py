@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -281,6 +282,7 @@ class DraftTokens:
 
     def __init__(self, translation: TokenTranslation, request: Request):
         self._translation, self._request = translation, request
+        self.params = replace(request.params, prompt=(), num_padding=0)  # these matter for the target only
         self.tokens, self._num_seen = list[int](), 0
         self._cuts = [Cut(0, 0)]  # in ascending order
 
@@ -288,13 +290,6 @@ class DraftTokens:
     def num_left(self) -> int:
         """Number of tokens that the request may still emit; translated, they may be more or fewer."""
         return self._request.num_left
-
-    prompt_len = num_padding = 0  # they matter for the target only
-
-    @property
-    def cache_salt(self) -> str:
-        """Salt of the request."""
-        return self._request.cache_salt
 
     @property
     def error(self) -> BaseException | None:

@@ -47,7 +47,7 @@ class Chunk:
     @classmethod
     def of(cls, request: Request, limit: int) -> Chunk:
         """Return at most ``limit`` of the request's uncached tokens; all if its prompt must be prefilled whole."""
-        if request.prefill is not None and not request.num_cached:
+        if request.params.prefill is not None and not request.kv.num_cached:
             limit = request.num_uncached
         if request.num_unread:
             limit = min(limit, READ_CHUNK)
@@ -149,7 +149,7 @@ class Target(ABC):
         Returns:
             The number of the request's tokens whose K/V is cached now; never all.
         """
-        return request.num_cached
+        return request.kv.num_cached
 
     def num_reusable(self, request: Request) -> int:
         """Return the number of tokens whose K/V ``reuse`` would give now; 0 for a request that has K/V."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hf_slospec.algo.acceptance import Drawing
@@ -36,6 +36,9 @@ class Noise(Protocol):
         """
 
 
+NewNoise = Callable[["Request"], Noise | None]  # request -> noise, if it can be known in advance
+
+
 class PromptReader(Protocol):
     """Takes the logits of a prompt's positions while the target prefills it."""
 
@@ -60,36 +63,56 @@ class Progress:
     has_missed: bool = False  # a finished stage missed its SLO
 
 
-@dataclass(eq=False)
-class Request:
-    """A sequence being decoded. ``tokens`` holds the prompt and every committed token."""
+@dataclass(frozen=True)
+class RequestParams:
+    """Prompt and options of a request. Its maker writes them, complete, before there is a :class:`Request`."""
 
-    index: int  # row of the batch, or number since the batcher's start; breaks ties
-    tokens: list[int]
+    prompt: Sequence[int]
     max_new_tokens: int
     stages: tuple[Stage, ...] = (Stage(None),)
-    is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
-    arrived_s: float = 0.0
-    is_sampled: bool = False
-    noise: Noise | None = None  # noise of a sampled request; None if it cannot be known in advance
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # lower goes first
-    is_guaranteed: bool = False  # the batcher guarantees the SLOs
-    is_best_effort: bool = False  # uses leftover budget, and may be preempted
-    cache_salt: str = ""  # K/V is shared only between requests of equal salt
+    is_best_effort: bool = False  # no SLO is to be guaranteed
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
+    cache_salt: str = ""  # K/V is shared only between requests of equal salt
+    is_sampled: bool = False
+    row: int = 0  # of the batch of its call
     num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
+    is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     prefill: Callable[[], Any] | None = None  # prefills the whole prompt, if that cannot be done in chunks
     prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
 
-    num_resumed: int = 0  # new tokens that another engine had committed
+    @property
+    def max_len(self) -> int:
+        """Maximum tokens of prompt and output together."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def has_slo(self) -> bool:
+        """Return whether there is a TTFT SLO, or a TPOT SLO in any stage."""
+        return self.ttft_slo_s is not None or any(stage.tpot_slo_s is not None for stage in self.stages)
+
+
+@dataclass
+class RequestKV:
+    """Counts of a request's tokens that the models have processed.
+
+    ``Engine.step`` writes them; a ``generate`` call that is given a cache writes ``num_cached`` before the first step.
+    """
+
     num_cached: int = 0  # tokens whose K/V the target holds
     num_draft_seen: int = 0  # tokens that the drafter has processed
+    num_reused: int = 0  # tokens of the prompt whose K/V another request had computed
+
+
+@dataclass
+class RequestStats:
+    """Times and counts of a request. :class:`Request` writes them; the scheduler counts preemptions."""
+
+    arrived_s: float
     first_token_s: float | None = None
     last_token_s: float = 0.0
-    finish_reason: FinishReason | None = None
-    error: BaseException | None = None  # error of the request's processors or criteria, which ended it
-    num_reused: int = 0  # tokens of the prompt whose K/V another request had computed
+    num_resumed: int = 0  # new tokens that another engine had committed
     num_preempted: int = 0  # times the request was preempted
     num_steps: int = 0  # verify steps, prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
@@ -97,13 +120,51 @@ class Request:
     expected_tokens: float = 0.0  # sum over its verify steps of the tokens that the policy expected
     phases: PhaseTimes = field(default_factory=PhaseTimes)  # sum over its steps
     commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens
-    prompt_len: int = field(init=False)
+    stage: int = 0  # index of the current stage
+    stage_begin: tuple[float, int] | None = None  # seconds, and tokens emitted before
+    has_missed: bool = False  # a finished stage missed its SLO
 
-    def __post_init__(self) -> None:
-        self.prompt_len = len(self.tokens)
-        self._stage, self._stage_emitted_before, self._stage_ended = 0, 0, False
-        self._stage_begin: tuple[float, int] | None = None  # time in seconds, and tokens emitted before
-        self._missed_stage = False
+
+class Request:
+    """A sequence being decoded: what was asked for (``params``), tokens, K/V (``kv``), times and counts (``stats``).
+
+    Drafters and policies read it. ``tokens`` holds the prompt and every committed token; ``emit`` and ``end`` write it
+    and how the request ended, or the loop of stock ``generate`` where that decodes. The scheduler writes
+    ``is_guaranteed``, and a drafter sets ``noise`` to None if it cannot use it.
+    """
+
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None  # error of the request's processors or criteria, which ended it
+    is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: no batcher has decided
+
+    def __init__(
+        self,
+        index: int,
+        params: RequestParams,
+        arrived_s: float = 0.0,
+        progress: Progress | None = None,
+        new_noise: NewNoise | None = None,
+    ):
+        """Begin a request, or continue one of another engine.
+
+        After ``progress``, the first stage counts time and tokens from the first token on, a later stage from
+        ``arrived_s`` on.
+
+        Args:
+            index: row of the batch, or number since the batcher's start; breaks ties.
+            arrived_s: seconds when this engine got the request.
+            progress: output of another engine.
+            new_noise: returns the noise of a sampled request, if it can be known in advance.
+
+        Raises:
+            InvalidInputError: the output of the other engine is finished.
+        """
+        self.index, self.params, self.tokens = index, params, list(params.prompt)
+        self.kv, self.stats = RequestKV(), RequestStats(arrived_s)
+        self._num_before_stage, self._is_stage_over = 0, False
+        if progress is not None:
+            self._resume(progress, arrived_s)
+        self.noise = None if new_noise is None else new_noise(self)
 
     @property
     def is_finished(self) -> bool:
@@ -113,12 +174,24 @@ class Request:
     @property
     def drawing(self) -> Drawing:
         """Way in which the request's tokens are chosen, by which acceptance differs."""
-        return Drawing.GREEDY if not self.is_sampled else Drawing.SAMPLED if self.noise is None else Drawing.COUPLED
+        if not self.params.is_sampled:
+            return Drawing.GREEDY
+        return Drawing.SAMPLED if self.noise is None else Drawing.COUPLED
 
     @property
     def tpot_slo_s(self) -> float | None:
         """TPOT SLO of the current stage, in seconds; None: no SLO."""
-        return self.stages[self._stage].tpot_slo_s
+        return self.params.stages[self.stats.stage].tpot_slo_s
+
+    @property
+    def is_best_effort(self) -> bool:
+        """Return whether a batcher serves the request from leftover budget, and may preempt it."""
+        return self.is_guaranteed is False
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.params.prompt)
 
     @property
     def num_emitted(self) -> int:
@@ -128,119 +201,106 @@ class Request:
     @property
     def num_left(self) -> int:
         """Tokens that may still be emitted."""
-        return self.max_new_tokens - self.num_emitted
-
-    @property
-    def max_len(self) -> int:
-        """Maximum tokens of prompt and output together."""
-        return self.prompt_len + self.max_new_tokens
+        return self.params.max_new_tokens - self.num_emitted
 
     @property
     def num_left_in_stage(self) -> int:
         """Tokens to the end of the current stage, if its length is known, else of the request."""
-        num_tokens = self.stages[self._stage].num_tokens
-        if num_tokens is None or self._stage + 1 == len(self.stages):  # no stage follows the last one
+        stages, current = self.params.stages, self.stats.stage
+        num_tokens = stages[current].num_tokens
+        if num_tokens is None or current + 1 == len(stages):  # no stage follows the last one
             return self.num_left
-        return min(self.num_left, self._stage_emitted_before + num_tokens - self.num_emitted)
+        return min(self.num_left, self._num_before_stage + num_tokens - self.num_emitted)
 
     @property
     def num_uncached(self) -> int:
         """Tokens that the target has not processed, the root included."""
-        return len(self.tokens) - self.num_cached
+        return len(self.tokens) - self.kv.num_cached
 
     @property
     def num_draft_behind(self) -> int:
         """Committed tokens that the drafter has not processed."""
-        return len(self.tokens) - self.num_draft_seen
+        return len(self.tokens) - self.kv.num_draft_seen
 
     @property
     def is_decoding(self) -> bool:
         """Return whether only the root is uncached and this engine has chosen it; if not, the request is in prefill."""
-        return self.num_emitted > self.num_resumed and self.num_uncached == 1
+        return self.num_emitted > self.stats.num_resumed and self.num_uncached == 1
 
     @property
     def num_unread(self) -> int:
         """Prompt positions whose logits are still to be taken; those of the last position are not needed."""
-        return 0 if self.prompt_reader is None else max(self.prompt_len - 1 - self.prompt_reader.num_read, 0)
-
-    @property
-    def has_slo(self) -> bool:
-        """Return whether there is a TTFT SLO, or a TPOT SLO in any stage."""
-        return self.ttft_slo_s is not None or any(stage.tpot_slo_s is not None for stage in self.stages)
+        reader = self.params.prompt_reader
+        return 0 if reader is None else max(self.prompt_len - 1 - reader.num_read, 0)
 
     def emit(self, token: int) -> bool:
         """Commit one token, and return whether the request has finished."""
         self.tokens.append(token)
-        if self.is_stop(self.tokens):
+        if self.params.is_stop(self.tokens):
             self.finish_reason = "stop"
         elif self.num_left <= 0:
             self.finish_reason = "length"
-        if self._stage + 1 < len(self.stages) and not self._stage_ended:
-            stage = self.stages[self._stage]
-            is_full = stage.num_tokens is not None and self.num_emitted - self._stage_emitted_before >= stage.num_tokens
-            self._stage_ended = is_full or stage.is_over(self.tokens)
+        stages, current = self.params.stages, self.stats.stage
+        if current + 1 < len(stages) and not self._is_stage_over:
+            num_tokens, num_emitted = stages[current].num_tokens, self.num_emitted - self._num_before_stage
+            is_full = num_tokens is not None and num_emitted >= num_tokens
+            self._is_stage_over = is_full or stages[current].is_over(self.tokens)
         return self.is_finished
 
-    def resume(self, progress: Progress, now_s: float) -> None:
-        """Continue at ``now_s`` the output of another engine; the request must be new.
-
-        The first stage counts time and tokens from the first token on, a later stage from ``now_s`` on.
-
-        Raises:
-            InvalidInputError: the output is finished.
-        """
-        self.arrived_s = now_s - progress.elapsed_s
+    def _resume(self, progress: Progress, now_s: float) -> None:
+        stats = self.stats
         for token in progress.tokens:
             if self.emit(token):
-                self.finish_reason = None
                 raise InvalidInputError(
                     f"progress has a finished output, of {self.num_emitted} tokens; resume only unfinished requests"
                 )
-            if self._stage_ended:
+            if self._is_stage_over:
                 self._next_stage(now_s)
-        self.num_resumed = self.num_emitted
-        if self.num_resumed:
-            self.first_token_s, self.last_token_s = now_s - progress.decoding_s, now_s
-            self._stage_begin = (now_s, self.num_emitted) if self._stage else (self.first_token_s, 1)
-        self.num_steps, self.num_drafted, self.num_accepted = progress.steps, progress.drafted, progress.accepted
-        self._missed_stage = progress.has_missed
+        stats.arrived_s, stats.num_resumed = now_s - progress.elapsed_s, self.num_emitted
+        if progress.tokens:
+            stats.first_token_s, stats.last_token_s = now_s - progress.decoding_s, now_s
+            stats.stage_begin = (now_s, self.num_emitted) if stats.stage else (stats.first_token_s, 1)
+        stats.num_steps, stats.num_drafted, stats.num_accepted = progress.steps, progress.drafted, progress.accepted
+        stats.has_missed = progress.has_missed
 
     def progress(self, now_s: float) -> Progress:
-        """Return the output so far, for :meth:`resume`."""
-        begun_s = now_s if self.first_token_s is None else self.first_token_s
+        """Return the output so far, with which another engine can resume the request."""
+        stats = self.stats
+        begun_s = now_s if stats.first_token_s is None else stats.first_token_s
         return Progress(
-            self.tokens[self.prompt_len :], now_s - self.arrived_s, now_s - begun_s,
-            self.num_steps, self.num_drafted, self.num_accepted, self._missed_stage,
+            self.tokens[self.prompt_len :], now_s - stats.arrived_s, now_s - begun_s,
+            stats.num_steps, stats.num_drafted, stats.num_accepted, stats.has_missed,
         )  # fmt: skip
 
     def record_step(
         self, num_drafted: int, num_accepted: int, expected_tokens: float, phases: PhaseTimes, now_s: float
     ) -> None:
         """Record one step that committed tokens at ``now_s``."""
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-            self._stage_begin = now_s, self.num_emitted
+        stats = self.stats
+        if stats.first_token_s is None:
+            stats.first_token_s = now_s
+            stats.stage_begin = now_s, self.num_emitted
         else:
-            self.num_steps += 1
-            self.expected_tokens += expected_tokens
-        self.last_token_s = now_s
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        self.phases += phases
-        self.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
-        if self._stage_ended:
-            self._missed_stage |= self._is_late(now_s)
+            stats.num_steps += 1
+            stats.expected_tokens += expected_tokens
+        stats.last_token_s = now_s
+        stats.num_drafted += num_drafted
+        stats.num_accepted += num_accepted
+        stats.phases += phases
+        stats.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
+        if self._is_stage_over:
+            stats.has_missed |= self._is_late(now_s)
             self._next_stage(now_s)
 
     def _next_stage(self, now_s: float) -> None:
-        self._stage, self._stage_emitted_before, self._stage_ended = self._stage + 1, self.num_emitted, False
-        self._stage_begin = now_s, self.num_emitted
+        self.stats.stage, self._num_before_stage, self._is_stage_over = self.stats.stage + 1, self.num_emitted, False
+        self.stats.stage_begin = now_s, self.num_emitted
 
     def decoded(self, now_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the current stage began; the first stage begins with the first token."""
-        if self._stage_begin is None:
+        if self.stats.stage_begin is None:
             return 0.0, 0
-        begun_s, num_before = self._stage_begin
+        begun_s, num_before = self.stats.stage_begin
         return now_s - begun_s, self.num_emitted - num_before
 
     def _is_late(self, now_s: float) -> bool:
@@ -251,33 +311,37 @@ class Request:
         """End the request early, as failed with an error or, without one, as cancelled."""
         self.error, self.finish_reason = error, "cancelled" if error is None else "error"
 
+    def drop_hooks(self) -> None:
+        """Drop the functions that only decoding needs: a request that is kept must not keep models and samplers."""
+        self.params, self.noise = replace(self.params, prefill=None, prompt_reader=None), None
+
     def metrics(self) -> RequestMetrics:
         """Return SLOs and measurements so far."""
-        has_begun = self.first_token_s is not None
-        first_s = self.last_token_s if self.first_token_s is None else self.first_token_s
-        measured_s = tpot_s(first_s, self.last_token_s, self.num_emitted)
-        elapsed_s, emitted = self.decoded(self.last_token_s)
-        ttft_s = first_s - self.arrived_s
-        is_late = self._missed_stage or self._is_late(self.last_token_s)
-        is_late |= self.ttft_slo_s is not None and ttft_s > self.ttft_slo_s
+        params, stats, has_begun = self.params, self.stats, self.stats.first_token_s is not None
+        first_s = stats.last_token_s if stats.first_token_s is None else stats.first_token_s
+        measured_s = tpot_s(first_s, stats.last_token_s, self.num_emitted)
+        elapsed_s, emitted = self.decoded(stats.last_token_s)
+        ttft_s = first_s - stats.arrived_s
+        is_late = stats.has_missed or self._is_late(stats.last_token_s)
+        is_late |= params.ttft_slo_s is not None and ttft_s > params.ttft_slo_s
         return RequestMetrics(
             tpot_slo_s=self.tpot_slo_s,
             tpot_s=measured_s,
             ttft_s=ttft_s if has_begun else None,
-            attained=not is_late if self.has_slo and has_begun else None,
+            attained=not is_late if params.has_slo and has_begun else None,
             tokens=self.num_emitted,
-            steps=self.num_steps,
-            drafted=self.num_drafted,
-            accepted=self.num_accepted,
+            steps=stats.num_steps,
+            drafted=stats.num_drafted,
+            accepted=stats.num_accepted,
             slack_s=None if self.tpot_slo_s is None else self.tpot_slo_s * emitted - elapsed_s,
-            worst_tpot_s=worst_tpot_s([(commit.num_emitted, commit.at_s) for commit in self.commits]),
-            expected_tokens=self.expected_tokens,
-            phases=self.phases,
-            ttft_slo_s=self.ttft_slo_s,
-            guaranteed=self.is_guaranteed,
-            preempted=self.num_preempted,
-            reused=self.num_reused,
-            resumed=self.num_resumed,
+            worst_tpot_s=worst_tpot_s([(commit.num_emitted, commit.at_s) for commit in stats.commits]),
+            expected_tokens=stats.expected_tokens,
+            phases=stats.phases,
+            ttft_slo_s=params.ttft_slo_s,
+            guaranteed=bool(self.is_guaranteed),
+            preempted=stats.num_preempted,
+            reused=self.kv.num_reused,
+            resumed=stats.num_resumed,
         )
 
 

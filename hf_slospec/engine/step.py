@@ -108,18 +108,18 @@ class Engine(Generic[S]):
         has_freed = self.drafter.relieve()
         if has_freed:
             for request in self.scheduler.running:
-                request.num_draft_seen = 0
+                request.kv.num_draft_seen = 0
         return has_freed
 
     def _reuse(self) -> None:
         """Give running requests without computed K/V the K/V of common prefixes."""
         for request in self.scheduler.running:
-            has_only_reused = not request.num_emitted and request.num_cached == request.num_reused
-            if not request.num_cached or has_only_reused:
-                request.num_cached = self.target.reuse(request)
-                if not request.num_emitted and not request.num_preempted:
-                    request.num_reused = request.num_cached
-                request.num_draft_seen = self.drafter.reuse(request)
+            has_only_reused = not request.num_emitted and request.kv.num_cached == request.kv.num_reused
+            if not request.kv.num_cached or has_only_reused:
+                request.kv.num_cached = self.target.reuse(request)
+                if not request.num_emitted and not request.stats.num_preempted:
+                    request.kv.num_reused = request.kv.num_cached
+                request.kv.num_draft_seen = self.drafter.reuse(request)
 
     def _policy_step(self, schedule: Schedule, begun_s: float) -> PolicyStep:
         if schedule.decoding:
@@ -141,7 +141,7 @@ class Engine(Generic[S]):
         num_catch_up = sum(request.num_draft_behind for request in drafting)
         for request, tree in drafted.items():
             if tree.max_depth:  # a lone root may mean that the drafter has not processed the whole prompt yet
-                request.num_draft_seen = len(request.tokens)
+                request.kv.num_draft_seen = len(request.tokens)
         watch.lap("draft_s")
         trees = [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in schedule.decoding]
         return trees, num_catch_up
@@ -172,9 +172,9 @@ class Engine(Generic[S]):
             self.relieve()
         else:
             for request in committed:
-                request.num_cached = len(request.tokens) - 1
+                request.kv.num_cached = len(request.tokens) - 1
             for chunk in schedule.partial_chunks:
-                chunk.request.num_cached += chunk.num_tokens
+                chunk.request.kv.num_cached += chunk.num_tokens
         watch.lap("host_s")
 
     def _record(
@@ -224,7 +224,7 @@ class Engine(Generic[S]):
         for request in requests:
             self.target.release(request)
             self.drafter.release(request)
-            request.num_cached = request.num_draft_seen = 0
+            request.kv.num_cached = request.kv.num_draft_seen = 0
 
     def relieve(self) -> bool:
         """Free the drafter's memory after a MemoryError, and pause drafting, which only saves time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,18 +131,20 @@ def decode(call: Call) -> Any:
     """Decode a call's requests to their ends and return what stock ``generate`` returns."""
     rows, stock, speculator, record = call.rows, call.stock, call.speculator, call.rows.record
     is_dict = stock.config.return_dict_in_generate
-    if len(rows.requests) > 1 and (names := batch_level_names(stock.processors, stock.criteria)):
+    if len(rows.params) > 1 and (names := batch_level_names(stock.processors, stock.criteria)):
         warnings.warn(
             f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without "
             "speculation; set per_row = True on what treats every row by itself",
             FallbackWarning,
             stacklevel=2,
         )
+        rows.make_requests()
         output = run_stock_loop(speculator.target.model, rows, speculator.target.ranks.clock, *stock[1:])
         return _output(rows, **output) if is_dict else output
     cache = rows.prompt.cache if is_dict or rows.prompt.is_cache_given else None
     holds_finished = cache is not None or record.is_wanted
     sampler = call.sampler()
+    rows.make_requests(partial(call.noise_of, sampler))
     target = speculator.new_target(sampler, holds_finished=holds_finished)
     try:
         with speculator.lock:
@@ -156,8 +159,8 @@ def decode(call: Call) -> Any:
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
     finally:
-        for request in rows.requests:  # a kept request must not keep the sampler
-            request.noise = None
+        for request in rows.requests:
+            request.drop_hooks()
         with speculator.lock:
             target.close()
     if not is_dict:

@@ -222,8 +222,8 @@ def _check_comparable(stock: StockCall) -> None:
 def _prompts(call: Call) -> list[Prompt]:
     rows, processors = call.rows, call.stock.processors
     return [
-        Prompt(request.tokens.copy(), ids, processors_of_row(processors, request.index, len(rows.requests)))
-        for request, ids in zip(rows.requests, rows.input_ids.tolist(), strict=True)
+        Prompt(list(params.prompt), ids, processors_of_row(processors, params.row, len(rows.params)))
+        for params, ids in zip(rows.params, rows.input_ids.tolist(), strict=True)
     ]
 
 

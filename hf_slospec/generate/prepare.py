@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList
 
+from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
 from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
@@ -54,18 +55,16 @@ class Call:
     speculator: Speculator
 
     def sampler(self, seed: int | None = None, sharing: int = 1) -> StockSampler:
-        """Return the sampler of the call's rows, and give its noise to their drafts.
+        """Return the sampler of the call's rows.
 
         Args:
             seed: seed of the noise; None: the global generator draws it.
             sharing: number of samplers that share the memory for noise.
         """
-        requests, do_sample = self.rows.requests, self.stock.config.do_sample
-        processors = [processors_of_row(self.stock.processors, row, len(requests)) for row in range(len(requests))]
-        sampler = StockSampler(
-            requests,
-            processors,
-            do_sample,
+        num_rows = len(self.rows.params)
+        return StockSampler(
+            [processors_of_row(self.stock.processors, row, num_rows) for row in range(num_rows)],
+            self.stock.config.do_sample,
             self.rows.input_ids.tolist(),
             self.rows.input_ids.device,
             ignore_sequence(self.stock.processors),
@@ -73,11 +72,12 @@ class Call:
             seed,
             sharing,
         )
-        for request, of_row in zip(requests, processors, strict=True):
-            for_draft = draft_processors(of_row) if do_sample and self.speculator.config.coupling else None
-            if for_draft is not None:
-                request.noise = Coupling(sampler, request, for_draft, not ignore_sequence(for_draft))
-        return sampler
+
+    def noise_of(self, sampler: StockSampler, request: Request) -> Coupling | None:
+        """Return the noise of a request's sampler for its drafts, if they can use it."""
+        is_coupled = sampler.do_sample and self.speculator.config.coupling
+        for_draft = draft_processors(sampler.processors[request.params.row]) if is_coupled else None
+        return None if for_draft is None else Coupling(sampler, request, for_draft, not ignore_sequence(for_draft))
 
 
 @torch.no_grad()
@@ -113,11 +113,10 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     )
     whole = WholePrompts.of(speculator.target.packed, prompt, stock.model_kwargs, names)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
-    rows = Rows(stock.input_ids, prompt, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer"))
+    rows = Rows(
+        stock.input_ids, prompt, whole, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer")
+    )
     check_prompts(rows, speculator.target, has_placeholders=bool(names))
-    if whole is not None:
-        for row, request in enumerate(rows.requests):
-            request.prefill = whole.prefill(row)
     return Call(rows, stock, speculator)
 
 

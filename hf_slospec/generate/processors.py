@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def ignore_sequence(processors: list[Any]) -> bool:
     return all(type(processor) in IGNORE_SEQUENCE for processor in processors)  # a subclass may do anything
 
 
-def draft_processors(processors: list[Any]) -> list[Any] | None:
+def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
     """Return the processors of a row that its draft applies as well; None if its noise cannot be foreseen.
 
     Processors that wait for the device, keep state or forward a model are left out, which costs acceptance only. One

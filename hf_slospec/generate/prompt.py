@@ -131,7 +131,7 @@ class PromptInputs:
                 states = read_states(self.cache, sequences.packed.state_layers, request.index, len(cached))
                 tensors = cached_tensors(self.cache, request.index, cached, self.num_cached)
                 sequences.load(request, tensors, len(cached), states=states)
-                request.num_cached = len(cached)
+                request.kv.num_cached = len(cached)
 
     def fill(self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int) -> None:
         """Append the K/V that the call's cache lacks, of all columns but the last, as stock does; padding is zeros.

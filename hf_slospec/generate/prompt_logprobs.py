@@ -35,20 +35,19 @@ class PromptLogprobs:
         self.logprobs += [TokenLogprobs(logprob, list(zip(ids, values, strict=True))) for logprob, ids, values in rows]
 
 
-def read_prompt(call: Call, num_top: int) -> PromptLogprobs:
-    """Let the steps of a call of one row compute the log probabilities of its prompt.
+def prompt_logprobs_of(call: Call, num_top: int) -> PromptLogprobs:
+    """Return what takes the log probabilities of the prompt of a call of one row, as its ``prompt_reader``.
 
     Raises:
         UnsupportedModelError: tokens of the model's prompts attend to later ones.
         UnsupportedOptionError: the prompt is processed as a whole, as it has images.
     """
-    (request,), model = call.rows.requests, call.speculator.target.model
+    (params,), model = call.rows.params, call.speculator.target.model
     if sees_later_tokens(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} sees a prompt from both sides, so its tokens have no log probabilities given "
             "those before; leave prompt_logprobs out"
         )
-    if request.prefill is not None:
+    if params.prefill is not None:
         raise UnsupportedOptionError("a prompt with images is processed as a whole; leave prompt_logprobs out")
-    request.prompt_reader = reader = PromptLogprobs(request.tokens[: request.prompt_len], num_top)
-    return reader
+    return PromptLogprobs(params.prompt, num_top)

@@ -16,10 +16,11 @@ from transformers.generation import (
 )
 
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import NewNoise, Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.stop_strings import StopStrings
+from hf_slospec.generate.whole_prompts import WholePrompts
 from hf_slospec.models.sampling import Record, StockSampler
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
@@ -91,26 +92,33 @@ class Rows:
         self,
         input_ids: torch.Tensor,  # [batch, padded_len] int64, as the caller gets them back
         prompt: PromptInputs,
+        whole: WholePrompts | None,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         stages: list[tuple[Stage, ...]],
         arrived_s: float,
         streamer: Any,
     ):
-        self.input_ids, self.prompt, self.streamer = input_ids, prompt, streamer
+        self.input_ids, self.prompt, self.arrived_s, self.streamer = input_ids, prompt, arrived_s, streamer
         self.pad = pad_token(config)
         self.record = Record(len(input_ids), config)
         self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_before)
-        self.requests: list[Request] = []
         assert criteria.max_length is not None  # stock generate always sets one
-        for row, row_stages in enumerate(stages):
-            tokens = prompt.tokens_of(row)
-            stop = self.stops.of(row, len(tokens))
-            max_new_tokens = criteria.max_length - input_ids.shape[1]
-            request = Request(row, tokens, max_new_tokens, row_stages, stop, arrived_s, bool(config.do_sample))
-            self.requests.append(request)
-        for request in self.requests:
-            request.num_padding = max(other.prompt_len for other in self.requests) - request.prompt_len
+        prompts = [prompt.tokens_of(row) for row in range(len(stages))]
+        self.params = [
+            RequestParams(
+                tokens,
+                criteria.max_length - input_ids.shape[1],
+                stages[row],
+                is_sampled=bool(config.do_sample),
+                row=row,
+                num_padding=max(map(len, prompts)) - len(tokens),
+                is_stop=self.stops.of(row, len(tokens)),
+                prefill=None if whole is None else whole.prefill(row),
+            )
+            for row, tokens in enumerate(prompts)
+        ]
+        self.requests: list[Request] = []  # see make_requests
         self.steps: list[StepEvent] = []
         self._num_streamed = 0
 
@@ -123,6 +131,10 @@ class Rows:
     def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
         tokens = request.tokens[request.prompt_len :][begin:end]
         return tokens + [self.pad] * (end - begin - len(tokens))
+
+    def make_requests(self, new_noise: NewNoise | None = None) -> None:
+        """Make the requests that a ``generate`` call decodes."""
+        self.requests = [Request(one.row, one, self.arrived_s, new_noise=new_noise) for one in self.params]
 
     def begin(self) -> None:
         """Stream the prompts."""

@@ -225,33 +225,33 @@ def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = Fa
     target = checked.packed
     counts_all = target.has_states or any(layer.window or layer.chunk for layer in target.layers)
     limit = target.max_positions
-    for request in rows.requests:
-        if request.prompt_len == 0:
+    for params in rows.params:
+        prompt_len = len(params.prompt)
+        if prompt_len == 0:
             raise UnsupportedInputError(
-                f"row {request.index} of input_ids is empty or all padding; give it at least one token"
+                f"row {params.row} of input_ids is empty or all padding; give it at least one token"
             )
-        if limit is not None and request.max_len - 1 > limit:  # the last needs no position
+        if limit is not None and params.max_len - 1 > limit:  # the last needs no position
             raise UnsupportedInputError(
-                f"row {request.index}: prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} "
+                f"row {params.row}: prompt of {prompt_len} tokens + max_new_tokens={params.max_new_tokens} "
                 f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
-                f"{max(limit - request.prompt_len + 1, 0)}"
+                f"{max(limit - prompt_len + 1, 0)}"
             )
-        longest = request.max_len
-        if target.num_selected is not None and longest > target.num_selected:
+        if target.num_selected is not None and params.max_len > target.num_selected:
             raise UnsupportedInputError(
-                f"row {request.index} may get {longest} tokens long, and beyond {target.num_selected} this model's "
+                f"row {params.row} may get {params.max_len} tokens long, and beyond {target.num_selected} this model's "
                 "layers select keys, of which equal scores leave the choice open; lower max_new_tokens to at most "
-                f"{max(target.num_selected - request.prompt_len, 0)}, or call generate without slo_tpot"
+                f"{max(target.num_selected - prompt_len, 0)}, or call generate without slo_tpot"
             )
-        mask = rows.prompt.mask[request.index]  # [length] bool
+        mask = rows.prompt.mask[params.row]  # [length] bool
         if not bool(mask.all()) and checked.counts_padding:
             raise UnsupportedInputError(
-                f"attention_mask masks tokens of row {request.index}, and {type(target.model).__name__} counts them as "
+                f"attention_mask masks tokens of row {params.row}, and {type(target.model).__name__} counts them as "
                 "text, so its output would depend on the other rows; pass rows of one length, or one row at a time"
             )
         if counts_all and bool((mask[:-1] & ~mask[1:]).any()):
             raise UnsupportedOptionError(
-                f"attention_mask masks tokens inside row {request.index}, which a sliding window, a chunk or a "
+                f"attention_mask masks tokens inside row {params.row}, which a sliding window, a chunk or a "
                 "recurrent state would count; pad on the left only, or call generate without slo_tpot"
             )
     _check_rope(rows, target)
@@ -280,8 +280,8 @@ def _check_rope(rows: Rows, target: PackedModel) -> None:
     """
     model: Any = target.model
     is_plain = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-    longest, padded_len = max(request.prompt_len for request in rows.requests), rows.input_ids.shape[1]
-    end = padded_len + max(request.max_new_tokens for request in rows.requests)
+    longest, padded_len = max(len(params.prompt) for params in rows.params), rows.input_ids.shape[1]
+    end = padded_len + max(params.max_new_tokens for params in rows.params)
     for kind, trained in varying_ropes(model.config.get_text_config()):
         if end > trained and not target.rope.modules:
             raise UnsupportedOptionError(

@@ -54,7 +54,7 @@ class SimulatedTarget(Target):
         """Advance the clock by one forward of the trees and the chunks.  -> one chooser per request"""
         num_nodes = sum(tree.num_nodes for tree in trees)
         num_prefill_tokens = sum(r.num_uncached - 1 for r in requests) + sum(chunk.num_tokens for chunk in chunks)
-        num_keys = sum(len(r.tokens) for r in requests) + sum(c.request.num_cached + c.num_tokens for c in chunks)
+        num_keys = sum(len(r.tokens) for r in requests) + sum(c.request.kv.num_cached + c.num_tokens for c in chunks)
         is_mixed = num_prefill_tokens > 0 and any(request.is_decoding for request in requests)
         seconds = float(self.hardware.target(num_nodes + num_prefill_tokens, len(requests) + len(chunks), num_keys))
         self.clock.now_s += seconds + self.hardware.host_s + self.hardware.mixed_s * is_mixed

@@ -71,8 +71,8 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
         if request.tpot_slo_s is not None:
             left_s = request.num_left * step_s / load.acceptance_length + prefill_s
             total += ((elapsed_s + left_s) / (request.tpot_slo_s * (emitted + request.num_left))) ** POWER
-        if request.ttft_slo_s is not None and not request.num_emitted:
-            total += ((arrival.now_s - request.arrived_s + prefill_s) / request.ttft_slo_s) ** POWER
+        if request.params.ttft_slo_s is not None and not request.num_emitted:
+            total += ((arrival.now_s - request.stats.arrived_s + prefill_s) / request.params.ttft_slo_s) ** POWER
     return total
 
 

@@ -13,7 +13,7 @@ from hf_slospec.assembly import Parts, continuous_engine, limits_of
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Policy
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.load import load_of, need_of
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware
@@ -41,7 +41,7 @@ class _RoutedRequest:
 
     def outcome(self) -> Outcome:
         """Return the result; a request that was never decoded ended with its prefill."""
-        begun_s = self.request.last_token_s if self.decode_begun_s is None else self.decode_begun_s
+        begun_s = self.request.stats.last_token_s if self.decode_begun_s is None else self.decode_begun_s
         return Outcome.of(self.request, self.job, self.replica, begun_s, len(self.refused_by))
 
 
@@ -100,7 +100,7 @@ class Replica:
     def send(self, request: Request, now_s: float) -> None:
         """Add a request of a router, which includes it in the loads that it knows."""
         self.add(request, now_s)
-        self._count_in(request, request.is_guaranteed, now_s)
+        self._count_in(request, bool(request.is_guaranteed), now_s)
 
     def offer(self, request: Request, now_s: float) -> float | None:
         """Queue a request if its SLOs are guaranteed, which is decided at the end of the current step.
@@ -234,7 +234,7 @@ class Simulation:
                 on_end()
         outcomes = tuple(routed.outcome() for routed in self._requests)
         requests = [routed.request for routed in self._requests]
-        return Run(system, outcomes, totals, sum(r.has_slo and not r.is_guaranteed for r in requests))
+        return Run(system, outcomes, totals, sum(r.params.has_slo and not r.is_guaranteed for r in requests))
 
     def _raise_errors(self, event: StepEvent) -> None:
         """Raise the error that the engine recorded for a request; in a simulation it can only be an interrupt."""
@@ -263,17 +263,16 @@ class Simulation:
 
 def _request(index: int, job: Job) -> Request:
     end = job.input_tokens + job.output_tokens
-    return Request(
-        index,
+    params = RequestParams(
         [0] * job.input_tokens,
         job.max_output_tokens,
         (Stage(job.tpot_slo_s),),
-        is_stop=lambda tokens: len(tokens) >= end,
-        arrived_s=job.arrival_s,
+        job.ttft_slo_s,
+        job.priority,
         is_sampled=job.is_sampled,
-        ttft_slo_s=job.ttft_slo_s,
-        priority=job.priority,
+        is_stop=lambda tokens: len(tokens) >= end,
     )
+    return Request(index, params, job.arrival_s)
 
 
 def _add_step(totals: Totals, event: StepEvent) -> None:

@@ -95,7 +95,6 @@ class StockSampler:
 
     def __init__(
         self,
-        requests: Sequence[Request],
         processors: Sequence[Sequence[Processor]],
         do_sample: bool,
         prompts: Sequence[Sequence[int]],
@@ -105,7 +104,7 @@ class StockSampler:
         seed: int | None = None,
         sharing: int = 1,
     ):
-        """Take the call's options; ``requests``, ``processors`` and ``prompts`` have one entry per row of the batch.
+        """Take the call's options; ``processors`` and ``prompts`` have one entry per row of the batch.
 
         Args:
             do_sample: sample; otherwise greedy.
@@ -119,7 +118,6 @@ class StockSampler:
         self.processors, self.do_sample, self.prompts, self.device = processors, do_sample, prompts, device
         self.ignore_sequence, self.record, self.seed = ignore_sequence, record, seed
         self.sharing = sharing
-        self._row = {request: row for row, request in enumerate(requests)}
         self._noise: GeneratorNoise | None = None
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
@@ -142,7 +140,7 @@ class StockSampler:
         scores = processed(self.processors[0], None, self.record.unshared(raw))
         if self.do_sample:
             positions_and_rows = [
-                (request.num_emitted + int(depth), self._row[request])
+                (request.num_emitted + int(depth), request.params.row)
                 for request, tree in zip(requests, trees, strict=True)
                 for depth in tree.depths
             ]
@@ -163,12 +161,12 @@ class StockSampler:
         self, request: Request, choices: list[int], logits: torch.Tensor, scores: torch.Tensor, node: int
     ) -> int:
         token = _choice(choices, node)
-        self.record.add(self._row[request], logits[node], scores[node], token)
+        self.record.add(request.params.row, logits[node], scores[node], token)
         return token
 
     def _choose_by_path(self, request: Request, logits: torch.Tensor, node: int) -> int:
         """Return the token after ``node``; the path from the root to it is already committed to ``request.tokens``."""
-        row = self._row[request]
+        row = request.params.row
         raw, scores = self._scores(request, request.tokens, logits[node])
         if self.do_sample:
             token = _checked(int(self._drawn(scores[None], [(request.num_emitted, row)])))
@@ -179,7 +177,7 @@ class StockSampler:
 
     def record_padding(self, request: Request, tokens: Sequence[int], logits: torch.Tensor, token: int) -> None:
         """Record the padding token after ``tokens``, whose logits are [vocab]."""
-        self.record.add(self._row[request], *self._scores(request, tokens, logits), token)
+        self.record.add(request.params.row, *self._scores(request, tokens, logits), token)
 
     def _scores(
         self, request: Request, tokens: Sequence[int], logits: torch.Tensor
@@ -189,13 +187,13 @@ class StockSampler:
         Processors may have state: call this once per position, in order.
         """
         raw = logits[None].to(device=self.device, dtype=torch.float32)
-        processors = self.processors[self._row[request]]
+        processors = self.processors[request.params.row]
         input_ids = self.input_ids(request, tokens) if processors else None
         return raw[0], processed(processors, input_ids, self.record.unshared(raw))[0]
 
     def input_ids(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
         """Return a request's ``input_ids`` for processors, left padding included.  -> [1, length] int64"""
-        token_ids = [*self.prompts[self._row[request]], *tokens[request.prompt_len :]]
+        token_ids = [*self.prompts[request.params.row], *tokens[request.prompt_len :]]
         input_ids: torch.Tensor = to_device(torch.tensor([token_ids]), self.device)
         return input_ids
 
@@ -205,7 +203,7 @@ class StockSampler:
         The requests must have emitted a token, as the first choice tells the size of the vocabulary.
         """
         assert self._noise is not None, "the noise of a request is known from its first token on"
-        wanted = [(request.num_emitted + depth, self._row[request]) for request in requests]
+        wanted = [(request.num_emitted + depth, request.params.row) for request in requests]
         return self._noise.rows(wanted, is_drawn=False)
 
     def _drawn(self, scores: torch.Tensor, positions_and_rows: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -127,8 +127,8 @@ class PackedTarget(Target):
         logits, prompt_logits = logits[:num_chosen], logits[num_chosen:]
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
         for request, read in zip(read_rows, per_request_logits, strict=True):
-            if request.prompt_reader is not None and len(read):
-                request.prompt_reader.take(read)
+            if (reader := request.params.prompt_reader) is not None and len(read):
+                reader.take(read)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
         if not whole:
@@ -141,25 +141,26 @@ class PackedTarget(Target):
 
     def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
         """Return the rows whose logits the prompt reader takes; the request's rows begin at ``begin``."""
-        if not request.num_unread or request.prompt_reader is None:
+        reader, length = request.params.prompt_reader, self.sequences.num_cached(request)
+        if not request.num_unread or reader is None:
             return NO_ROWS
-        length, num_read = self.sequences.num_cached(request), request.prompt_reader.num_read
-        return np.arange(begin + num_read - length, begin + min(num_tokens, request.prompt_len - 1 - length))
+        return np.arange(begin + reader.num_read - length, begin + min(num_tokens, request.prompt_len - 1 - length))
 
     def _check_ranks(self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]) -> None:
         """Raise InvalidInputError unless all processes of the model verify the same."""
         work = [[len(requests), len(chunks)]]
         for request, tree in zip(requests, trees, strict=True):
-            work += [[request.max_new_tokens], self.sequences.uncached(request)]
+            work += [[request.params.max_new_tokens], self.sequences.uncached(request)]
             work += [tree.tokens.tolist(), tree.parents.tolist()]
         work += [self.sequences.uncached(chunk.request)[: chunk.num_tokens] for chunk in chunks]
         self.sequences.packed.ranks.check_equal(work)
 
     def _prefill_whole(self, request: Request) -> torch.Tensor | None:
         """Prefill a prompt that needs the model's own forward; return the logits [vocab] after it, if known."""
-        if request.prefill is None or self.sequences.num_cached(request):
+        prefill = request.params.prefill
+        if prefill is None or self.sequences.num_cached(request):
             return None
-        done: Prefilled = request.prefill()
+        done: Prefilled = prefill()
         self.sequences.load(request, done.layers, done.length, done.position_offset, done.states)
         self.sequences.withhold(request)  # equal tokens may stand for other images
         return done.logits if len(self.sequences.uncached(request)) == 1 else None
@@ -234,7 +235,7 @@ class PackedTarget(Target):
 
     def _may_reuse(self, request: Request) -> bool:
         """Return False if equal tokens may stand for other images, or logits of the whole prompt are wanted."""
-        return request.prefill is None and not request.num_unread
+        return request.params.prefill is None and not request.num_unread
 
     @property
     def num_kept(self) -> int:
@@ -249,6 +250,6 @@ class PackedTarget(Target):
 
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            assert self.sequences.num_cached(request) == request.num_cached, "num_cached is not what has K/V"
+            assert self.sequences.num_cached(request) == request.kv.num_cached, "num_cached is not what has K/V"
         if not self.holds_finished:
             self.sequences.check(requests)

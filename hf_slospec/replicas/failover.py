@@ -19,7 +19,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.algo.routing import Need
-from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics
+from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.replicas.messages import Broken, Declined, Description, Failed, Offer, Taken, ToReplica, Update
@@ -111,7 +111,7 @@ class ReplicatedDecoding:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-        self.metrics: RequestMetrics = Request(0, order.prompt, 0).metrics()
+        self.metrics: RequestMetrics = Request(0, RequestParams(order.prompt, 0)).metrics()
         self.num_faults = 0  # replicas that died while they served the request
         self._failed = set[str]()  # names of these replicas, as far as known
 

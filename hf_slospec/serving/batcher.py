@@ -299,7 +299,7 @@ class Batcher:
     def _take(self, engine: Engine[ContinuousScheduler], handle: RequestHandle) -> None:
         """Queue a request in the scheduler, or refuse it."""
         request = handle.request
-        if request.must_guarantee:
+        if request.params.must_guarantee:
             with self.lock:
                 is_queued = engine.scheduler.offer(request, engine.clock())
             if not is_queued:

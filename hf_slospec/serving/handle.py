@@ -105,7 +105,7 @@ class RequestHandle:
     @property
     def commits(self) -> list[Commit]:
         """Commits of the steps so far: the number of tokens, accepted ones among them, and the time."""
-        return [commit for commit in list(self.request.commits) if commit.num_emitted <= self._num_ready]
+        return [commit for commit in list(self.request.stats.commits) if commit.num_emitted <= self._num_ready]
 
     @property
     def from_draft(self) -> list[bool]:
@@ -199,7 +199,7 @@ class RequestHandle:
         """
         await self._more(-1)
         self._raise_if_failed()
-        return self.request.is_guaranteed
+        return bool(self.request.is_guaranteed)
 
     async def aresult(self, timeout: float | None = None) -> RequestResult:
         """Await the output; see :meth:`result`."""

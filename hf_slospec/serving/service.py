@@ -9,6 +9,8 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -19,7 +21,7 @@ from hf_slospec.assembly import continuous_engine, limits_of
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.engine.request import Progress, Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import (
@@ -34,9 +36,9 @@ from hf_slospec.errors import (
 from hf_slospec.extras import need
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.prepare import Call
-from hf_slospec.generate.prompt_logprobs import read_prompt
+from hf_slospec.generate.prompt_logprobs import prompt_logprobs_of
 from hf_slospec.generate.slo import SLOTpot
-from hf_slospec.generate.speculator import Speculator, clock
+from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.validation import check_ids
 from hf_slospec.generate.whole_prompts import keeping_rope_deltas
 from hf_slospec.models.device.host_memory import return_freed_memory
@@ -185,7 +187,7 @@ class BatchingService:
     def on_end(self, request: Request) -> None:
         """Count a request that ended, and drop its sampler."""
         self._samplers.remove(request)
-        request.noise = request.prefill = request.prompt_reader = None  # not to be held by a handle that is kept
+        request.drop_hooks()
         self.telemetry.on_end(request)
 
     def stats(self) -> Stats:
@@ -229,19 +231,24 @@ class BatchingService:
                   for name, value in inputs.items()}  # fmt: skip
         with keeping_rope_deltas(self.decoder.model):
             call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | inputs, batcher.is_idle)
-        request = self._request(call, options)
         call.speculator.lock.rest()  # this thread may have read weights or encoded images
-        call.rows.record.num_top = options.logprobs
+        params, record, seed = self._params(call, options), call.rows.record, options.seed
+        reader = None if options.prompt_logprobs is None else prompt_logprobs_of(call, options.prompt_logprobs)
+        params, record.num_top = replace(params, prompt_reader=reader), options.logprobs
         if options.resume is not None:
-            self._resume(call, request, options.resume)
-        reader = None if options.prompt_logprobs is None else read_prompt(call, options.prompt_logprobs)
-        seed = options.seed
-        if request.is_sampled and seed is None:
+            check_ids("resume", options.resume.tokens, vocab_size(self.decoder.model))
+            if record.num_top is not None:  # the log probabilities of earlier tokens are not known
+                record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
+        if params.is_sampled and seed is None:
             seed = secrets.randbits(63)
-        if request.is_sampled or len(call.stock.processors) or call.rows.record.is_wanted:
-            self._samplers.add(request, call.sampler(seed, sharing=self.config.max_batch))
+        is_plain = not (params.is_sampled or len(call.stock.processors) or record.is_wanted)
+        sampler = None if is_plain else call.sampler(seed, sharing=self.config.max_batch)
+        new_noise = None if sampler is None else partial(call.noise_of, sampler)
+        request = Request(next(self._index), params, call.rows.arrived_s, options.resume, new_noise)
+        if sampler is not None:
+            self._samplers.add(request, sampler)
         handle = RequestHandle(
-            request, self._to_text, batcher.abort, seed if request.is_sampled else None, call.rows.record.logprobs[0],
+            request, self._to_text, batcher.abort, seed if params.is_sampled else None, record.logprobs[0],
             [] if reader is None else reader.logprobs,
         )  # fmt: skip
         try:
@@ -255,28 +262,20 @@ class BatchingService:
             thread.start()
         return handle
 
-    def _request(self, call: Call, options: SubmitOptions) -> Request:
-        if len(call.rows.requests) != 1:
+    def _params(self, call: Call, options: SubmitOptions) -> RequestParams:
+        if len(call.rows.params) != 1:
             raise UnsupportedOptionError("num_return_sequences must be 1; submit once per sequence, with seeds")
-        (request,) = call.rows.requests
-        request.index = next(self._index)
-        request.ttft_slo_s, request.priority = options.slo_ttft, options.priority
-        request.is_best_effort, request.cache_salt = options.best_effort, options.cache_salt
-        request.must_guarantee = options.must_guarantee
-        if (needed := self.limits.kv_needed(request)) > self.limits.kv_tokens:
+        (params,) = call.rows.params
+        if (needed := self.limits.kv_needed(params)) > self.limits.kv_tokens:
             raise InvalidInputError(
-                f"prompt of {request.prompt_len} tokens + max_new_tokens={request.max_new_tokens} + "
+                f"prompt of {len(params.prompt)} tokens + max_new_tokens={params.max_new_tokens} + "
                 f"{self.limits.max_nodes} for speculation need {needed} tokens of K/V, and there are kv_tokens="
                 f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
             )
-        return request
-
-    def _resume(self, call: Call, request: Request, progress: Progress) -> None:
-        """Continue an output; the log probabilities of its earlier tokens are not known."""
-        check_ids("resume", progress.tokens, vocab_size(self.decoder.model))
-        request.resume(progress, clock())
-        if call.rows.record.num_top is not None:
-            call.rows.record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(progress.tokens)
+        return replace(
+            params, ttft_slo_s=options.slo_ttft, priority=options.priority, is_best_effort=options.best_effort,
+            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt,
+        )  # fmt: skip
 
     @property
     def _to_text(self) -> Any:

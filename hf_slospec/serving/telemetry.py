@@ -109,7 +109,7 @@ class Telemetry:
 
     def on_end(self, request: Request) -> None:
         """Count a request that ended."""
-        metrics = request.metrics()
+        metrics, stats = request.metrics(), request.stats
         with self._lock:
             if isinstance(request.error, NotGuaranteedError):
                 self._counts["declined"] += 1
@@ -126,7 +126,7 @@ class Telemetry:
                 return
             self._ttft_s.append(metrics.ttft_s)
             self._histograms["time_to_first_token_seconds"].observe(metrics.ttft_s)
-            self._histograms["e2e_request_latency_seconds"].observe(request.last_token_s - request.arrived_s)
+            self._histograms["e2e_request_latency_seconds"].observe(stats.last_token_s - stats.arrived_s)
             if metrics.tpot_s is not None:
                 self._tpot_s.append(metrics.tpot_s)
                 self._histograms["time_per_output_token_seconds"].observe(metrics.tpot_s)

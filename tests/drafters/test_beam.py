@@ -14,7 +14,7 @@ from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.level import extend_beam
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.oracles.optimal_nodes import optimal_nodes
@@ -88,7 +88,7 @@ def test_extend_beam_never_raises_a_path_probability() -> None:
 
 def test_drafting_stops_once_every_request_is_unsure() -> None:
     draft = tiny_model("llama")
-    requests = [Request(index, [1, 5 + index, 9], 40) for index in range(4)]
+    requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
     def trees(min_confidence: float, width: int = 1) -> list[TokenTree]:
         drafter = AssistantDrafter(PackedModel(draft, "sdpa"), 8 * width, 101)
@@ -107,7 +107,7 @@ def test_drafting_stops_once_every_request_is_unsure() -> None:
 
 
 def test_drafting_stops_where_a_plan_does_not_go_on() -> None:
-    requests = [Request(index, [1, 5 + index, 9], 40) for index in range(2)]
+    requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(2)]
     model, seen = tiny_model("llama"), list[np.ndarray]()
 
     def goes_on(path_probs: np.ndarray) -> bool:

@@ -12,13 +12,13 @@ import torch
 from hf_slospec.algo.acceptance import SHARPNESS
 from hf_slospec.drafters.block import block_marginals, block_trees
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from tests.models.test_coupling import VOCAB, KnownNoise, random_logits, requests_with
 from tests.support.toys.trees import path_to
 
 
 def greedy(count: int) -> list[Request]:
-    return [Request(index, [1, 2, 3 + index], 10) for index in range(count)]
+    return [Request(index, RequestParams([1, 2, 3 + index], 10)) for index in range(count)]
 
 
 def test_trees_hold_the_most_probable_continuations() -> None:

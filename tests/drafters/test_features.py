@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, UnsupportedModelError
+from hf_slospec import Plan, Request, RequestParams, SLOSpecConfig, SLOSpecGenerator, TokenTree, UnsupportedModelError
 from hf_slospec.drafters.features import FeatureQueue
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -103,7 +103,7 @@ def test_hidden_states_that_the_target_has_not_are_refused(layers: tuple[int, ..
 
 
 def test_a_queue_leaves_out_what_is_known_and_goes_on_behind_gaps() -> None:
-    request, queue = Request(0, list(range(10)), 5), FeatureQueue()
+    request, queue = Request(0, RequestParams(list(range(10)), 5)), FeatureQueue()
     rows = torch.arange(20.0)[:, None]
     queue.add(request, 0, rows[:3])
     queue.add(request, 1, rows[1:5])

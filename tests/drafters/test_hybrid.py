@@ -18,7 +18,7 @@ from hf_slospec.drafters.hybrid import HybridDrafter
 from hf_slospec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Drafter, Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.checked_model import CheckedModel
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -76,14 +76,16 @@ def run(drafter: HybridDrafter, request: Request, steps: int, plan: Plan) -> Tok
 
 
 def test_each_source_is_calibrated_by_itself() -> None:
-    tree = run(HybridDrafter([Scripted(wrong), Scripted(right)], 2.0), Request(0, [0], 1000), 40, Plan(4, 1))
+    tree = run(
+        HybridDrafter([Scripted(wrong), Scripted(right)], 2.0), Request(0, RequestParams([0], 1000)), 40, Plan(4, 1)
+    )
     assert tree.tokens[1:].tolist() == right([int(tree.tokens[0])])[:4]
     assert tree.path_probs[4] > 0.7
 
 
 def test_nodes_that_were_not_verified_are_observed() -> None:
     drafter = HybridDrafter([Scripted(wrong), Scripted(half)], 2.0)
-    run(drafter, Request(0, [0], 1000), 40, Plan(4, 1))
+    run(drafter, Request(0, RequestParams([0], 1000)), 40, Plan(4, 1))
     trials = [source.acceptance.calibrations[Drawing.GREEDY].trials.sum() for source in drafter._sources]
     hits = [source.acceptance.calibrations[Drawing.GREEDY].hits.sum() for source in drafter._sources]
     assert trials[0] == 40 and hits[0] == 0  # the first token of each wrong chain
@@ -94,7 +96,7 @@ def test_observations_are_those_of_brute_force() -> None:
     """A node is tried if the text goes on along its parent's path by a further token, and hit if it is that token."""
     rng, plan = np.random.default_rng(0), Plan(4, 1)
     scripted = Scripted(lambda tokens: (tokens[-1] + np.cumsum(rng.integers(0, 2, 6))).tolist())
-    drafter, request = HybridDrafter([scripted]), Request(0, [0], 10**6)
+    drafter, request = HybridDrafter([scripted]), Request(0, RequestParams([0], 10**6))
     tried = hit = 0
     for _ in range(60):
         [tree] = drafter.draft([request], plan)
@@ -116,7 +118,7 @@ def test_observations_are_those_of_brute_force() -> None:
 def test_model_is_not_asked_where_the_cheap_source_is_confident() -> None:
     for guess, is_asked in ((right, False), (wrong, True)):
         model = Scripted(right)
-        drafter, request = HybridDrafter([Scripted(guess, 0.9), model]), Request(0, [0], 1000)
+        drafter, request = HybridDrafter([Scripted(guess, 0.9), model]), Request(0, RequestParams([0], 1000))
         run(drafter, request, 60, Plan(4, 1))
         model.asked.clear()
         run(drafter, request, 10, Plan(4, 1))
@@ -125,7 +127,9 @@ def test_model_is_not_asked_where_the_cheap_source_is_confident() -> None:
 
 def test_cheap_chains_may_be_deeper_than_the_models() -> None:
     cheap, model = Scripted(right), Scripted(right)
-    tree = run(HybridDrafter([cheap, model], 2.0, max_model_depth=2), Request(0, [0], 100), 3, Plan(6, 1))
+    tree = run(
+        HybridDrafter([cheap, model], 2.0, max_model_depth=2), Request(0, RequestParams([0], 100)), 3, Plan(6, 1)
+    )
     assert tree.max_depth == 6
     assert {plan.depth for plan in cheap.plans} == {6} and {plan.depth for plan in model.plans} == {2}
 
@@ -133,7 +137,7 @@ def test_cheap_chains_may_be_deeper_than_the_models() -> None:
 def test_release_reuse_and_close_are_passed_on() -> None:
     parts = [Scripted(right), Scripted(wrong)]
     drafter: Drafter = HybridDrafter([PromptLookupDrafter(), *parts])
-    request = Request(5, [1, 2], 10)
+    request = Request(5, RequestParams([1, 2], 10))
     assert isinstance(drafter, HybridDrafter) and drafter.reuse(request) == 3
     drafter.draft([request], Plan(2, 2))
     drafter.release(request)
@@ -143,7 +147,7 @@ def test_release_reuse_and_close_are_passed_on() -> None:
 
 
 def test_requests_are_not_kept_alive() -> None:
-    drafter, request = HybridDrafter([PromptLookupDrafter(), SuffixDrafter()]), Request(0, [1, 2, 1], 10)
+    drafter, request = HybridDrafter([PromptLookupDrafter(), SuffixDrafter()]), Request(0, RequestParams([1, 2, 1], 10))
     run(drafter, request, 3, Plan(2, 2))
     known = weakref.ref(request)
     del request

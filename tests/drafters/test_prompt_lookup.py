@@ -10,13 +10,13 @@ import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.prompt_lookup import TRUST, PromptLookupDrafter, continuations
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 
 
 def draft(tokens: list[int], depth: int, width: int) -> list[tuple[list[int], float]]:
     """The candidate tree as (path of tokens, path probability), in order of nodes."""
-    [tree] = PromptLookupDrafter().draft([Request(0, tokens, 10)], Plan(depth, width))
+    [tree] = PromptLookupDrafter().draft([Request(0, RequestParams(tokens, 10))], Plan(depth, width))
     tree.check()
     paths: list[list[int]] = [[]]
     for node in range(1, tree.num_nodes):
@@ -62,8 +62,9 @@ def test_noise_tells_which_proposals_will_be_drawn() -> None:
     probs = torch.full((8,), (1 - TRUST) / 7)
     probs[proposed] = TRUST
     said, drawn = np.empty(count), np.empty(count, dtype=bool)
+    params = RequestParams([1, 2, proposed, 1, 2], 10, is_sampled=True)
     for index, noise in enumerate(torch.empty(count, 1, 8).exponential_(1, generator=torch.Generator().manual_seed(0))):
-        request = Request(index, [1, 2, proposed, 1, 2], 10, is_sampled=True, noise=KnownNoise(noise))
+        request = Request(index, params, new_noise=lambda _, noise=noise: KnownNoise(noise))
         [tree] = PromptLookupDrafter().draft([request], Plan(1, 1))
         said[index], drawn[index] = tree.path_probs[1], int((probs / noise[0]).argmax()) == proposed
     assert drawn.mean() == pytest.approx(TRUST, abs=0.03)
@@ -77,7 +78,8 @@ def test_noise_tells_which_proposals_will_be_drawn() -> None:
 def test_noise_orders_branches() -> None:
     noise = torch.ones(2, 10)
     noise[0, 9], noise[0, 8] = 5.0, 0.01
-    request = Request(0, [7, 3, 9, 4, 7, 3, 8, 4, 7, 3, 9, 5, 7, 3], 10, is_sampled=True, noise=KnownNoise(noise))
+    params = RequestParams([7, 3, 9, 4, 7, 3, 8, 4, 7, 3, 9, 5, 7, 3], 10, is_sampled=True)
+    request = Request(0, params, new_noise=lambda _: KnownNoise(noise))
     [tree] = PromptLookupDrafter().draft([request], Plan(2, 4))
     tree.check()
     assert tree.tokens[1:3].tolist() == [8, 9]

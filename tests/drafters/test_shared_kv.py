@@ -21,7 +21,7 @@ from hf_slospec.drafters.load_drafter import assistant_method
 from hf_slospec.drafters.prompt_lookup import LookupMethod
 from hf_slospec.drafters.shared_kv import Gemma4Method, SharedKVDrafter, cached_layers
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
@@ -77,7 +77,7 @@ def drafter_with(
 ) -> tuple[SharedKVDrafter, list[Request]]:
     """A drafter, and requests of these texts as they are after their prefill."""
     sequences = RequestSequences(PackedModel(target, attention), 16)
-    requests = [Request(index, text, 10) for index, text in enumerate(texts)]
+    requests = [Request(index, RequestParams(text, 10)) for index, text in enumerate(texts)]
     drafter = SharedKVDrafter(assistant, VOCAB)
     drafter.read_kv_of(sequences)
     sequences.reserve(requests)
@@ -167,7 +167,7 @@ def test_flash_attention_gives_the_same_trees(monkeypatch: pytest.MonkeyPatch) -
 def test_requests_whose_state_is_not_known_get_roots() -> None:
     target, assistant = pair("shared")
     drafter, requests = drafter_with(target, assistant, texts_of((20, 7)))
-    unknown = Request(9, [5, 6, 7], 10)
+    unknown = Request(9, RequestParams([5, 6, 7], 10))
     requests[1].tokens.append(3)  # committed without a feature
     trees = drafter.draft([unknown, *requests], Plan(2, 2))
     assert [tree.num_nodes for tree in trees] == [1, 5, 1] and trees[0].tokens[0] == 7

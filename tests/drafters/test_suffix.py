@@ -17,7 +17,7 @@ from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecConfig, SLOS
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 from tests.support.toys.trees import path_to
 
@@ -52,12 +52,12 @@ def occurs(path: Sequence[int], text: Sequence[int]) -> bool:
 @settings(deadline=None)
 def test_proposals_followed_the_last_token_before(text: list[int], steps: list[list[int]]) -> None:
     """Incremental drafting proposes what naive matching finds, and the same as drafting anew does."""
-    drafter, request = SuffixDrafter(), Request(0, text, 1000)
+    drafter, request = SuffixDrafter(), Request(0, RequestParams(text, 1000))
     for tokens in [[], *steps]:
         extended(request, tokens)
         tree = draft(drafter, request)
         assert all(occurs([request.tokens[-1], *path], request.tokens) for path in paths_of(tree))
-        anew = draft(SuffixDrafter(), Request(0, list(request.tokens), 1000))
+        anew = draft(SuffixDrafter(), Request(0, RequestParams(list(request.tokens), 1000)))
         assert paths_of(tree) == paths_of(anew)
         assert tree.path_probs.tolist() == pytest.approx(anew.path_probs.tolist())
         if len(request.tokens) > 1 and request.tokens[-1] in request.tokens[:-1]:
@@ -67,31 +67,31 @@ def test_proposals_followed_the_last_token_before(text: list[int], steps: list[l
 
 def test_a_repeated_text_is_a_likely_chain() -> None:
     text = list(range(10, 30))
-    tree = draft(SuffixDrafter(), Request(0, [*text, 1, *text[:12]], 100), 6, 1)
+    tree = draft(SuffixDrafter(), Request(0, RequestParams([*text, 1, *text[:12]], 100)), 6, 1)
     assert tree.tokens[1:].tolist() == text[12:18]
     assert tree.path_probs[-1] > 0.5
 
 
 def test_share_and_length_of_matches_count() -> None:
-    tree = draft(SuffixDrafter(), Request(0, [7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100), 1, 4)
+    tree = draft(SuffixDrafter(), Request(0, RequestParams([7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100)), 1, 4)
     assert tree.tokens[1:].tolist() == [3, 4]
-    short = draft(SuffixDrafter(), Request(0, [5, 6, 1, 2, 6], 100), 1, 1)
-    long = draft(SuffixDrafter(), Request(0, [5, 6, 1, 2, 5, 6], 100), 1, 1)
+    short = draft(SuffixDrafter(), Request(0, RequestParams([5, 6, 1, 2, 6], 100)), 1, 1)
+    long = draft(SuffixDrafter(), Request(0, RequestParams([5, 6, 1, 2, 5, 6], 100)), 1, 1)
     assert long.path_probs[1] > short.path_probs[1]
 
 
 def test_other_texts_are_not_seen_unless_shared() -> None:
     for shares_texts in (False, True):
         drafter = SuffixDrafter(shares_texts=shares_texts)
-        draft(drafter, extended(Request(0, [1], 100), [5, 6, 7, 8]))
-        assert (draft(drafter, Request(1, [9, 5, 6], 100)).num_nodes > 1) is shares_texts
+        draft(drafter, extended(Request(0, RequestParams([1], 100)), [5, 6, 7, 8]))
+        assert (draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes > 1) is shares_texts
         assert len(drafter._shared) == (1 if shares_texts else 0)
 
 
 def test_prompts_are_never_shared() -> None:
     drafter = SuffixDrafter(shares_texts=True)
-    draft(drafter, Request(0, [5, 6, 7, 8], 100))
-    assert draft(drafter, Request(1, [9, 5, 6], 100)).num_nodes == 1
+    draft(drafter, Request(0, RequestParams([5, 6, 7, 8], 100)))
+    assert draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes == 1
 
 
 def test_salts_separate_texts() -> None:
@@ -103,10 +103,10 @@ def test_salts_separate_texts() -> None:
         own = range(10 * salt + 10, 10 * salt + 14)
         if len(requests) > 5:
             drafter.release(requests.pop(rng.randrange(len(requests))))
-        request = Request(index, [rng.choice(own) for _ in range(3)], 1000, cache_salt=f"tenant {salt}")
+        request = Request(index, RequestParams([rng.choice(own) for _ in range(3)], 1000, cache_salt=f"tenant {salt}"))
         requests.append(request)
         for each in requests:
-            low = int(each.cache_salt[-1]) * 10 + 10
+            low = int(each.params.cache_salt[-1]) * 10 + 10
             tree = draft(drafter, extended(each, [rng.randrange(low, low + 4) for _ in range(2)]))
             assert all(low <= token < low + 4 for token in tree.tokens)
         assert len(drafter._shared) <= 6
@@ -116,16 +116,18 @@ def test_salts_separate_texts() -> None:
 def test_shared_outputs_stay_after_release_and_the_oldest_are_dropped() -> None:
     drafter = SuffixDrafter(shares_texts=True, max_texts=2)
     for index in range(3):
-        request = Request(index, [1], 100)
+        request = Request(index, RequestParams([1], 100))
         draft(drafter, request)
         drafter.release(extended(request, range(10 * index + 10, 10 * index + 15)))
     assert len(drafter._shared) == 2 and drafter.num_tokens == 10
-    found = [draft(drafter, Request(9, [2, first, first + 1], 100)).num_nodes > 1 for first in (10, 20, 30)]
+    found = [
+        draft(drafter, Request(9, RequestParams([2, first, first + 1], 100))).num_nodes > 1 for first in (10, 20, 30)
+    ]
     assert found == [False, True, True]
 
 
 def test_outputs_of_failed_requests_are_dropped() -> None:
-    drafter, request = SuffixDrafter(shares_texts=True), Request(0, [1], 100)
+    drafter, request = SuffixDrafter(shares_texts=True), Request(0, RequestParams([1], 100))
     draft(drafter, extended(request, [5, 6, 7]))
     request.end(ValueError())
     drafter.release(request)
@@ -134,8 +136,8 @@ def test_outputs_of_failed_requests_are_dropped() -> None:
 
 @pytest.mark.parametrize("shares_texts", [False, True])
 def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
-    drafter, request = SuffixDrafter(shares_texts=shares_texts), Request(0, [1, 2, 3, 1, 2], 100)
-    expected = [draft(SuffixDrafter(), Request(0, [1, 2, 3, 1, 2, *[3, 1][:n]], 100)) for n in range(3)]
+    drafter, request = SuffixDrafter(shares_texts=shares_texts), Request(0, RequestParams([1, 2, 3, 1, 2], 100))
+    expected = [draft(SuffixDrafter(), Request(0, RequestParams([1, 2, 3, 1, 2, *[3, 1][:n]], 100))) for n in range(3)]
     for emitted in (0, 1, 2):
         extended(request, [3, 1][emitted - 1 : emitted] if emitted else [])
         draft(drafter, request)
@@ -151,9 +153,9 @@ def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
 
 
 def test_requests_are_not_kept_alive() -> None:
-    drafter, request = SuffixDrafter(), Request(0, [1, 2, 1], 100)
+    drafter, request = SuffixDrafter(), Request(0, RequestParams([1, 2, 1], 100))
     draft(drafter, request)
-    drafter.release(Request(1, [1], 100))  # unknown
+    drafter.release(Request(1, RequestParams([1], 100)))  # unknown
     del request
     gc.collect()
     assert drafter.num_tokens == 0
@@ -166,7 +168,7 @@ def test_threads() -> None:
         rng = random.Random(index)
         try:
             for number in range(20):
-                request = Request(number, [rng.randrange(3)], 100)
+                request = Request(number, RequestParams([rng.randrange(3)], 100))
                 for _ in range(10):
                     draft(drafter, extended(request, [rng.randrange(3)]))
                 drafter.release(request)
@@ -190,7 +192,9 @@ class KnownNoise:
 
 
 def test_noise_orders_branches() -> None:
-    request = Request(0, [7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100, is_sampled=True, noise=KnownNoise())
+    request = Request(
+        0, RequestParams([7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100, is_sampled=True), new_noise=lambda _: KnownNoise()
+    )
     assert draft(SuffixDrafter(), request, 1, 4).tokens[1:].tolist() == [4, 3]
 
 

@@ -19,7 +19,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.translation import TokenTranslation
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
@@ -92,7 +92,7 @@ def test_draft_with_other_ids_proposes_the_same(seed: int, max_kept: int) -> Non
     prompt = rng.integers(2, len(TARGET_TOKENIZER), 30).tolist()
     for step in range(12):
         if rng.random() < 0.4:
-            requests.append(Request(step, prompt[: rng.integers(1, 30)], 100))
+            requests.append(Request(step, RequestParams(prompt[: rng.integers(1, 30)], 100)))
             assert plain.reuse(requests[-1]) == other.reuse(requests[-1])
         for request in list(requests):
             if rng.random() < 0.2:  # finished, or preempted and seen again
@@ -113,14 +113,16 @@ def test_draft_with_other_ids_proposes_the_same(seed: int, max_kept: int) -> Non
 def test_kv_is_that_of_the_text_whatever_came_before(name: str) -> None:
     """Drafting step by step, with steps undone and requests released, proposes what drafting from nothing does."""
     tokens = TARGET_TOKENIZER("return self 🎉漢字 the " + FOREIGN)["input_ids"]
-    rng, request, own = np.random.default_rng(0), Request(0, tokens[:3], 100), translated(name)
+    rng, request, own = np.random.default_rng(0), Request(0, RequestParams(tokens[:3], 100)), translated(name)
     for place in range(3, len(tokens), 2):
         trees = own.draft([request], Plan(3, 2))
         if rng.random() < 0.3:
             own.release(request)
         if rng.random() < 0.5:
             assert_same_trees(trees, own.draft([request], Plan(3, 2)))
-        assert_same_trees(trees, translated(name).draft([Request(0, list(request.tokens), 100)], Plan(3, 2)))
+        assert_same_trees(
+            trees, translated(name).draft([Request(0, RequestParams(list(request.tokens), 100))], Plan(3, 2))
+        )
         text = own._translated.get(request)
         assert text is None or own.sequences.num_cached(text) <= len(text.tokens)
         request.tokens += tokens[place : place + 2]
@@ -130,7 +132,7 @@ def test_kv_is_that_of_the_text_whatever_came_before(name: str) -> None:
 
 def test_proposals_are_common_tokens_and_follow_the_draft() -> None:
     tokens = TARGET_TOKENIZER("def main(self):\n    return")["input_ids"]
-    (tree,) = translated("small").draft([Request(0, tokens, 9)], Plan(1, 1))
+    (tree,) = translated("small").draft([Request(0, RequestParams(tokens, 9))], Plan(1, 1))
     ids = SMALL("def main(self):\n    return", return_tensors="pt")
     logits = OTHER_DRAFTS["small"](ids["input_ids"]).logits[0, -1]
     own = TRANSLATIONS["small"]
@@ -139,14 +141,14 @@ def test_proposals_are_common_tokens_and_follow_the_draft() -> None:
 
 def test_long_texts_catch_up_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AssistantDrafter, "CATCH_UP", 80)
-    own, request = translated("small"), Request(0, TARGET_TOKENIZER(PROMPTS[0])["input_ids"][:150], 50)
+    own, request = translated("small"), Request(0, RequestParams(TARGET_TOKENIZER(PROMPTS[0])["input_ids"][:150], 50))
     depths = [own.draft([request], Plan(3, 1))[0].max_depth for _ in range(6)]
     assert depths[0] == 0 and depths[-1] == 3 and depths == sorted(depths)
 
 
 def test_texts_that_are_longer_for_the_draft_than_there_is_room() -> None:
     tokens = TARGET_TOKENIZER(PROMPTS[0])["input_ids"]
-    requests = [Request(index, tokens[:length], 5) for index, length in enumerate((30, 100, 20))]
+    requests = [Request(index, RequestParams(tokens[:length], 5)) for index, length in enumerate((30, 100, 20))]
     own = translated("small", max_slots=140)
     assert [tree.max_depth > 0 for tree in own.draft(requests, Plan(3, 1))] == [True, False, True]
     own.release(requests[0])

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_slospec import IncompatibleDraftError, tiny_prompts
 from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.sequences.kept_prefixes import num_common
 from tests.support.toys.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like, with_other_ids
 from tests.support.toys.trees import SEEDS
@@ -80,7 +80,7 @@ def test_texts_stay_the_same_and_keep_their_common_prefix(
     tokens = committed(TOKENIZERS[pair[0]], text, seed, is_random)
     # Names of special tokens that the draft lacks become text, which that of the target's tokens does not have.
     left = [token for token in tokens if own._special.get(token) in (None, [], [own._same.get(token)])] or [5]
-    request = Request(0, left[:1], 1000)
+    request = Request(0, RequestParams(left[:1], 1000))
     del left[:1]
     draft = DraftTokens(own, request)
     while True:
@@ -107,7 +107,7 @@ def test_texts_stay_the_same_and_keep_their_common_prefix(
 def test_text_that_grows_is_split_as_the_whole_text_is(pair: tuple[str, str]) -> None:
     own, text = TRANSLATIONS[pair], "#" + "".join(tiny_prompts()[10:14]) + FOREIGN.replace("▁", "")
     tokens = TOKENIZERS[pair[0]](text, add_special_tokens=False)["input_ids"]
-    request = Request(0, tokens[:20], 10**6)
+    request = Request(0, RequestParams(tokens[:20], 10**6))
     draft, changed = DraftTokens(own, request), 0
     for place in range(20, len(tokens), 3):
         before = len(draft.tokens)
@@ -155,7 +155,7 @@ def test_special_tokens_by_name_and_by_role() -> None:
     assert back.translate([SPACED.bos_token_id, SPACED.eos_token_id]).tokens == [LARGE.eos_token_id]
     same = translation(LARGE, PERMUTED)
     assert same.translate([user, end]).tokens == [same._same[user], same._same[end]]
-    empty = DraftTokens(back, Request(0, [SPACED.bos_token_id], 9))
+    empty = DraftTokens(back, Request(0, RequestParams([SPACED.bos_token_id], 9)))
     empty.update()
     assert empty.tokens == [back.filler]
     beginning = SPACED("Hello")["input_ids"]

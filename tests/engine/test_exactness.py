@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.policies.adaserve_selection import SLOOrder
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run
@@ -39,10 +39,12 @@ def random_requests(rng: np.random.Generator, num_requests: int, stops: bool = T
     return [
         Request(
             index,
-            rng.integers(0, VOCAB, rng.integers(2, 6)).tolist(),
-            int(rng.integers(1, 16)),
-            random_stages(rng),
-            is_stop=(lambda tokens: tokens[-1] == STOP) if stops else (lambda tokens: False),
+            RequestParams(
+                rng.integers(0, VOCAB, rng.integers(2, 6)).tolist(),
+                int(rng.integers(1, 16)),
+                random_stages(rng),
+                is_stop=(lambda tokens: tokens[-1] == STOP) if stops else (lambda tokens: False),
+            ),
         )
         for index in range(num_requests)
     ]
@@ -65,7 +67,7 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
         assert sum(part.committed for part in parts) == metrics.tokens
         assert sum(part.nodes - 1 for part in parts) == metrics.drafted
         assert all(1 <= part.committed <= part.nodes for part in parts)
-        assert {part.tpot_slo_s for part in parts} <= {stage.tpot_slo_s for stage in request.stages}
+        assert {part.tpot_slo_s for part in parts} <= {stage.tpot_slo_s for stage in request.params.stages}
         assert metrics.phases == phases
         assert metrics.expected_tokens == pytest.approx(expected)
 

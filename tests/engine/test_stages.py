@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from tests.support.toys.engine import commit
 
 
@@ -19,7 +19,7 @@ from tests.support.toys.engine import commit
 )
 @pytest.mark.parametrize("stage", [Stage(0.5, 3), Stage(0.5, is_over=lambda tokens: tokens[-1] == 9)])
 def test_every_stage_has_to_be_attained(stage: Stage, times: list[float], attained: bool) -> None:
-    request = Request(0, [9, 9], 20, (stage, Stage(2.0)))
+    request = Request(0, RequestParams([9, 9], 20, (stage, Stage(2.0))))
     targets = [request.tpot_slo_s]
     for token, now_s in zip((5, 7, 9, 9, 8), times, strict=True):
         commit(request, [token], now_s)
@@ -32,7 +32,7 @@ def test_every_stage_has_to_be_attained(stage: Stage, times: list[float], attain
 
 
 def test_a_stage_that_ends_within_a_step_ends_with_the_step() -> None:
-    request = Request(0, [0], 20, (Stage(1.0, 3), Stage(None, 2), Stage(1.0)))
+    request = Request(0, RequestParams([0], 20, (Stage(1.0, 3), Stage(None, 2), Stage(1.0))))
     commit(request, [1], 0.0)
     commit(request, [1, 1, 1, 1], 4.0)  # two of these make the stage's three; all four count for it
     assert request.tpot_slo_s is None
@@ -46,7 +46,7 @@ def test_a_stage_that_ends_within_a_step_ends_with_the_step() -> None:
 
 
 def test_stages_without_targets_attain_nothing() -> None:
-    request = Request(0, [0], 20, (Stage(None, 1), Stage(None)))
+    request = Request(0, RequestParams([0], 20, (Stage(None, 1), Stage(None))))
     commit(request, [1], 0.0)
     commit(request, [1], 1.0)
     assert request.metrics().attained is None

@@ -11,7 +11,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy, PolicyStep, Selection
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run
 from tests.support.toys.models import (
@@ -30,7 +30,7 @@ from tests.support.toys.trees import markov_model
 def test_requests_are_prefilled_first_and_alone() -> None:
     rng = np.random.default_rng(0)
     target = markov_model(rng, VOCAB)
-    first, second, late = (Request(index, [0, 1], 9) for index in range(3))
+    first, second, late = (Request(index, RequestParams([0, 1], 9)) for index in range(3))
     toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
     engine = engine_of([first, second], toy, drafter, WholeTrees(Plan(1, 1)), Clock())
     events = [engine.step(), engine.step()]
@@ -42,13 +42,13 @@ def test_requests_are_prefilled_first_and_alone() -> None:
     sizes = [[tree.num_nodes for _, tree, _ in step] for step in toy.steps]
     assert sizes == [[1, 1], [2, 2], [1], [2, 2, 2]]
     assert len(drafter.plans) == 2
-    assert late.num_steps == 1
+    assert late.stats.num_steps == 1
 
 
 @pytest.mark.parametrize("policy_name", ["auto", "adaserve", "fixed"])
 def test_depth_0_never_drafts(policy_name: str) -> None:
     target = markov_model(np.random.default_rng(1), VOCAB)
-    requests = [Request(index, [0, 1], 6) for index in range(3)]
+    requests = [Request(index, RequestParams([0, 1], 6)) for index in range(3)]
     drafter = ToyDrafter(target)
     toy = ToyTarget(greedy(target))
     run(engine_of(requests, toy, drafter, policy_of(SLOSpecConfig(policy=policy_name, max_depth=0)), Clock()))
@@ -61,7 +61,7 @@ def test_depth_0_never_drafts(policy_name: str) -> None:
 def test_last_token_is_decoded_without_drafting(policy_name: str) -> None:
     target = markov_model(np.random.default_rng(1), VOCAB)
     drafter = ToyDrafter(target)
-    request = Request(0, [0, 1], 2)
+    request = Request(0, RequestParams([0, 1], 2))
     policy = policy_of(SLOSpecConfig(policy=policy_name))
     run(engine_of([request], ToyTarget(greedy(target)), drafter, policy, Clock()))
     assert drafter.plans == []
@@ -72,7 +72,7 @@ def test_last_token_is_decoded_without_drafting(policy_name: str) -> None:
 def test_a_draft_that_is_always_right_commits_whole_chains(depth: int) -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
-    request = Request(0, [0, 1], 1 + 3 * (depth + 1))
+    request = Request(0, RequestParams([0, 1], 1 + 3 * (depth + 1)))
     run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(depth, 1)), Clock()))
     metrics = request.metrics()
     assert (metrics.steps, metrics.drafted, metrics.accepted) == (3, 3 * depth, 3 * depth)
@@ -82,7 +82,7 @@ def test_a_draft_that_is_always_right_commits_whole_chains(depth: int) -> None:
 def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
-    request = Request(0, [0, 1], 10)
+    request = Request(0, RequestParams([0, 1], 10))
     run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(3, 1)), Clock()))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
@@ -90,24 +90,24 @@ def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
 
 def test_who_is_not_drafted_for_decodes_plainly() -> None:
     target = markov_model(np.random.default_rng(3), VOCAB)
-    requests = [Request(index, [index, 1], 9) for index in range(3)]
+    requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
     expected = [decode_plainly(greedy(target), request) for request in requests]
     toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
     run(engine_of(requests, toy, drafter, WholeTrees(Plan(2, 1, drafting=[requests[2], requests[0]])), Clock()))
     assert [request.tokens for request in requests] == expected
-    assert [request.num_drafted > 0 for request in requests] == [True, False, True]
+    assert [request.stats.num_drafted > 0 for request in requests] == [True, False, True]
     assert all(tree.num_nodes == 1 for step in toy.steps for request, tree, _ in step if request is requests[1])
 
     nobody = ToyDrafter(target)
-    alone = Request(0, [0, 1], 5)
+    alone = Request(0, RequestParams([0, 1], 5))
     run(engine_of([alone], ToyTarget(greedy(target)), nobody, WholeTrees(Plan(2, 1, drafting=[])), Clock()))
     assert nobody.plans == []
-    assert alone.num_steps == 4
+    assert alone.stats.num_steps == 4
 
 
 def test_finished_requests_leave_and_the_others_go_on() -> None:
     target = markov_model(np.random.default_rng(3), VOCAB)
-    requests = [Request(index, [0, 1], max_new_tokens) for index, max_new_tokens in enumerate((1, 8, 3))]
+    requests = [Request(index, RequestParams([0, 1], max_new_tokens)) for index, max_new_tokens in enumerate((1, 8, 3))]
     toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
     run(engine_of(requests, toy, drafter, WholeTrees(Plan(0, 1)), Clock()))
     assert [[request.index for request, _, _ in step] for step in toy.steps] == [[0, 1, 2], *[[1, 2]] * 2, *[[1]] * 5]
@@ -116,17 +116,20 @@ def test_finished_requests_leave_and_the_others_go_on() -> None:
 
 def test_a_stop_inside_the_walk_ends_the_request_there() -> None:
     chain = {0: 1, 1: 2, 2: 3, 3: 0}
-    request = Request(0, [0, 0], 20, is_stop=lambda tokens: tokens[-3:] == [1, 2, 3])
+    request = Request(0, RequestParams([0, 0], 20, is_stop=lambda tokens: tokens[-3:] == [1, 2, 3]))
     toy = ToyTarget(lambda request: chain[request.tokens[-1]])
     drafter = ToyDrafter(lambda tokens: one_hot(chain[tokens[-1]]))
     run(engine_of([request], toy, drafter, WholeTrees(Plan(4, 1)), Clock()))
     assert request.tokens == [0, 0, 1, 2, 3]
-    assert (request.num_steps, request.num_drafted, request.num_accepted) == (1, 4, 1)
+    assert (request.stats.num_steps, request.stats.num_drafted, request.stats.num_accepted) == (1, 4, 1)
 
 
 def test_times_are_taken_when_tokens_are_committed() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
-    requests = [Request(0, [0, 1], 5, (Stage(0.5),), arrived_s=10.0), Request(1, [1, 0], 5, (Stage(0.6),))]
+    requests = [
+        Request(0, RequestParams([0, 1], 5, (Stage(0.5),)), 10.0),
+        Request(1, RequestParams([1, 0], 5, (Stage(0.6),))),
+    ]
     clock = Clock()
     engine = engine_of(requests, ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(0, 1)), clock)
     for now_s in (12.0, 12.25, 13.0, 13.5, 14.25):
@@ -174,7 +177,7 @@ def test_the_seconds_of_a_step_go_to_its_phases() -> None:
             super().commit(*arguments)
 
     slow = Slow()
-    engine = engine_of([Request(0, [0, 1], 9)], slow, slow, slow, clock)
+    engine = engine_of([Request(0, RequestParams([0, 1], 9))], slow, slow, slow, clock)
     assert engine.step().phases == PhaseTimes(verify_s=1000.0, host_s=10000.0)
     assert engine.step().phases == PhaseTimes(draft_s=10.0, select_s=101.0, verify_s=1000.0, host_s=10000.0)
     assert engine.scheduler.running[0].metrics().phases.total_s == clock.now_s
@@ -182,7 +185,7 @@ def test_the_seconds_of_a_step_go_to_its_phases() -> None:
 
 def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
-    request = Request(0, [0, 1], 1, (Stage(1e-9),))
+    request = Request(0, RequestParams([0, 1], 1, (Stage(1e-9),)))
     run(engine_of([request], ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(2, 2)), Clock()))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.tpot_s, metrics.acceptance_length) == (1, 0, None, None)
@@ -192,7 +195,9 @@ def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
 def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
     target = markov_model(np.random.default_rng(5), VOCAB)
     drafter = ToyDrafter(lambda tokens: 1.5 * one_hot(0))
-    engine = engine_of([Request(0, [0, 1], 9)], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(2, 1)), Clock())
+    engine = engine_of(
+        [Request(0, RequestParams([0, 1], 9))], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(2, 1)), Clock()
+    )
     engine.step()
     with pytest.raises(AssertionError):
         engine.step()
@@ -207,7 +212,9 @@ def test_while_drafting_is_paused_the_policy_learns_of_no_drafts() -> None:
             accepted, _ = yield Selection.of_roots(candidates)
             depths.append((plan.depth, candidates[0].max_depth, len(accepted)))
 
-    engine = engine_of([Request(0, [0, 1], 9)], ToyTarget(greedy(target)), ToyDrafter(target), Watching(), Clock())
+    engine = engine_of(
+        [Request(0, RequestParams([0, 1], 9))], ToyTarget(greedy(target)), ToyDrafter(target), Watching(), Clock()
+    )
     engine.step()
     engine.relieve()
     engine.step()

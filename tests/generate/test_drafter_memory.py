@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_slospec import Plan, Request, SLOSpecGenerator
+from hf_slospec import Plan, Request, RequestParams, SLOSpecGenerator
 from hf_slospec.drafters.features import FeatureDrafter, FeatureQueue
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
@@ -197,7 +197,7 @@ def test_features_and_kv_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_features_that_wait_do_not_keep_those_of_a_whole_step() -> None:
     queue, step = FeatureQueue(), torch.zeros(600, 8)
     for index in range(3):
-        queue.add(Request(index, [1, 2, 3], 5), 0, step[index : index + 1])
+        queue.add(Request(index, RequestParams([1, 2, 3], 5)), 0, step[index : index + 1])
     held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in _parts(queue)}
     assert sum(held.values()) == queue.num_bytes == 3 * 8 * 4
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chunk, Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.lab.texts import Library, Text, TextModel
@@ -23,7 +23,7 @@ HARDWARE = Hardware(
 
 
 def request_of(index: int, prompt: int = 3, new: int = 20) -> Request:
-    return Request(index, [0] * prompt, new)
+    return Request(index, RequestParams([0] * prompt, new))
 
 
 def library_of(seed: int, *lengths: int, num_children: int = 4) -> Library:
@@ -124,7 +124,7 @@ def test_verifying_takes_its_nodes_requests_and_keys() -> None:
     library, clock = library_of(0, 20, 20, 20), VirtualClock()
     target, decoding, fed = SimulatedTarget(library, HARDWARE, clock), request_of(0, 5), request_of(1, 9)
     decoding.tokens.append(1)
-    decoding.num_cached = 5
+    decoding.kv.num_cached = 5
     chain = TokenTree.chain(1, [0, 0, 0], 0.5)
     target.verify([decoding], [chain])
     assert clock.now_s == pytest.approx(float(HARDWARE.target(4, 1, 6)) + 0.002)

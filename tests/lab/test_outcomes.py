@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.outcomes import METRICS, Outcome, Run, Totals, write_requests
 from hf_slospec.lab.systems import SYSTEMS, config_of
@@ -26,7 +26,7 @@ def outcome_of(
 ) -> Outcome:
     """A request that commits so many tokens at these times."""
     job = Job(arrival_s, 2, sum(count for count, _ in commits), tpot_s, ttft_s, kind)
-    request = Request(0, [0, 0], job.output_tokens, (Stage(tpot_s),), arrived_s=arrival_s, ttft_slo_s=ttft_s)
+    request = Request(0, RequestParams([0, 0], job.output_tokens, (Stage(tpot_s),), ttft_slo_s=ttft_s), arrival_s)
     for count, now_s in commits:
         for _ in range(count):
             request.emit(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_slospec.algo.acceptance import SHARPNESS
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.coupling import Coupling, coupled
 from hf_slospec.models.noise import GeneratorNoise
 
@@ -35,10 +35,8 @@ class KnownNoise:
 def requests_with(
     sampler: Any, count: int, processors: tuple[Any, ...] = (), reads_text: bool = False
 ) -> list[Request]:
-    made = [Request(index, [1, 2, 3], 10, is_sampled=True) for index in range(count)]
-    for request in made:
-        request.noise = Coupling(sampler, request, processors, reads_text)
-    return made
+    params = RequestParams([1, 2, 3], 10, is_sampled=True)
+    return [Request(i, params, new_noise=lambda r: Coupling(sampler, r, processors, reads_text)) for i in range(count)]
 
 
 def no_paths(place: int) -> torch.Tensor:
@@ -88,7 +86,8 @@ def test_noise_of_another_kind_couples_nothing() -> None:
             raise AssertionError("not asked for")
 
     logits = random_logits(1, 1, VOCAB)
-    assert coupled([Request(0, [1], 4, is_sampled=True, noise=Own())], 0, logits, no_paths) is logits
+    request = Request(0, RequestParams([1], 4, is_sampled=True), new_noise=lambda _: Own())
+    assert coupled([request], 0, logits, no_paths) is logits
 
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 2, VOCAB + 3])

@@ -7,7 +7,7 @@ import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.policies.adaserve import AdaServePolicy
 from tests.support.policy_costs import begun
 from tests.support.toys.engine import commit
@@ -27,7 +27,7 @@ def test_late_requests_get_their_nodes_first() -> None:
     """Both draft the same tree and ties favour the first; the second one is behind its target."""
     target = markov_model(np.random.default_rng(6), VOCAB)
     toy, clock = ToyTarget(greedy(target)), Clock()
-    relaxed, late = Request(0, [0, 1], 30), Request(1, [0, 1], 30, (Stage(1.0),))
+    relaxed, late = Request(0, RequestParams([0, 1], 30)), Request(1, RequestParams([0, 1], 30, (Stage(1.0),)))
     policy = AdaServePolicy(SLOSpecConfig(policy="adaserve", token_budget=4, max_slo_share=9.0), new_costs())
     engine = engine_of([relaxed, late], toy, ToyDrafter(target), policy, clock)
     engine.step()
@@ -44,7 +44,8 @@ def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(
 ) -> None:
     """Ties and the one node to give favour the first request, unless the second needs more than its root."""
     model = markov_model(np.random.default_rng(6), VOCAB)
-    plan, requests = Plan(1, 2), [Request(0, [0, 1], 30), Request(1, [0, 1], 30, (Stage(1.0),))]
+    plan = Plan(1, 2)
+    requests = [Request(0, RequestParams([0, 1], 30)), Request(1, RequestParams([0, 1], 30, (Stage(1.0),)))]
     for request in requests:
         commit(request, [2], 100.0)
         commit(request, [3, 2, 0, 1], 101.0)

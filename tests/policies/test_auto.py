@@ -15,7 +15,7 @@ from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
 from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of
@@ -35,7 +35,7 @@ from tests.support.toys.trees import NextProbs, chain, markov_model
 @pytest.mark.parametrize("elapsed_s", [0.0, 6.0])
 def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) -> None:
     target = markov_model(np.random.default_rng(6), VOCAB)
-    relaxed, late = Request(0, [0, 1], 90), Request(1, [0, 1], 90, (Stage(1.0),))
+    relaxed, late = Request(0, RequestParams([0, 1], 90)), Request(1, RequestParams([0, 1], 90, (Stage(1.0),)))
     clock, policy = Clock(), policy_of(SLOSpecConfig(token_budget=6, urgency=1.0))
     engine = engine_of([relaxed, late], ToyTarget(greedy(target)), ToyDrafter(target), policy, clock)
     engine.step()
@@ -49,7 +49,9 @@ def sizes(
 ) -> list[list[int]]:
     """Nodes of every request in each step under auto."""
     config = SLOSpecConfig(token_budget=8, max_depth=4)
-    requests = [Request(i, [0, 1], max_new_tokens, (Stage(tpot_slo_s),)) for i, tpot_slo_s in enumerate(targets)]
+    requests = [
+        Request(i, RequestParams([0, 1], max_new_tokens, (Stage(tpot_slo_s),))) for i, tpot_slo_s in enumerate(targets)
+    ]
     engine = engine_of(requests, ToyTarget(greedy(draft)), ToyDrafter(draft), policy_of(config, experience), Clock())
     return [[part.nodes for part in event.requests] for event in run(engine)]
 
@@ -76,7 +78,7 @@ def test_no_request_is_given_up_before_anything_is_known(caplog: pytest.LogCaptu
 def test_auto_stops_drafting_what_is_never_taken() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
-    requests = [Request(index, [index, 1], 400) for index in range(2)]
+    requests = [Request(index, RequestParams([index, 1], 400)) for index in range(2)]
     events = run(engine_of(requests, ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig()), Clock()))
     num_looks = sum(event.depth > 0 for event in events[100:])
     assert num_looks * DepthControl.MIN_GAP <= len(events[100:])
@@ -86,7 +88,7 @@ def test_auto_stops_drafting_what_is_never_taken() -> None:
 def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
-    request = Request(0, [0, 1], 200)
+    request = Request(0, RequestParams([0, 1], 200))
     run(engine_of([request], ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig(max_depth=6)), Clock()))
     assert request.metrics().acceptance_length > 6.0
     assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
@@ -145,8 +147,8 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
     history.depths.mass[1] = history.depths.nodes[1] = 0.9
     draft_level = ForwardCost(LatencyCurve((1, 1001), (0.1, 10.1)))  # 0.01 s per token
     policy = new_policy(config, StepCosts(costs(1e-3).verify, draft_level), history)
-    request = Request(0, [1] * 5000, 100)
-    request.num_draft_seen = 5000 - num_behind
+    request = Request(0, RequestParams([1] * 5000, 100))
+    request.kv.num_draft_seen = 5000 - num_behind
     begun(policy, [request])
     assert history.depths.is_on == is_switched_on
 
@@ -163,9 +165,9 @@ def test_limits_of_drafting_are_in_the_drafts_own_probabilities(says: float, is_
     config = SLOSpecConfig(max_depth=3, max_width=1)
     experience = SpeculationHistory(config)
     parts = ToyTarget(greedy(target)), ToyDrafter(draft), policy_of(config, experience), Clock()
-    run(engine_of([Request(0, [0, 1], 200)], *parts))
+    run(engine_of([Request(0, RequestParams([0, 1], 200))], *parts))
     assert (experience.understated > 1.8) == is_understated
-    drafting = Request(1, [0, 1], 50)
+    drafting = Request(1, RequestParams([0, 1], 50))
     drafting.emit(1)
     plans = []
     for ratio in (1.0, experience.understated):

@@ -153,7 +153,7 @@ BROKEN_PLANS: dict[str, Any] = {
     "depth 1.5": lambda requests: Plan(1.5, 1),
     "depth nan": lambda requests: Plan(float("nan"), 1),
     "a request twice": lambda requests: Plan(1, 1, drafting=[*requests, *requests]),
-    "do not decode": lambda requests: Plan(1, 1, drafting=[replace_index(requests[0])]),
+    "do not decode": lambda requests: Plan(1, 1, drafting=[Request(99, requests[0].params)]),
 }
 BROKEN_SELECTIONS: dict[str, Any] = {
     "list, where hf_slospec.Selection": lambda requests, trees: trees,
@@ -169,10 +169,6 @@ BROKEN_SELECTIONS: dict[str, Any] = {
     "outside 0": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [101], 0.5)], [1.0]),
     "room for 8": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [5] * 9, 0.5)], [1.0]),
 }
-
-
-def replace_index(request: Request) -> Request:
-    return replace(request, index=99)
 
 
 @pytest.mark.parametrize("why", [*BROKEN_PLANS, *BROKEN_SELECTIONS])

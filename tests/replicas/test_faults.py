@@ -18,7 +18,7 @@ from hf_slospec.algo.latency import LatencyCurve
 from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.algo.routing import Need, ReplicaLoad
 from hf_slospec.cli.app import app as cli
-from hf_slospec.engine.request import PhaseTimes, Progress, Request, Stage
+from hf_slospec.engine.request import PhaseTimes, Progress, Request, RequestParams, Stage
 from hf_slospec.replicas import start
 from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import Offer
@@ -272,13 +272,12 @@ def test_declined_offer_does_not_lift_the_limit_after_running_out_of_memory() ->
         assert scheduler._kv_limit == 123
 
 
-def stages_request() -> Request:
-    return Request(0, [1, 2], 100, stages=(Stage(0.1, 3), Stage(0.1)))
+def stages_request(now_s: float = 0.0, progress: Progress | None = None) -> Request:
+    return Request(0, RequestParams([1, 2], 100, stages=(Stage(0.1, 3), Stage(0.1))), now_s, progress)
 
 
 def test_resumed_tokens_of_a_later_stage_earn_no_time() -> None:
-    request = stages_request()
-    request.resume(Progress(list(range(53)), 50.0, 49.0), now_s=1000.0)
+    request = stages_request(1000.0, Progress(list(range(53)), 50.0, 49.0))
     # 50 tokens of stage 2 are from before; now 1 token in 4 s is late by 40 times
     request.emit(7)
     request.record_step(0, 0, 1.0, PhaseTimes(), 1004.0)
@@ -291,9 +290,7 @@ def test_missed_stage_stays_missed_over_a_resumption() -> None:
         first.emit(5)
         first.record_step(0, 0, 1.0, PhaseTimes(), 100.0 * (index + 1))
     assert first.metrics().attained is False
-    progress = first.progress(400.0)
-    second = stages_request()
-    second.resume(progress, 400.0)
+    second = stages_request(400.0, first.progress(400.0))
     second.emit(5)
     second.record_step(0, 0, 1.0, PhaseTimes(), 400.05)
     assert second.metrics().attained is False

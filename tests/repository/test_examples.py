@@ -22,7 +22,15 @@ from examples import (
     streaming,
 )
 from examples.drop_in import CHAT_TEMPLATE
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec import (
+    Plan,
+    Request,
+    RequestParams,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    load_tiny_pair,
+    tiny_prompts,
+)
 from hf_slospec.tiny.shapes import Shape
 from tests.support.paths import ROOT
 
@@ -158,7 +166,7 @@ def test_openai_client_of_a_model_without_chat_template(
 
 def test_a_table_of_ngrams_expects_what_it_has_read() -> None:
     drafter = custom_drafter.NgramDrafter([[5, 6, 7, 8, 9], [5, 6, 7, 8, 4]])
-    request, plan = custom_drafter.Request(0, [3, 5, 6], 20), custom_drafter.Plan(depth=3, width=2)
+    request, plan = Request(0, RequestParams([3, 5, 6], 20)), Plan(depth=3, width=2)
     (tree,) = drafter.draft([request], plan)
     tree.check()
     assert tree.tokens.tolist() == [6, 7, 8, 9, 4] and tree.parents.tolist() == [-1, 0, 1, 2, 2]

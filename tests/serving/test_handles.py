@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from hf_slospec.engine.events import Commit, PhaseTimes
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.serving.handle import RequestHandle, TextStream
 from tests.support.toys.server import WAIT_S, Server, alone
 
@@ -39,7 +39,7 @@ def test_a_handle_says_which_tokens_the_draft_had_proposed(server: Server) -> No
 
 
 def test_what_is_not_shown_yet_has_no_origin_either() -> None:
-    request = Request(0, [0, 1, 2], 10)
+    request = Request(0, RequestParams([0, 1, 2], 10))
     handle = RequestHandle(request, None, lambda handle, error: None, None)
     request.emit(1)
     request.record_step(0, 0, 1.0, PhaseTimes(), 1.0)

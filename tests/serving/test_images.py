@@ -122,7 +122,7 @@ def test_preempted_requests_are_processed_again_with_their_images(generator: SLO
     urgent = [submitted(generator, p, **options, slo_tpot=10.0, slo_ttft=100.0) for p in prompts[2:]]
     assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
     assert sum(handle.metrics.preempted for handle in spare) > 0
-    assert all(handle.request.prefill is None for handle in spare), "images outlive their requests"
+    assert all(handle.request.params.prefill is None for handle in spare), "images outlive their requests"
 
 
 def test_submitted_images_leave_no_trace_on_the_model(generator: SLOSpecGenerator) -> None:

@@ -88,8 +88,8 @@ def test_scoring_goes_on_after_a_preemption(pair: tuple[Any, Any, Any], generato
         engine = service._engine()
         assert engine is not None
         for request in list(engine.scheduler.running):
-            if not preempted and request.num_unread and request.num_cached > 2 * READ_CHUNK:
-                preempted.append(request.num_cached)
+            if not preempted and request.num_unread and request.kv.num_cached > 2 * READ_CHUNK:
+                preempted.append(request.kv.num_cached)
                 engine.scheduler.preempt(request, engine.clock())
                 engine.forget([request])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from tests.support.served_pair import CONFIG, WAIT_S, Holds, alone
 from tests.support.toys.models import new_costs
@@ -155,7 +155,7 @@ def test_a_promise_counts_the_prefill_that_is_saved(num_known: int) -> None:
     costs = new_costs()
     scheduler = ContinuousScheduler(limits, costs, num_reusable=lambda request: num_known)
     half_s = 0.5 * 1000 / (100 / float(costs.step_s(0, 100)))  # half the time that the whole prompt takes
-    request = Request(0, [1] * 1000, 4, (Stage(100.0),), ttft_slo_s=half_s)
+    request = Request(0, RequestParams([1] * 1000, 4, (Stage(100.0),), ttft_slo_s=half_s))
     scheduler.add(request)
     scheduler.enter(0.0)
     assert request.is_guaranteed == (num_known > 0)

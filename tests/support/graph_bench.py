@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.graphs import Graphs
 from hf_slospec.models.packed.model import PackedModel
@@ -25,7 +25,8 @@ class Bench:
         self.packed = PackedModel(model, attention, **options)
         draw = torch.Generator().manual_seed(0)
         self.requests = [
-            Request(i, torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30) for i, n in enumerate(num_cached)
+            Request(i, RequestParams(torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30))
+            for i, n in enumerate(num_cached)
         ]
         self.sequences = RequestSequences(self.packed, max_nodes=8)
         self.sequences.reserve(self.requests)

@@ -10,7 +10,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy, Selection, StepDecisions
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 
 NO_TIME = PhaseTimes()
 EIGHT = SLOSpecConfig(max_depth=8)
@@ -24,12 +24,12 @@ def costs(token_s: float, level_s: float = 0.05) -> StepCosts:
 
 
 def requests_of(number: int) -> list[Request]:
-    return [Request(index, [1, 2, 3], 100) for index in range(number)]
+    return [Request(index, RequestParams([1, 2, 3], 100)) for index in range(number)]
 
 
 def late(index: int, tpot_slo_s: float | None, elapsed_s: float = 1.0, emitted: int = 1) -> Request:
     """One that has emitted so many tokens since the first at 0 s."""
-    request = Request(index, [1, 2, 3], 100, (Stage(tpot_slo_s),))
+    request = Request(index, RequestParams([1, 2, 3], 100, (Stage(tpot_slo_s),)))
     for now_s, number in ((0.0, 1), (elapsed_s, emitted)):
         for _ in range(number):
             request.emit(5)

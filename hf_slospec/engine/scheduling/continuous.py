@@ -11,7 +11,7 @@ import numpy as np
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
 from hf_slospec.engine.scheduling.guarantees import (
     MAX_CANDIDATES,
@@ -47,9 +47,9 @@ class Limits:
     starvation_s: float  # seconds after which a waiting request, guaranteed or not, goes first
     draft_slots: int = 0  # further slots that fit into the memory of the drafter's K/V, see KVRoom
 
-    def kv_needed(self, request: Request) -> int:
-        """Return the slots of the request's K/V at its maximum length, with the largest draft tree."""
-        return request.max_len + self.max_nodes
+    def kv_needed(self, params: RequestParams) -> int:
+        """Return the slots of a request's K/V at its maximum length, with the largest draft tree."""
+        return params.max_len + self.max_nodes
 
 
 class ContinuousScheduler:
@@ -87,14 +87,11 @@ class ContinuousScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if not request.has_slo:
-            request.is_best_effort = True
-        elif not request.is_best_effort:
-            request.is_guaranteed = self.admission != "slo"
-            request.is_best_effort = not request.is_guaranteed
-            if request.is_best_effort:
-                self._undecided.add(request)
-        self._queue(request, request.arrived_s)
+        may_guarantee = request.params.has_slo and not request.params.is_best_effort
+        request.is_guaranteed = may_guarantee and self.admission != "slo"
+        if may_guarantee and not request.is_guaranteed:
+            self._undecided.add(request)
+        self._queue(request, request.stats.arrived_s)
         self._has_changed = True
 
     def _queue(self, request: Request, since_s: float) -> None:
@@ -113,7 +110,7 @@ class ContinuousScheduler:
         self.add(request)
         if request in self._undecided and not self._guarantee([request], now_s):
             self._drop(request)
-            request.is_best_effort = False  # another engine may guarantee it
+            request.is_guaranteed = None  # another engine may guarantee it
             return False
         return True
 
@@ -159,14 +156,14 @@ class ContinuousScheduler:
     @property
     def kv_held(self) -> int:
         """Slots that running requests hold at their maximum lengths."""
-        return sum(request.max_len for request in self.running)
+        return sum(request.params.max_len for request in self.running)
 
     def _kv_needed(self, request: Request) -> int:
         """Return the slots of the request at its maximum length, and of as many nodes as recent steps verified.
 
         If speculation does not pay, requests need no slots for trees, so more of them can run together.
         """
-        return request.max_len + min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
+        return request.params.max_len + min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
 
     def _held(self, requests: Iterable[Request]) -> int:
         return sum(map(self._kv_needed, requests))
@@ -213,9 +210,9 @@ class ContinuousScheduler:
         slots = min(self.room.slots, self.room.target_slots)  # a loan may end before the requests enter
         kv_free = slots - self._held(unmovable)
         admitted = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
-        admitted.sort(key=lambda request: (request.priority, prefill_deadline_s(request)))
+        admitted.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
         for request in admitted[:max_admitted]:
-            request.is_guaranteed, request.is_best_effort = True, False
+            request.is_guaranteed = True
             self._undecided.remove(request)
             if request in self.waiting:
                 self._queue(request, self._waiting_since[request])
@@ -231,7 +228,7 @@ class ContinuousScheduler:
             if self.room.may_lend and self._lacks_slots(request):
                 self.room.consider(self.running, len(self.waiting))
             may_preempt = rank[0] < LAST_RANK
-            victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
+            victims = self._victims(request, self._spare(request.params.priority) if may_preempt else [])
             if victims is None:
                 break  # no request overtakes it, or a large request would never get enough slots
             for victim in victims:
@@ -250,13 +247,14 @@ class ContinuousScheduler:
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
         """Return the key in the queue: starving requests, guaranteed ones, the rest with those past their TTFT last."""
         due_s, waiting_since_s = prefill_deadline_s(request), self._waiting_since.get(request)
-        since_s = request.arrived_s if waiting_since_s is None else waiting_since_s
+        priority = request.params.priority
+        since_s = request.stats.arrived_s if waiting_since_s is None else waiting_since_s
         if waiting_since_s is not None and now_s >= since_s + self.limits.starvation_s:
-            return STARVING, request.priority, since_s, request.index
+            return STARVING, priority, since_s, request.index
         if request.is_guaranteed:
-            return 1, request.priority, due_s if self.admission in ("slo", "edf") else since_s, since_s, request.index
+            return 1, priority, due_s if self.admission in ("slo", "edf") else since_s, since_s, request.index
         is_too_late = not request.num_emitted and now_s > due_s
-        return LAST_RANK, request.priority, is_too_late, since_s, request.index
+        return LAST_RANK, priority, is_too_late, since_s, request.index
 
     def _next_rank_s(self, request: Request, now_s: float) -> float:
         """Return the time at which the rank of a waiting request changes next; inf: never."""
@@ -283,8 +281,9 @@ class ContinuousScheduler:
     def _spare(self, priority: float = math.inf) -> list[Request]:
         """Return the running requests that a request of this priority may preempt, in order of preemption."""
         limit = priority if self.admission == "priority" else math.inf
-        spare = [r for r in self.running if (r.is_best_effort or r.priority > limit) and r not in self._protected]
-        return sorted(spare, key=lambda request: (-request.priority, -request.arrived_s, -request.index))
+        movable = (request for request in self.running if request not in self._protected)
+        spare = [request for request in movable if request.is_best_effort or request.params.priority > limit]
+        return sorted(spare, key=lambda request: (-request.params.priority, -request.stats.arrived_s, -request.index))
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
@@ -294,8 +293,8 @@ class ContinuousScheduler:
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
         self._num_skipped.pop(request, None)
-        request.num_preempted += 1
-        if request.num_preempted >= MAX_PREEMPTED:
+        request.stats.num_preempted += 1
+        if request.stats.num_preempted >= MAX_PREEMPTED:
             self._protected.add(request)
 
     # ---- the step

@@ -23,14 +23,14 @@ MARGIN = 0.85  # share of each SLO that is planned with, since the tokens per st
 
 def tightest_tpot_slo_s(request: Request) -> float:
     """Return the tightest TPOT SLO over all stages; inf without any."""
-    return min((stage.tpot_slo_s for stage in request.stages if stage.tpot_slo_s is not None), default=math.inf)
+    return min((stage.tpot_slo_s for stage in request.params.stages if stage.tpot_slo_s is not None), default=math.inf)
 
 
 def prefill_deadline_s(request: Request) -> float:
     """Return the engine's time at which the TTFT SLO expires; inf without one and for a resumed request."""
-    if request.ttft_slo_s is None or request.num_resumed:
+    if request.params.ttft_slo_s is None or request.stats.num_resumed:
         return math.inf
-    return request.arrived_s + request.ttft_slo_s
+    return request.stats.arrived_s + request.params.ttft_slo_s
 
 
 def planned_tpot_slo_s(request: Request) -> float:
@@ -71,7 +71,7 @@ def guaranteeable(
     possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
     candidates = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in (*candidates, *guaranteed)])
-    priorities = sorted({request.priority for request in (*candidates, *guaranteed)})
+    priorities = sorted({request.params.priority for request in (*candidates, *guaranteed)})
     rank = {priority: min(number, MAX_PRIORITIES - 1) for number, priority in enumerate(priorities)}
 
     def tier_of(request: Request) -> int:
@@ -81,7 +81,7 @@ def guaranteeable(
     def candidate(request: Request, is_forced: bool) -> Candidate:
         deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
         tokens, slots = request.num_uncached - num_reusable(request), kv_needed(request)
-        return Candidate(deadline_s, tokens, slots, tier_of(request), rank[request.priority], is_forced)
+        return Candidate(deadline_s, tokens, slots, tier_of(request), rank[request.params.priority], is_forced)
 
     running = [0] * len(tiers)
     for request in guaranteed:

@@ -19,7 +19,7 @@ def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
         guaranteed=tuple(sorted(guaranteed.items())),
         best_effort=len(running) + len(waiting) - guaranteed.total(),
         prefill_tokens=waiting.num_tokens + sum(r.num_uncached for r in running if not r.is_decoding),
-        kv_free=limits.kv_tokens - sum(map(limits.kv_needed, running)) - waiting_slots,
+        kv_free=limits.kv_tokens - sum(limits.kv_needed(r.params) for r in running) - waiting_slots,
         step_s=scheduler.costs.step_curve(MAX_STEP),
         acceptance_length=scheduler.costs.recent.tokens,
         nodes=scheduler.costs.recent.nodes,
@@ -30,5 +30,5 @@ def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
 
 def need_of(request: Request, limits: Limits) -> Need:
     """Return what a request needs from a replica."""
-    ttft_slo_s = float("inf") if request.ttft_slo_s is None else request.ttft_slo_s
-    return Need(request.prompt_len, limits.kv_needed(request), tightest_tpot_slo_s(request), ttft_slo_s)
+    ttft_slo_s = float("inf") if request.params.ttft_slo_s is None else request.params.ttft_slo_s
+    return Need(request.prompt_len, limits.kv_needed(request.params), tightest_tpot_slo_s(request), ttft_slo_s)

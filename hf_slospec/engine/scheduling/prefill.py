@@ -64,6 +64,6 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
 def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
         return now_s + SLOWDOWN * costs.step_at(0, request.num_uncached)
-    if request.ttft_slo_s is None:
-        return request.arrived_s + SLOWDOWN * costs.step_at(0, request.prompt_len)
+    if request.params.ttft_slo_s is None:
+        return request.stats.arrived_s + SLOWDOWN * costs.step_at(0, request.prompt_len)
     return prefill_deadline_s(request)

@@ -69,7 +69,7 @@ class _Size(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> _Size:
         slo_s = tightest_tpot_slo_s(request) if request.is_guaranteed else None
-        return cls(len(request.tokens), request.max_len, slo_s)
+        return cls(len(request.tokens), request.params.max_len, slo_s)
 
 
 class WaitingQueue:

@@ -28,7 +28,7 @@ class PrefixReuse(SequenceRoom):
         if may_keep and self._is_shareable(sequence, state) and not has_embeds and request.error is None:
             try:
                 with as_memory_error():
-                    self._keep(KeptPrefix(request.cache_salt, request.tokens[: sequence.length], sequence))
+                    self._keep(KeptPrefix(request.params.cache_salt, request.tokens[: sequence.length], sequence))
             except MemoryError:  # no memory for its states; dropping them only costs time
                 self.cache.release(sequence)
         else:
@@ -74,19 +74,20 @@ class PrefixReuse(SequenceRoom):
 
     def _longest_match(self, request: RequestTokens) -> tuple[KeptPrefix | CachedSequence | None, int]:
         """Return the kept or running sequence that shares the most leading tokens with a request, and how many."""
-        if not self.max_kept or not self._is_plain(request.prompt_len + request.num_padding):
+        params = request.params
+        if not self.max_kept or not self._is_plain(len(params.prompt) + params.num_padding):
             return None, 0
         self.packed.fingerprint.notice()
         if self._kept_state != self.packed.fingerprint.state:
             self._keep_at_most(0)
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]
         matches = list[tuple[KeptPrefix | CachedSequence, int]]()
-        kept, length = self._kept.longest(wanted, request.cache_salt)
+        kept, length = self._kept.longest(wanted, params.cache_salt)
         if kept is not None and (length == len(kept.tokens) or not self.packed.has_states):
             matches.append((kept, length))
         for other, sequence in self._by_request.items():
             is_open = self._is_shareable(sequence, self._states[other]) and other not in self._embeds
-            if is_open and other is not request and other.cache_salt == request.cache_salt:
+            if is_open and other is not request and other.params.cache_salt == params.cache_salt:
                 length = min(num_common(other.tokens, wanted), sequence.length)
                 if length == sequence.length or not self.packed.has_states:  # a state cannot be cut to fewer tokens
                     matches.append((sequence, length))
@@ -110,7 +111,7 @@ class PrefixReuse(SequenceRoom):
         self._kept.remove(kept)
         kept.sequence.length = length
         kept.sequence.capacity = min(kept.sequence.capacity, max(length, self._capacity(request, 0)))
-        kept.sequence.prompt_len, kept.sequence.num_padding = request.prompt_len, request.num_padding
+        kept.sequence.prompt_len, kept.sequence.num_padding = len(request.params.prompt), request.params.num_padding
         self._by_request[request], self._states[request] = kept.sequence, self._kept_state
 
     def _copy(self, source: CachedSequence, request: RequestTokens, length: int) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from hf_slospec.engine.request import RequestParams
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.kv_cache.cache import KVCache
@@ -30,20 +31,12 @@ class RequestTokens(Hashable, Protocol):
         """Number of tokens that may still be added, as far as that is known."""
 
     @property
-    def cache_salt(self) -> str:
-        """Requests with the same salt may share K/V."""
-
-    @property
     def error(self) -> BaseException | None:
         """Error that ended the request."""
 
     @property
-    def prompt_len(self) -> int:
-        """Length of the prompt in tokens."""
-
-    @property
-    def num_padding(self) -> int:
-        """Number of tokens by which the prompt is shorter than the longest one of its batch."""
+    def params(self) -> RequestParams:
+        """Options of the request; those of a translation have no prompt, whose length matters for the target only."""
 
 
 class SequenceRoom:
@@ -174,7 +167,7 @@ class SequenceRoom:
             self._reserve(slots, limit)
         self._by_request |= sequences
         for request, sequence in sequences.items():
-            sequence.prompt_len, sequence.num_padding = request.prompt_len, request.num_padding
+            sequence.prompt_len, sequence.num_padding = len(request.params.prompt), request.params.num_padding
             self._states.setdefault(request, self.packed.fingerprint.state)
 
     def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_slospec.engine.request import FinishReason, Request, RequestMetrics
+from hf_slospec.engine.request import FinishReason, Request, RequestMetrics, RequestParams
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import TextStream, ToText
 from hf_slospec.serving.openai.engine import Decoding
@@ -43,7 +43,7 @@ class PromptOnly:
     def __init__(self, prompt: list[int], scoring: Decoding | None):
         """``scoring`` computes the log probabilities of the prompt; None if they are not wanted."""
         self._scoring = scoring
-        self._metrics = Request(0, prompt, 0).metrics()
+        self._metrics = Request(0, RequestParams(prompt, 0)).metrics()
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:

@@ -82,12 +82,12 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
         assert len(served.events) < 5000
     assert not served.toy.cached, "K/V was left behind"
     for request in requests:
-        alone = Request(request.index, request.tokens[: request.prompt_len], request.max_new_tokens)
+        alone = Request(request.index, request.params)
         while not alone.emit(served.toy.choose(alone)):
             pass
         assert request.tokens == alone.tokens
         assert request.finish_reason == "length"
-        assert request.num_preempted <= MAX_PREEMPTED
+        assert request.stats.num_preempted <= MAX_PREEMPTED
 
 
 def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hf_slospec.engine.request import Stage
@@ -37,12 +39,12 @@ def test_a_promise_takes_the_room_of_best_effort_which_resumes_without_repeating
     urgent = served.add(1, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
     assert served.scheduler.running == [urgent]
-    assert spare.num_preempted == 1
+    assert spare.stats.num_preempted == 1
     assert served.toy.cached.keys() == {urgent}
     served.run()
     assert spare.tokens[: len(emitted)] == emitted
     assert spare.metrics().preempted == 1
-    assert urgent.last_token_s < spare.last_token_s
+    assert urgent.stats.last_token_s < spare.stats.last_token_s
 
 
 def test_whoever_waited_too_long_goes_first_and_keeps_its_room() -> None:
@@ -58,7 +60,7 @@ def test_whoever_waited_too_long_goes_first_and_keeps_its_room() -> None:
             break
     assert starving is not None and starving.is_finished
     assert starving.metrics().ttft_s <= 20.0 + 10.0  # and what ran then
-    assert starving.num_preempted == 0
+    assert starving.stats.num_preempted == 0
 
 
 def test_a_preempted_request_is_preempted_no_more_than_some_times() -> None:
@@ -70,7 +72,7 @@ def test_a_preempted_request_is_preempted_no_more_than_some_times() -> None:
         served.add(index, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
         served.step()
     served.run()
-    assert spare.num_preempted == MAX_PREEMPTED
+    assert spare.stats.num_preempted == MAX_PREEMPTED
 
 
 def test_promised_requests_without_a_deadline_are_not_overtaken_for_ever() -> None:
@@ -128,7 +130,7 @@ def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted:
             served.step()
     for _ in range(5):
         served.step()
-    assert (holder.num_preempted, holder.is_decoding) == (times_preempted, True)
+    assert (holder.stats.num_preempted, holder.is_decoding) == (times_preempted, True)
     late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
     assert late.is_guaranteed == (times_preempted < MAX_PREEMPTED)
@@ -144,7 +146,7 @@ def test_a_starving_guaranteed_request_is_not_preempted_as_soon_as_it_has_room()
         if served.clock.now_s >= 2.0 and urgent is None:
             urgent = served.add(2, ttft_slo_s=1e3, priority=-1)
     served.run()
-    assert starving.num_preempted == 0
+    assert starving.stats.num_preempted == 0
     assert urgent is not None and urgent.is_finished
 
 
@@ -155,9 +157,9 @@ def test_room_of_a_protected_request_is_booked_once_if_it_is_guaranteed_too() ->
     served.step()
     assert all(request in served.scheduler._protected for request in early)
     for request in early:  # as if their SLO could be met by now
-        request.is_guaranteed, request.is_best_effort = True, False
+        request.is_guaranteed = True
     late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
     for request in early:
-        request.stages = (Stage(1e3),)
+        request.params = replace(request.params, stages=(Stage(1e3),))
     served.step()
     assert late.is_guaranteed

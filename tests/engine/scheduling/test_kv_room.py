@@ -6,7 +6,7 @@ import pytest
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.engine.scheduling.kv_room import KVRoom
 from tests.support.toys.hasty_room import HastyRoom, hasten
@@ -19,9 +19,9 @@ def new_room(kind: type[KVRoom] = KVRoom, lendable: int = 70) -> KVRoom:
 
 
 def lend(room: KVRoom) -> None:
-    request = Request(0, [1], 9)
+    request = Request(0, RequestParams([1], 9))
     request.emit(1)
-    request.num_cached = 1
+    request.kv.num_cached = 1
     room.consider([request], num_waiting=5)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.latency import ForwardCost, LatencyCurve
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.prefill import IN_TIME, SLOWDOWN, STALL, prefill_budget, required_rate
 
 
@@ -21,7 +21,7 @@ def new_costs() -> StepCosts:
 
 
 def prompt(num_tokens: int, ttft_s: float | None = None, arrived_s: float = 0.0) -> Request:
-    return Request(0, [1] * num_tokens, 9, (Stage(1.0),), arrived_s=arrived_s, ttft_slo_s=ttft_s, is_guaranteed=True)
+    return Request(0, RequestParams([1] * num_tokens, 9, (Stage(1.0),), ttft_slo_s=ttft_s), arrived_s)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_without_a_target_for_the_first_token_a_multiple_of_the_time_alone_is_so
 
 def test_a_prompt_is_due_when_it_was_due_before_it_was_fed_in_part() -> None:
     half_fed, fed_again = prompt(20), prompt(20)
-    half_fed.num_cached = 10
+    half_fed.kv.num_cached = 10
     assert required_rate([half_fed], new_costs(), 5.0) == pytest.approx(10 / (IN_TIME * (SLOWDOWN * 3.0 - 5.0)))
     fed_again.emit(1)  # its first token is out; 21 tokens take 3.1 s
     assert required_rate([fed_again], new_costs(), 99.0) == pytest.approx(21 / (IN_TIME * SLOWDOWN * 3.1))

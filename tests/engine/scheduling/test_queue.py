@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.scheduling.queue import SLACK, RequestHeap
@@ -32,12 +32,12 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
     for _ in range(rng.randrange(5, 40)):
         now_s += rng.choice([0.0, 0.5, 2.0, 30.0])
         for _ in range(rng.choice([0, 0, 1, 1, 2, 5])):
-            new = Request(
-                len(requests), [1] * rng.randrange(1, 25), rng.randrange(1, 12),
-                (Stage(rng.choice([None, None, 1e-9, 0.3, 1.5, 3.0])),), arrived_s=now_s - rng.choice([0.0, 1.0]),
-                ttft_slo_s=rng.choice([None, 1.0, 6.0, 40.0]), priority=rng.randrange(2),
-                is_best_effort=rng.random() < 0.2,
+            params = RequestParams(
+                [1] * rng.randrange(1, 25), rng.randrange(1, 12),
+                (Stage(rng.choice([None, None, 1e-9, 0.3, 1.5, 3.0])),),
+                rng.choice([None, 1.0, 6.0, 40.0]), rng.randrange(2), is_best_effort=rng.random() < 0.2,
             )  # fmt: skip
+            new = Request(len(requests), params, now_s - rng.choice([0.0, 1.0]))
             requests.append(new)
             if rng.random() < 0.2:
                 decided.append(scheduler.offer(new, now_s))
@@ -47,7 +47,7 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
         if event < 0.1 and scheduler.running:
             relieved = scheduler.relieve(now_s)
             for request in relieved:
-                request.num_cached = 0
+                request.kv.num_cached = 0
             decided.append([request.index for request in relieved])
         elif event < 0.3 and (present := sorted([*scheduler.running, *scheduler.waiting], key=lambda r: r.index)):
             gone = rng.choice(present)
@@ -55,13 +55,13 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
             scheduler.remove(gone)
         preempted = scheduler.enter(now_s)
         for request in preempted:
-            request.num_cached = 0
+            request.kv.num_cached = 0
         schedule = scheduler.schedule(now_s)
         for chunk in schedule.chunks:
-            chunk.request.num_cached += chunk.num_tokens - chunk.is_last
+            chunk.request.kv.num_cached += chunk.num_tokens - chunk.is_last
         for request in schedule.choosing:
             request.emit(1)
-            request.num_cached = len(request.tokens) - 1
+            request.kv.num_cached = len(request.tokens) - 1
             if request.is_finished:
                 scheduler.remove(request)
         if kind is ContinuousScheduler:
@@ -102,15 +102,17 @@ def reads_of_a_turn(num_waiting: int, admission: str, running_slo: float | None)
     """How often a turn and its report read waiting requests, and how many, once the queue has been looked at."""
     scheduler = ContinuousScheduler(Limits(4, 10**9, 6, 64, 1e6), new_costs(), admission)
     for index in range(4):
-        scheduler.add(Request(index, [1, 2], 10**6, (Stage(running_slo),), ttft_slo_s=1e5))
+        scheduler.add(Request(index, RequestParams([1, 2], 10**6, (Stage(running_slo),), ttft_slo_s=1e5)))
     scheduler.enter(0.0)
     for request in scheduler.running:
         request.emit(1)
-        request.num_cached = 2
+        request.kv.num_cached = 2
     for index in range(4, num_waiting + 4):
         slo_s = (None, 1e-9, 2.0, 50.0)[index % 4]
         ttft_slo_s = (None, 1e4, 2e4)[index % 3]
-        scheduler.add(Request(index, [1, 2], 5, (Stage(slo_s),), ttft_slo_s=ttft_slo_s, priority=index % 3))
+        scheduler.add(
+            Request(index, RequestParams([1, 2], 5, (Stage(slo_s),), ttft_slo_s=ttft_slo_s, priority=index % 3))
+        )
     scheduler.enter(1.0)
     for request in scheduler.waiting:
         request.__class__ = WatchedRequest
@@ -118,7 +120,7 @@ def reads_of_a_turn(num_waiting: int, admission: str, running_slo: float | None)
     WatchedRequest.reads.clear()
     for turn in range(3):  # each lets one request go and another one in, and cancels one
         load_of(scheduler)
-        scheduler.add(WatchedRequest(10**7 + turn, [1, 2], 5, (Stage(2.0),), ttft_slo_s=1e5))
+        scheduler.add(WatchedRequest(10**7 + turn, RequestParams([1, 2], 5, (Stage(2.0),), ttft_slo_s=1e5)))
         scheduler.remove(scheduler.running[0])
         cancelled[turn].end(None)
         scheduler.remove(cancelled[turn])
@@ -138,7 +140,7 @@ def test_a_turn_costs_the_same_however_many_wait(admission: str, running_slo: fl
 
 
 def test_removed_requests_do_not_stay_in_memory() -> None:
-    heap, requests = RequestHeap(), [Request(index, [1], 1) for index in range(200)]
+    heap, requests = RequestHeap(), [Request(index, RequestParams([1], 1)) for index in range(200)]
     for place, request in enumerate(requests):
         heap.put(request, (math.pi * place % 1.0,))
         heap.put(request, (math.e * place % 1.0,))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.lab.policies.adaspec import GRAPH_STEP, START, AdaSpecPolicy, smaller_size
 from tests.support.policy_costs import EIGHT, costs, plan_of, requests_of, selected
 from tests.support.toys.trees import SEEDS, chain
@@ -75,7 +75,7 @@ def test_no_step_is_planned_to_take_longer_than_the_tightest_slo() -> None:
     [free] = requests_of(1)
     for length in range(5):
         bound = step_s(policy, 2, length, 2 * len(free.tokens)) * (1 + 1e-9)
-        limited = Request(1, list(free.tokens), 50, (Stage(bound),))
+        limited = Request(1, RequestParams(list(free.tokens), 50, (Stage(bound),)))
         policy = AdaSpecPolicy(EIGHT, costs(0.02))
         assert drafted(plan_of(policy, [free, limited]), [[0.99, 0.99]] * 8) == length
 

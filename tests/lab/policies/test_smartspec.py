@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan, StepDecisions
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.lab.policies.goodput import MovingAcceptance, heads_nodes
 from hf_slospec.lab.policies.smartspec import RECENT, SmartSpecPolicy, SmartSpecRequestsPolicy
 from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
@@ -53,7 +53,7 @@ def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> 
 
 
 def test_the_last_token_of_a_request_is_not_drafted_for() -> None:
-    first, last = Request(0, [1], 50), Request(1, [1], 1)
+    first, last = Request(0, RequestParams([1], 50)), Request(1, RequestParams([1], 1))
     plan = plan_of(SmartSpecPolicy(EIGHT, costs(0.02)), [first, last])
     assert plan.drafting == [first]
 

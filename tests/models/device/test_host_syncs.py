@@ -11,7 +11,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters import beam
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.sync_guard import HostSyncError, SyncGuard
 from hf_slospec.models.packed.model import PackedModel
@@ -83,7 +83,7 @@ def test_an_answer_one_question_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting ends a level later, and no other way."""
     answers = DeferredFlags(CPU)
     assert [answers.next(torch.tensor(answer)) for answer in (False, True, False)] == [False, True, False]
-    requests = [Request(index, [1, 5 + index, 9], 40) for index in range(4)]
+    requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
     def drafted() -> list[TokenTree]:
         drafter = AssistantDrafter(PackedModel(tiny_model("llama")), 8, 101)

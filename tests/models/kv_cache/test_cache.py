@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.kv_cache.cache import KVCache
@@ -154,7 +154,7 @@ def test_two_engines_survive_each_others_growth_and_repacking(
         )
         expected.append(out[0].tolist())
     ours, theirs = RequestSequences(packed, 1), RequestSequences(packed, 1, max_slots=60)
-    requests = [Request(index, list(prompt), 40) for index, prompt in enumerate(prompts)]
+    requests = [Request(index, RequestParams(list(prompt), 40)) for index, prompt in enumerate(prompts)]
     first, passing, second = requests
     pools, starts = set[KVPool](), set[int]()
     for step in range(40):
@@ -179,20 +179,20 @@ def test_two_engines_survive_each_others_growth_and_repacking(
 def test_storage_is_freed_after_its_last_user(packed: PackedModel) -> None:
     ours, theirs = RequestSequences(packed, 1), RequestSequences(packed, 1)
     for sequences in (ours, theirs):
-        sequences.reserve([Request(0, [1, 2, 3], 5)])
+        sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
     ours.close()
     assert packed.kv_bytes and packed.kv_cache.num_held == 3 + 5 + 1
     theirs.close()
     assert not packed.kv_bytes
     theirs.close()  # again, and used again after that
-    theirs.reserve([Request(0, [1, 2, 3], 5)])
+    theirs.reserve([Request(0, RequestParams([1, 2, 3], 5))])
     assert packed.kv_bytes
     theirs.close()
     assert not packed.kv_bytes
 
 
 def test_an_idle_user_keeps_no_storage_that_others_needed(packed: PackedModel) -> None:
-    idle, request = RequestSequences(packed, 1), Request(0, [1, 2, 3], 5)
+    idle, request = RequestSequences(packed, 1), Request(0, RequestParams([1, 2, 3], 5))
     idle.reserve([request])
     idle.release(request)
     other = RequestSequences(packed, 1)
@@ -214,7 +214,8 @@ def interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_a_move_of_sequences(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    users, requests = [RequestSequences(packed, 1) for _ in range(2)], [Request(i, [5 + i, 6, 7], 30) for i in range(2)]
+    users = [RequestSequences(packed, 1) for _ in range(2)]
+    requests = [Request(i, RequestParams([5 + i, 6, 7], 30)) for i in range(2)]
     for user, request in zip(users, requests, strict=True):
         continued(user, request, 4)
     shift, shifted = KVPool.take_over, list[KVPool]()
@@ -235,7 +236,7 @@ def test_an_interrupt_waits_for_a_move_of_sequences(packed: PackedModel, monkeyp
 
 
 def test_measuring_leaves_others_alone_and_nothing_behind(packed: PackedModel) -> None:
-    user, request = RequestSequences(packed, 1), Request(0, [5, 6, 7, 8], 40)
+    user, request = RequestSequences(packed, 1), Request(0, RequestParams([5, 6, 7, 8], 40))
     continued(user, request, 6)
     before = user.cache.num_held
     assert Forwards(packed)(Size(24, 3, 500)) > 0.0  # a larger pool
@@ -254,7 +255,7 @@ def test_measuring_leaves_others_alone_and_nothing_behind(packed: PackedModel) -
 def test_a_user_that_is_garbage_collected_leaves_nothing(packed: PackedModel) -> None:
     def user(is_cyclic: bool) -> RequestSequences:
         sequences = RequestSequences(packed, 1)
-        sequences.reserve([Request(0, [1, 2, 3], 5)])
+        sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
         if is_cyclic:
             sequences.itself = sequences  # type: ignore[attr-defined]
         return sequences
@@ -271,7 +272,7 @@ def test_a_user_that_is_garbage_collected_leaves_nothing(packed: PackedModel) ->
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_begins_with_an_empty_cache(packed: PackedModel) -> None:
     sequences = RequestSequences(packed, 1)
-    sequences.reserve([Request(0, [1, 2, 3], 5)])
+    sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
     if not (pid := os.fork()):
         is_empty = packed.kv_cache is not sequences.cache and not packed.kv_cache.num_held
         os._exit(0 if is_empty else 1)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.sequences import prefix_reuse
 from hf_slospec.models.sequences import room as rooms
@@ -65,7 +65,7 @@ class Text:
         self.sequences = RequestSequences(self.packed, MAX_NODES, max_slots, max_kept)  # type: ignore[arg-type]
 
     def right(self, request: Request, length: int) -> list[float]:
-        state = self.packed.fingerprint.state, request.cache_salt
+        state = self.packed.fingerprint.state, request.params.cache_salt
         return [float(hash((state, *request.tokens[: end + 1])) % 2**20) for end in range(length)]
 
     def compute(self, request: Request) -> None:
@@ -101,8 +101,11 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(
         requests, num_reused = list[Request](), 0
         for index in range(50):
             tokens = rng.integers(0, 2, int(rng.integers(2, 14))).tolist()
-            new = Request(index, tokens, int(rng.integers(1, 14)), cache_salt=str(rng.choice(["", "a"], p=[0.8, 0.2])))
-            longest = [each.prompt_len + each.max_new_tokens + MAX_NODES for each in (*requests, new)]
+            new = Request(
+                index,
+                RequestParams(tokens, int(rng.integers(1, 14)), cache_salt=str(rng.choice(["", "a"], p=[0.8, 0.2]))),
+            )
+            longest = [each.prompt_len + each.params.max_new_tokens + MAX_NODES for each in (*requests, new)]
             if max_slots is None or sum(longest) <= max_slots:
                 expected = served.sequences.num_reusable(new)
                 num_cached = served.sequences.reuse(new)
@@ -133,7 +136,7 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(
 
 
 def request_of(*tokens: int, index: int = 0) -> Request:
-    return Request(index, list(tokens), 4)
+    return Request(index, RequestParams(list(tokens), 4))
 
 
 def finished(served: Text, request: Request) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.kv_cache.cache import KVCache
@@ -61,7 +61,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
         requests: list[Request] = []
 
         def longest(request: Request) -> int:
-            return request.prompt_len + request.max_new_tokens + MAX_NODES
+            return request.prompt_len + request.params.max_new_tokens + MAX_NODES
 
         for index in range(40):
             if limited and rng.random() < 0.2 and sum(map(longest, requests)) <= most:
@@ -69,7 +69,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
                 sequences.limit(most + 30 * is_lent)
                 check(sequences, requests)
             slots = most + 30 * is_lent
-            new = Request(index, [0] * int(rng.integers(1, 12)), int(rng.integers(1, 14)))
+            new = Request(index, RequestParams([0] * int(rng.integers(1, 12)), int(rng.integers(1, 14))))
             if sum(map(longest, [*requests, new])) <= slots:  # what the scheduler sees to
                 requests.append(new)
             for request in list(requests):
@@ -97,7 +97,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
 
 def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
     sequences = RequestSequences(Packed(), MAX_NODES, 20)  # type: ignore[arg-type]
-    held, large = Request(0, [0] * 5, 2), Request(1, [0] * 15, 2)
+    held, large = Request(0, RequestParams([0] * 5, 2)), Request(1, RequestParams([0] * 15, 2))
     sequences.reserve([held])
     sequences.of(held).length = 4
     mark(sequences, held)
@@ -110,7 +110,7 @@ def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
 
 def test_where_slots_are_short_only_nodes_of_the_step_take_room() -> None:
     sequences = RequestSequences(Packed(), MAX_NODES, 16)  # type: ignore[arg-type]
-    held, other = Request(0, [0] * 5, 2), Request(1, [0] * 6, 2)
+    held, other = Request(0, RequestParams([0] * 5, 2)), Request(1, RequestParams([0] * 6, 2))
     sequences.reserve([held], [0])
     assert sequences.of(held).capacity == 7 + MAX_NODES  # there was room for the largest tree
     sequences.of(held).length = 4
@@ -140,7 +140,7 @@ def test_torch_running_out_of_memory_is_a_memory_error() -> None:
 
 def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences = RequestSequences(Packed(), MAX_NODES, 100, 100)  # type: ignore[arg-type]
-    request = Request(0, [0] * 30, 2)
+    request = Request(0, RequestParams([0] * 30, 2))
     sequences.reserve([request])
     sequences.of(request).length = 20
 
@@ -155,7 +155,7 @@ def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch: pytest.
 def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step() -> None:
     """Found by simulated faults, seed 385."""
     sequences = RequestSequences(Packed(), MAX_NODES, 17)  # type: ignore[arg-type]
-    held, other = Request(0, [0] * 5, 2), Request(1, [0] * 6, 2)
+    held, other = Request(0, RequestParams([0] * 5, 2)), Request(1, RequestParams([0] * 6, 2))
     sequences.reserve([held], [0])
     sequences.reserve([held, other], [3, 0])  # held had room for its tree, until other needed some
     assert sequences.of(held).capacity >= len(held.tokens) + 3

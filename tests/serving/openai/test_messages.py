@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.bodies import Message
 from hf_slospec.serving.openai.engine import Decoding, LocalEngine, Order
@@ -104,7 +104,7 @@ class ScriptedDecoding:
     replica = None
 
     def __init__(self, prompt: list[int], tokens: list[int]):
-        self.metrics, self.tokens = Request(0, prompt, 1).metrics(), tokens
+        self.metrics, self.tokens = Request(0, RequestParams(prompt, 1)).metrics(), tokens
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         for begin in range(0, len(self.tokens), 3):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import PackedBatch, masked_attention
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
@@ -46,7 +46,8 @@ def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> in
     packed = PackedModel(model, attention)
     packed.backend = compared = Compared(packed.backend, tolerance)
     requests = [
-        Request(i, torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0) for i, n in enumerate(PROMPTS)
+        Request(i, RequestParams(torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0))
+        for i, n in enumerate(PROMPTS)
     ]
     sequences = RequestSequences(packed, max_nodes=max(map(len, PARENTS)))
     sequences.reserve(requests)

@@ -19,14 +19,12 @@ class PlainScheduler(ContinuousScheduler):
         self._undecided = list[Request]()
 
     def add(self, request: Request) -> None:
-        if not request.has_slo:
-            request.is_best_effort = True
-        elif not request.is_best_effort:
+        request.is_guaranteed = False
+        if request.params.has_slo and not request.params.is_best_effort:
             request.is_guaranteed = self.admission != "slo"
-            request.is_best_effort = not request.is_guaranteed
-            if request.is_best_effort:
+            if not request.is_guaranteed:
                 self._undecided.append(request)
-        self._queue(request, request.arrived_s)
+        self._queue(request, request.stats.arrived_s)
         self._has_changed = True
 
     def _queue(self, request: Request, since_s: float) -> None:
@@ -55,9 +53,9 @@ class PlainScheduler(ContinuousScheduler):
             return False
         kv_free = min(self.room.slots, self.room.target_slots) - self._held(unmovable)
         found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
-        found.sort(key=lambda request: (request.priority, prefill_deadline_s(request)))
+        found.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
         for request in found[:places]:
-            request.is_guaranteed, request.is_best_effort = True, False
+            request.is_guaranteed = True
             self._undecided.remove(request)
         return bool(found)
 
@@ -68,7 +66,7 @@ class PlainScheduler(ContinuousScheduler):
             if self.room.may_lend and self._lacks_slots(request):
                 self.room.consider(self.running, len(self.waiting))
             may_preempt = ranks[request][0] < LAST_RANK
-            victims = self._victims(request, self._spare(request.priority) if may_preempt else [])
+            victims = self._victims(request, self._spare(request.params.priority) if may_preempt else [])
             if victims is None:
                 break
             for victim in victims:
@@ -91,5 +89,5 @@ def plain_load_of(scheduler: ContinuousScheduler, load: ReplicaLoad) -> ReplicaL
         guaranteed=tuple(sorted(guaranteed.items())),
         best_effort=sum(not request.is_guaranteed for request in unfinished),
         prefill_tokens=sum(request.num_uncached for request in unfinished if not request.is_decoding),
-        kv_free=scheduler.limits.kv_tokens - sum(map(scheduler.limits.kv_needed, unfinished)),
+        kv_free=scheduler.limits.kv_tokens - sum(scheduler.limits.kv_needed(request.params) for request in unfinished),
     )

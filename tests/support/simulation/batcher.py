@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from hf_slospec.engine.request import Progress, Request, Stage
+from hf_slospec.engine.request import IsOver, Progress, Request, RequestParams, Stage
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.service import _stream
@@ -117,11 +117,11 @@ class Simulation:
             counts[f"ended {request.finish_reason}"] += 1
             if request.error is not None:
                 counts[f"failed {type(request.error).__name__}"] += 1
-            counts["tokens"] += request.num_emitted - request.num_resumed
-            counts["preemptions"] += request.num_preempted
-            counts["prefixes reused"] += request.num_reused > 0
-            counts["resumed"] += request.num_resumed > 0
-            counts["guaranteed"] += request.is_guaranteed
+            counts["tokens"] += request.num_emitted - request.stats.num_resumed
+            counts["preemptions"] += request.stats.num_preempted
+            counts["prefixes reused"] += request.kv.num_reused > 0
+            counts["resumed"] += request.stats.num_resumed > 0
+            counts["guaranteed"] += request.is_guaranteed is True
         return counts
 
     # ---- users
@@ -155,21 +155,21 @@ class Simulation:
                 case Generate():
                     self._generate(action)
 
-    def _new_request(self, job: Job) -> Request:
+    def _new_request(self, job: Job, is_stop: IsOver, progress: Progress | None = None) -> Request:
         self.num_tried += 1
         rng = random.Random(f"{job.family} {job.prompt_len} {job.own_tokens}")
         shared = job.prompt_len - job.own_tokens
         prompt = BEGINNINGS[job.family][:shared] + [rng.randrange(VOCAB) for _ in range(job.own_tokens)]
         # Sampled requests of equal number mod 8 have the same noise.
         index = 8 * self.num_tried + job.prompt_len % 8
-        return Request(
-            index, prompt, job.new, (Stage(job.tpot_slo_s),), is_stop=partial(_is_stop, job),
-            arrived_s=self.world.now_s, is_sampled=job.is_sampled, ttft_slo_s=job.ttft_slo_s, priority=job.priority,
-            is_best_effort=job.best_effort, cache_salt=job.salt, must_guarantee=job.must_guarantee,
+        params = RequestParams(
+            prompt, job.new, (Stage(job.tpot_slo_s),), job.ttft_slo_s, job.priority, job.best_effort,
+            job.must_guarantee, job.salt, job.is_sampled, is_stop=is_stop,
         )  # fmt: skip
+        return Request(index, params, self.world.now_s, progress)
 
     def _generate(self, call: Generate) -> None:
-        requests = [self._new_request(job) for job in call.jobs]
+        requests = [self._new_request(job, partial(_is_stop, job)) for job in call.jobs]
         expected = [_decoded_alone(own, job).tokens for own, job in zip(requests, call.jobs, strict=True)]
         try:
             self.engines.generate(requests)
@@ -184,17 +184,16 @@ class Simulation:
         assert [request.tokens for request in requests] == expected, "generate gives wrong tokens"
 
     def _submit(self, job: Job, progress: Progress | None = None) -> Submitted:
-        server, request = self.servers[job.batcher], self._new_request(job)
-        if progress is not None:
-            request.resume(progress, self.world.now_s)
+        server = self.servers[job.batcher]
+        error = MemoryError("of a processor") if job.processor_memory else ProcessorError()
+        fails_in_criterion = job.fails_at is not None and job.in_criterion
+        is_stop = partial(_is_stop, job, error=error) if fails_in_criterion else partial(_is_stop, job)
+        request = self._new_request(job, is_stop, progress)
         handle = RequestHandle(request, None, server.batcher.abort, None)
         submitted = Submitted(job, server, handle)
         if job.fails_at is not None:
-            error = MemoryError("of a processor") if job.processor_memory else ProcessorError()
             submitted.expected += (type(error),)
-            if job.in_criterion:
-                request.is_stop = partial(_is_stop, job, error=error)
-            else:
+            if not job.in_criterion:
                 server.sampler.fails_at[request] = job.fails_at, error
         server.batcher.submit(handle, job.block, job.timeout)
         self.submitted.append(submitted)
@@ -290,11 +289,11 @@ class Simulation:
             assert error is None
             assert (tokens, reason) == (alone.tokens[alone.prompt_len :], alone.finish_reason), f"{name} ends early"
             assert [commit.num_emitted for commit in handle.commits][-1:] == [len(tokens)], f"{name} lacks a commit"
-            assert len(handle.from_draft) == len(tokens) - request.num_resumed or request.num_resumed
+            assert len(handle.from_draft) == len(tokens) - request.stats.num_resumed or request.stats.num_resumed
         elif reason == "cancelled":
             assert own.is_cancelled or self.stops[job.batcher], f"{name} was cancelled by nothing"
         elif isinstance(error, NotGuaranteedError):
-            assert job.must_guarantee and len(tokens) == request.num_resumed
+            assert job.must_guarantee and len(tokens) == request.stats.num_resumed
         elif not isinstance(error, own.expected):
             is_short = isinstance(error, MemoryError) and bool(memory)
             assert is_short or error in fatal, f"{name} failed with {error!r}"
@@ -305,7 +304,7 @@ class Simulation:
         reasons = [own.handle.request for own in self.submitted if own.server is server]
         done = [request for request in reasons if request.finish_reason in ("stop", "length")]
         assert stats.finished.get("length", 0) + stats.finished.get("stop", 0) == len(done)
-        guaranteed = sum(request.metrics().guaranteed and request.has_slo for request in done)
+        guaranteed = sum(request.metrics().guaranteed and request.params.has_slo for request in done)
         assert stats.guaranteed == guaranteed, "a guarantee is not counted once"
 
 
@@ -319,8 +318,7 @@ def _is_stop(job: Job, tokens: list[int], error: BaseException | None = None) ->
 
 def _decoded_alone(request: Request, job: Job) -> Request:
     """A request of the same prompt, decoded plainly to its end."""
-    prompt = request.tokens[: request.prompt_len]
-    alone = Request(request.index, prompt, job.new, is_sampled=job.is_sampled, is_stop=partial(_is_stop, job))
+    alone = Request(request.index, replace(request.params, is_stop=partial(_is_stop, job)))
     while not alone.emit(plain_token(alone)):
         pass
     return alone

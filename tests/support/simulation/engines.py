@@ -56,7 +56,7 @@ class CheckedScheduler(ContinuousScheduler):
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
             # Texts only: where nodes find no room beside them, they are decoded without drafts.
-            assert sum(request.max_len for request in booked) <= self.limits.kv_tokens, "K/V is guaranteed twice"
+            assert sum(request.params.max_len for request in booked) <= self.limits.kv_tokens, "K/V is guaranteed twice"
         entered = [request for request in self.running if request in waited]
         left = [request for request in starving if request in self.waiting]
         if left:

@@ -37,7 +37,7 @@ def row_of(tokens: bytes, is_draft: bool = False) -> int:
 
 def chosen(rows: np.ndarray, request: Request, positions: np.ndarray) -> np.ndarray:
     """The tokens that plain decoding takes at positions of a request's output, given logits [num_tokens, vocab]."""
-    return (rows + NOISE[request.index % 8][positions] if request.is_sampled else rows).argmax(-1)
+    return (rows + NOISE[request.index % 8][positions] if request.params.is_sampled else rows).argmax(-1)
 
 
 def plain_token(request: Request) -> int:
@@ -163,7 +163,7 @@ class SimulatedSampler:
     def _chooser(self, request: Request, tokens: np.ndarray) -> Any:
         def choose(node: int) -> int:
             position = request.num_emitted
-            due = self.next_position.get(request, request.num_resumed)
+            due = self.next_position.get(request, request.stats.num_resumed)
             assert position == due, f"position {position} of request {request.index} is chosen in place of {due}"
             self.next_position[request] = position + 1
             fails_at, error = self.fails_at.get(request, (-1, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
@@ -23,7 +24,7 @@ def policy_of(config: SLOSpecConfig, experience: SpeculationHistory | None = Non
 
 def decode_plainly(choose: Choose, request: Request) -> list[int]:
     """All tokens of the request when it is decoded alone, one token at a time."""
-    alone = Request(request.index, list(request.tokens), request.max_new_tokens, is_stop=request.is_stop)
+    alone = Request(request.index, replace(request.params, prompt=request.tokens))
     while not alone.emit(choose(alone)):
         pass
     return alone.tokens

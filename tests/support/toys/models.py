@@ -90,8 +90,8 @@ class ToyTarget(Target):
         self.cached.pop(request, None)
 
     def check(self, requests: Sequence[Request]) -> None:
-        assert {request for request in requests if request.num_cached} == self.cached.keys()
-        assert all(len(known) == request.num_cached for request, known in self.cached.items())
+        assert {request for request in requests if request.kv.num_cached} == self.cached.keys()
+        assert all(len(known) == request.kv.num_cached for request, known in self.cached.items())
 
 
 class ToyDrafter(Drafter):

@@ -6,7 +6,7 @@ import numpy as np
 
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, Stage
+from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
 from tests.support.toys.models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
@@ -29,9 +29,8 @@ class Served:
 
     def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
         tpot_slo_s = fields.pop("tpot_slo_s", None)
-        request = Request(index, [0, 1] * prompt, new, (Stage(tpot_slo_s),), arrived_s=self.clock.now_s, **fields)
-        del request.tokens[prompt:]
-        request.prompt_len = prompt
+        params = RequestParams(([0, 1] * prompt)[:prompt], new, (Stage(tpot_slo_s),), **fields)
+        request = Request(index, params, self.clock.now_s)
         self.scheduler.add(request)
         return request
 

@@ -12,7 +12,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Chunk, Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step import Engine
 from hf_slospec.serving.batcher import Batcher, Observer
@@ -74,14 +74,14 @@ class Server:
         self, new: int = 10, block: bool = False, timeout: float | None = None, **fields: object
     ) -> RequestHandle:
         self.num_submitted += 1
-        request = Request(self.num_submitted, [0, 1, 2], new, **fields)
+        request = Request(self.num_submitted, RequestParams([0, 1, 2], new, **fields))
         handle = RequestHandle(request, lambda ids: "".join(map(str, ids)), self.batcher.abort, None)
         self.batcher.submit(handle, block, timeout)
         return handle
 
 
 def alone(new: int) -> list[int]:
-    request = Request(0, [0, 1, 2], new)
+    request = Request(0, RequestParams([0, 1, 2], new))
     while not request.emit(greedy(MODEL)(request)):
         pass
     return request.tokens[3:]
