@@ -24,7 +24,7 @@ from rich.table import Table
 from serving import CLASSES, SYSTEMS, load_of, models, plain_token_s
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.cli.profiling import profile

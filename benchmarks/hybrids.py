@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, disable
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import chain
+from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.recurrent.states import RecurrentStates
 
 VOCAB, PROMPT, NEW, KEYS = 32_000, 64, 24, 128

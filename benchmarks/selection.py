@@ -16,14 +16,14 @@ from statistics import median
 
 import numpy as np
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Policy, StepDecisions
 from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.policies.registry import all_policies

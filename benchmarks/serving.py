@@ -32,11 +32,11 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.intervals import draw, scaled, wilson
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES

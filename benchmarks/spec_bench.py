@@ -2,10 +2,10 @@
 
     python -m benchmarks.spec_bench --target build/checkpoints/SmolLM2-135M-Instruct --json spec_bench.json
 
-The protocol is that of Spec-Bench (Xia et al., 2024; github.com/hemingkx/Spec-Bench): its 480 questions of six tasks, one
-after another at batch 1, several turns where a question has them, greedy and at temperature 1. For every question all
-methods take turns, in another order each time, so that drift of the machine affects them equally. Later turns follow the
-answers of stock ``generate``, so that all methods get the same prompts; in bf16 their answers may differ.
+The protocol is that of Spec-Bench (Xia et al., 2024; github.com/hemingkx/Spec-Bench): its 480 questions of six tasks,
+one after another at batch 1, several turns where a question has them, greedy and at temperature 1. For every question
+all methods take turns, in another order each time, so that drift of the machine affects them equally. Later turns
+follow the answers of stock ``generate``, so that all methods get the same prompts; in bf16 their answers may differ.
 
 Larger batches: ``generate`` gets padded batches of one task, and the batcher gets all questions of a task at once and
 admits them as others leave. A speed-up is the mean of tokens per second over that of stock ``generate`` on the same
@@ -253,7 +253,8 @@ def speedups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 steps = sum(r["steps"] * batch for name in names for r in by_question[name])
                 calls_of = sum(batch for name in names for _ in by_question[name])
                 rows.append({
-                    "temperature": temperature, "batch": batch, "task": task, "method": method, "questions": len(names) * batch,
+                    "temperature": temperature, "batch": batch, "task": task, "method": method,
+                    "questions": len(names) * batch,
                     "speedup": round(float(speeds[0].mean() / speeds[1].mean()), 3),
                     "interval": np.quantile(means[0] / means[1], (0.025, 0.975)).round(3).tolist(),
                     "tokens_per_s": round(float(speeds[0].mean()), 2),
@@ -309,7 +310,8 @@ def main(
     pair = load_pair(target, assistant, "tiny", dtype, _device(device))
     names = drafters.split(",") + (["assistant"] if assistant is not None else [])
     facts = provenance(
-        target=Path(target).name, assistant=assistant and Path(assistant).name, dtype=str(pair.target.dtype), device=str(pair.target.device),
+        target=Path(target).name, assistant=assistant and Path(assistant).name,
+        dtype=str(pair.target.dtype), device=str(pair.target.device),
         new_tokens=new_tokens, per_task=per_task, max_prompt=max_prompt, prompts=prompts.name,
     )  # fmt: skip
     records: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ import numpy as np
 import typer
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE, Hardware
 from hf_slospec.lab.models import SlowedClock, VirtualClock

@@ -21,14 +21,14 @@ from matplotlib import pyplot
 from matplotlib.patches import Patch, Rectangle
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, TokenTree, load_tiny_pair
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.select import best_ratio_nodes
 from hf_slospec.algo.tree import ROOT, Forest
 from hf_slospec.algo.urgency import urgency
 from hf_slospec.drafters.assistant import AssistantDrafter
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.sequence_plan import plan_sequences
 from hf_slospec.models.packed.model import PackedModel

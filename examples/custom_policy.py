@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 
 from hf_slospec import Plan, Request, Selection, SLOSpecConfig, TokenTree
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab import HARDWARE, Load, Simulation, TextModel, config_of, jobs_of, mix_of, poisson, table
 
 

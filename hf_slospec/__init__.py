@@ -11,7 +11,6 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.drafters.load_drafter import load_drafter as load_drafter
     from hf_slospec.drafters.methods import DraftMethod as DraftMethod
     from hf_slospec.engine.chrome_trace import write_chrome_trace as write_chrome_trace
-    from hf_slospec.engine.costs import StepCosts as StepCosts
     from hf_slospec.engine.events import PhaseTimes as PhaseTimes
     from hf_slospec.engine.events import RequestStep as RequestStep
     from hf_slospec.engine.events import StepEvent as StepEvent
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.engine.request import Request as Request
     from hf_slospec.engine.request import RequestMetrics as RequestMetrics
     from hf_slospec.engine.request import RequestParams as RequestParams
+    from hf_slospec.engine.step_times import StepCosts as StepCosts
     from hf_slospec.errors import FallbackWarning as FallbackWarning
     from hf_slospec.errors import IncompatibleDraftError as IncompatibleDraftError
     from hf_slospec.errors import InvalidInputError as InvalidInputError
@@ -59,7 +59,7 @@ _NAMES = {
     "algo.tree": "TokenTree",
     "config": "SLOSpecConfig",
     "engine.chrome_trace": "write_chrome_trace",
-    "engine.costs": "StepCosts",
+    "engine.step_times": "StepCosts",
     "engine.events": "PhaseTimes RequestStep StepEvent",
     "engine.protocols": "Drafter Plan Policy Selection",
     "engine.request": "Progress Request RequestMetrics RequestParams",

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Clock, Drafter, Policy, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.static_batch import StaticScheduler
 from hf_slospec.engine.step import Engine
+from hf_slospec.engine.step_times import StepCosts
 
 
 class Parts(NamedTuple):

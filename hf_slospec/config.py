@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
 
 MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time of every size up to it

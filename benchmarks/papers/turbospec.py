@@ -22,7 +22,7 @@ import numpy as np
 import typer
 from replays import Figures, bounds_of, resumed, shares_closed
 
-from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import MAX_TOKENS, Hardware, curve, lines

@@ -59,13 +59,13 @@ class DepthControl:
     takes longer than all other decisions of a step with few requests.
     """
 
-    STANDS = 4  # steps
+    STANDS = 4  # steps for which a choice is kept
     SIMILAR = 1.5  # largest ratio between numbers of requests for which a choice is kept
     LOOK_SHARE = 0.01  # share of the time that looks may take
     MIN_GAP = 8  # steps between looks; also the first of the doubling intervals
     WARMUP_STEPS, WARMUP_TREES = 3, 24  # whole shapes drafted before the averages decide, whichever is less
     PROBE_DEPTH = 2  # levels of a look while speculation is off
-    MIN_CONTINUATION = 0.2
+    MIN_CONTINUATION = 0.2  # lower bound on the averaged probability that a path goes on
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
     MARGIN = 1.02  # factor by which speculation must be better than plain decoding to be switched on
     WEIGHT = 0.1  # weight of a step in the averages of entries that the step before drafted as well

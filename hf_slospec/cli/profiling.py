@@ -14,7 +14,9 @@ from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 
 
-def profile(name: str, packed: PackedModel, seconds: float, keep: bool, show: Show = lambda *words: None) -> dict[str, Any]:
+def profile(
+    name: str, packed: PackedModel, seconds: float, keep: bool, show: Show = lambda *words: None
+) -> dict[str, Any]:
     """Measure the forwards of one model.
 
     Args:

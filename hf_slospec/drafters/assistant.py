@@ -16,14 +16,14 @@ from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
-from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import MAX_CATCH_UP
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.inspection.properties import evaluating, input_device, vocab_size
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import draft_nodes
+from hf_slospec.models.packed.tree_mask import draft_nodes
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from hf_slospec.models.sequences.room import RequestTokens
 
@@ -79,13 +79,13 @@ class AssistantDrafter(Drafter):
         max_kept: float = 0,
         translation: TokenTranslation | None = None,
     ):
-        """Begin without requests.
+        """Make a drafter that has no requests yet.
 
         Args:
             packed: the draft.
             max_nodes: maximum number of nodes of one request's beam, depth times width of plans.
             vocab_size: the target's, which bounds proposed ids.
-            max_slots: see :class:`RequestSequences`, as for ``max_kept``. Requests whose translated tokens do not fit
+            max_slots, max_kept: see :class:`RequestSequences`. Requests whose translated tokens do not fit
                 get trees that are only roots.
             translation: for a draft with another tokenizer; None: it has the target's.
         """
@@ -168,7 +168,7 @@ class AssistantDrafter(Drafter):
         self.sequences.release(self._translated.pop(request, request))
 
     def relieve(self) -> bool:
-        """Free the K/V of all requests, which only saves time; return whether any was freed."""
+        """Free the K/V of all requests, which can be computed again; return whether any was freed."""
         had_some = not self.sequences.is_empty
         self.close()
         return had_some

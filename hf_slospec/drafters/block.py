@@ -26,7 +26,7 @@ class BlockDrafter(FeatureDrafter):
     def __init__(
         self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
     ):
-        """Begin without requests; see :class:`FeatureDrafter`."""
+        """Make a drafter that has no requests yet; see :class:`FeatureDrafter`."""
         super().__init__(packed, max(max_nodes, packed.model.block_size), vocab_size, max_slots, max_kept)
 
     @property

@@ -120,7 +120,7 @@ class FeatureDrafter(Drafter):
     def __init__(
         self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
     ):
-        """Begin without requests.
+        """Make a drafter that has no requests yet.
 
         Args:
             packed: the network.
@@ -153,7 +153,7 @@ class FeatureDrafter(Drafter):
             try:
                 with as_memory_error(), evaluating(self.packed.model):
                     self._process([request])
-            except MemoryError:  # drop this request's K/V, which only saves time
+            except MemoryError:  # drop this request's K/V; outputs do not change
                 self.sequences.release(request, may_keep=False)
                 self.features.drop(request)
 

@@ -25,7 +25,7 @@ from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import draft_nodes
+from hf_slospec.models.packed.tree_mask import draft_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +42,12 @@ class HeadNetwork:
         return None if ids is None else Vocabulary(ids, self.vocab_size)
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return embeddings and hidden states side by side, [1, num_tokens, embedding + hidden]."""
+        """Return embeddings and hidden states, concatenated, [1, num_tokens, embedding + hidden]."""
         assert states is not None, "a head returns hidden states"
         return {"inputs_embeds": torch.cat((self.head.embed_tokens(tokens), states), dim=-1)[None]}
 
     def scores(self, outputs: torch.Tensor) -> Scores:
-        """Return logits and hidden states, which a head returns side by side."""
+        """Return logits and hidden states, which a head returns concatenated."""
         logits, states = outputs[..., : -self.head.hidden_size], outputs[..., -self.head.hidden_size :]
         return Scores(logits if self.head.target_ids is not None else logits[..., : self.vocab_size], states)
 

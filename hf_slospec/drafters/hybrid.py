@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from hf_slospec.algo.acceptance import Acceptance, Prediction
-from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.algo.merge import merge_forests
 from hf_slospec.algo.tree import ROOT, FloatArray, Forest, TokenTree
 from hf_slospec.drafters.methods import DraftMethod, Room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.models.packed.model import PackedModel
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.assistant import check_device, check_vocabulary
 from hf_slospec.drafters.beam import beam_search
@@ -149,7 +149,7 @@ class SharedKVDrafter(Drafter):
         self._sequences, self._model = sequences, SharedKVModel(self.assistant, sequences.packed)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
-        self._last[request] = begin + len(features), features[-1:].clone()  # a view would keep the whole step's
+        self._last[request] = begin + len(features), features[-1:].clone()  # a view would keep all features alive
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         ready = [request for request in requests if self._is_ready(request)]

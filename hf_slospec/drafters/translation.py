@@ -136,10 +136,10 @@ class Cut(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Translation of some of a target's tokens."""
+    """Consecutive tokens of the target, translated to tokens of the draft."""
 
-    tokens: list[int]  # the draft's
-    cuts: list[Cut]  # in ascending order; the first one is the begin of the stretch
+    tokens: list[int]  # ids of the draft
+    cuts: list[Cut]  # in ascending order; the first one is the start of the stretch
 
 
 class TokenTranslation:
@@ -321,5 +321,5 @@ class DraftTokens:
         return kept.draft + num_common(old, new)
 
     def _last_cut(self, num_tokens: int) -> Cut:
-        """Return the last cut behind at most ``num_tokens`` of the target's tokens; the begin if none is kept."""
+        """Return the last cut behind at most ``num_tokens`` of the target's tokens; the start if none is kept."""
         return next((cut for cut in reversed(self._cuts) if cut.target <= num_tokens), Cut(0, 0))

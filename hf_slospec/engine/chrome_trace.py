@@ -26,7 +26,7 @@ def _events(steps: Iterable[StepEvent]) -> Iterable[dict[str, Any]]:
     for number, step in enumerate(steps):
         begun_s = step.begun_s
         shape = {"step": number, "depth": step.depth, "width": step.width, "predicted_ms": step.predicted_s * 1e3}
-        # select_s also contains planning, which happens before drafting; it is shown after it.
+        # select_s also contains planning, which happens before drafting but is shown after it.
         for phase in PHASES:
             duration_s = getattr(step.phases, f"{phase}_s")
             name = "prefill" if step.is_prefill and phase == "verify" else phase

@@ -276,8 +276,8 @@ class Policy:
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         """Make the decisions of one step: yield a plan, then a selection, and learn from the outcome.
 
-        It is sent ``(candidates, plan)`` for its plan and ``(accepted, phases)`` for its selection, as ``select`` and
-        ``observe`` get them. If the step fails, the generator is dropped.
+        The engine sends ``(candidates, plan)`` in reply to the plan and ``(accepted, phases)`` in reply to the
+        selection, as ``select`` and ``observe`` get them. If the step fails, it sends nothing more.
         """
         candidates, plan = yield self.plan(requests, begun_s, num_prefill_tokens)
         accepted, phases = yield self.select(requests, candidates, plan)

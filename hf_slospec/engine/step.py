@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.protocols import (
     Chooser,
@@ -25,6 +24,7 @@ from hf_slospec.engine.protocols import (
     Target,
 )
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 
 S = TypeVar("S", bound=Scheduler)
 
@@ -227,7 +227,7 @@ class Engine(Generic[S]):
             request.kv.num_cached = request.kv.num_draft_seen = 0
 
     def relieve(self) -> bool:
-        """Free the drafter's memory after a MemoryError, and pause drafting, which only saves time.
+        """Free the drafter's memory after a MemoryError, and pause drafting; outputs do not change.
 
         Pausing helps since running requests have slots for their tokens, but not always for draft trees.
 

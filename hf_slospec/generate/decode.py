@@ -61,7 +61,7 @@ class Decoder:
         self._method = drafting_method(self.model, assistant_model, drafter, tokenizer)
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
-        self._override: tuple[PreTrainedModel, Speculator] | None = None  # the last assistant model that a call brought
+        self._override: tuple[PreTrainedModel, Speculator] | None = None  # last assistant model passed to a call
         self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
         self._refusal = ""
         try:
@@ -96,7 +96,7 @@ class Decoder:
 
     @property
     def speculator(self) -> Speculator:
-        """The speculator of calls that bring no assistant model."""
+        """The speculator of calls without an assistant model."""
         return self.speculator_for(None)
 
     def speculator_for(self, assistant_model: Any) -> Speculator:

@@ -14,6 +14,7 @@ from transformers.generation import GenerationConfig, StoppingCriteriaList
 
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
+from hf_slospec.generate.multimodal_prompts import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
@@ -29,7 +30,6 @@ from hf_slospec.generate.validation import (
     check_prompts,
     configured,
 )
-from hf_slospec.generate.whole_prompts import WholePrompts, names_beside_text
 from hf_slospec.models.coupling import Coupling
 from hf_slospec.models.sampling import StockSampler
 
@@ -142,7 +142,7 @@ def _as_decoding_method(
 def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments without those that stock would drop, refuse or misread."""
     kept = {name: value for name, value in arguments.items() if name not in ("streamer", "labels")}
-    kept = without_drafts(model, kept)  # stock would take them for another decoding method
+    kept = without_drafts(model, kept)  # with them, stock would choose assisted decoding, which takes only one row
     for name in ("inputs", "input_ids"):
         if isinstance(ids := kept.get(name), torch.Tensor) and ids.ndim == 1:
             kept[name] = ids[None]

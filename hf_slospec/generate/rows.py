@@ -18,9 +18,9 @@ from transformers.generation import (
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import NewNoise, Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
+from hf_slospec.generate.multimodal_prompts import WholePrompts
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.stop_strings import StopStrings
-from hf_slospec.generate.whole_prompts import WholePrompts
 from hf_slospec.models.sampling import Record, StockSampler
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.device.memory import MemoryUse

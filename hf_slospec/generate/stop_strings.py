@@ -23,7 +23,7 @@ class _Vocabulary:
         self.beginnings = {text[:end] for text in texts for end in range(1, len(text) + 1)}
 
     def can_end(self, stop: Text) -> bool:
-        """Return whether some token begins with an end of the stop string, or contains it."""
+        """Return whether some token begins with a suffix of the stop string, or contains the whole string."""
         return any(stop[begin:] in self.beginnings for begin in range(len(stop))) or any(
             stop in text for text in self.texts.values()
         )

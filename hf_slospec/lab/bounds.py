@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.algo.metrics import WINDOW
 from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray
 from hf_slospec.errors import InvalidInputError
@@ -261,7 +261,7 @@ def _run_lengths(library: Library, max_width: int) -> IntArray:
 def _shortest_first_s(arrivals_s: FloatArray, works: FloatArray) -> float:
     """Return the mean flow time of preemptive shortest remaining work first on one machine."""
     order = np.argsort(arrivals_s, kind="stable").tolist()
-    waiting: list[float] = []  # remaining works
+    waiting: list[float] = []  # remaining processing times
     now_s, finished_s, num_arrived = 0.0, 0.0, 0
     while num_arrived < len(order) or waiting:
         if not waiting:
@@ -296,7 +296,7 @@ def _most_in_time(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, 
 
 def _moore_hodgson(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, begin: int, end: int) -> int:
     """Return the maximum number of requests of a group that finish in time if all arrive with the first one."""
-    now_s, taken = float(arrivals_s[begin]), list[float]()  # negative works, as a heap of the largest
+    now_s, taken = float(arrivals_s[begin]), list[float]()  # negative processing times, a heap with the longest first
     for index in (begin + np.argsort(due_s[begin:end], kind="stable")).tolist():
         if not np.isfinite(due_s[index]):
             return len(taken) + int(np.isinf(due_s[begin:end]).sum())

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
-from hf_slospec.engine.costs import StepCosts
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 from hf_slospec.lab.files import read_json, validated
 

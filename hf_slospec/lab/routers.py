@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.routing import POWER, Need, ReplicaLoad, ranked
+from hf_slospec.algo.replica_ranking import POWER, Need, ReplicaLoad, ranked
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.errors import InvalidInputError

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.assembly import Parts, continuous_engine, limits_of
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hf_slospec.algo.latency import ForwardCost
+from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.models.costs.measure import measure

@@ -60,7 +60,7 @@ class PackedTarget(Target):
         max_kept: float = 0,
         holds_finished: bool = False,
     ):
-        """Begin without requests.
+        """Make a target that has no requests yet.
 
         Args:
             packed: the model.

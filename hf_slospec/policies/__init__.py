@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 
 from hf_slospec.engine.checked_policy import CheckedPolicy
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Policy
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
 from hf_slospec.policies.fixed import FixedPolicy, PlainPolicy

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan, PolicyStep
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies.adaserve_selection import SLOOrder, adaptive_shape, required_tokens, select_nodes
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.limits import affordable_tokens, max_useful_depth, without_useless_nodes

@@ -16,9 +16,9 @@ from hf_slospec.algo.depth import DepthControl, Drafted, ShapeTime
 from hf_slospec.algo.select import best_ratio_nodes
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
 from hf_slospec.algo.urgency import SLOProgress, urgency
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies.limits import affordable_tokens, max_useful_depth
 from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
@@ -30,10 +30,10 @@ UNATTAINABLE = 2.0  # an SLO is unattainable if it needs this many times the tok
 MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as unattainable
 FADE = 0.1  # weight of a step in running averages
 MAX_UNDERSTATED = 4.0  # largest ratio of a step's calibrated probabilities to the draft's
-MAX_NEEDED = 1000.0  # tokens per step; the warning reports a higher need as time that has passed
+MAX_NEEDED = 1000.0  # needed tokens per step above which the warning says that the time of the SLO has passed
 SETTLED_STEPS = 32  # steps within which drafting must pay for what the draft has to prefill first
 PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay; for all, the draft would prefill all prompts
-BEST_EFFORT_WEIGHT = 0.5  # weight of a best-effort request
+BEST_EFFORT_WEIGHT = 0.5  # factor on the weight of best-effort requests when nodes are selected
 BATCH_STEPS, BATCH_TREES = 4, 16  # learned from at once, whichever is less: numpy takes as long for one tree as for 16
 
 

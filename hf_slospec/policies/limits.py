@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 
 MAX_BUDGET = 1024  # tokens
 MAX_SLOWDOWN = 4.0  # without a given token budget, a step may take this many times as long as one of a single token

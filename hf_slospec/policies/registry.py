@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Policy
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from hf_slospec.algo.routing import Need
+from hf_slospec.algo.replica_ranking import Need
 from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.models.sampling import TokenLogprobs
@@ -44,7 +44,7 @@ class ReplicatedEngine:
         running: Callable[[], Sequence[str]],
         work: Work | None = None,
     ):
-        """``handle`` is that of the :class:`ModelReplica` deployment; ``running`` names the running replicas."""
+        """Take the handle of the :class:`ModelReplica` deployment; ``running()`` names the running replicas."""
         self.handle, self.streams, self.running = handle, handle.options(stream=True), running
         self.tokenizer, self.generation_config = description.tokenizer, description.generation_config
         self.vocab_size, self.max_len = description.vocab_size, description.max_len

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.engine.request import FinishReason, Progress, RequestMetrics
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.openai.engine import Order

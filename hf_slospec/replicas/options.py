@@ -76,7 +76,7 @@ class ReplicaOptions(ServerOptions):
 
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
-        """Return options, made of a dict if need be; raises InvalidInputError."""
+        """Return the options, converted if they are a dict; raises InvalidInputError."""
         if isinstance(options, ReplicaOptions):
             return options
         if not isinstance(options, dict):

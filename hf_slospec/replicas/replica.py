@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from ray import serve
 
-from hf_slospec.algo.routing import utilisation
+from hf_slospec.algo.replica_ranking import utilisation
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
 from hf_slospec.replicas.loopback import keep_replica_on_loopback
 from hf_slospec.replicas.messages import (

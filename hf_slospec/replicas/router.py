@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from hf_slospec.algo.prefixes import PrefixIndex
-from hf_slospec.algo.routing import Need, ReplicaLoad, ranked
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad, ranked
 from hf_slospec.replicas.messages import LOAD, Offer, ToReplica
 from hf_slospec.replicas.running import set_running
 

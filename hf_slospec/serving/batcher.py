@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from hf_slospec.algo.routing import ReplicaLoad
+from hf_slospec.algo.replica_ranking import ReplicaLoad
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Request

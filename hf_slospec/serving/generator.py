@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_slospec.algo.routing import ReplicaLoad
+from hf_slospec.algo.replica_ranking import ReplicaLoad
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting, check_drafting, load_drafter
 from hf_slospec.engine.request import Progress

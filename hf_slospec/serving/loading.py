@@ -90,7 +90,7 @@ def _check_chat_template(target: str | None, renderer: Any, takes_parts: bool) -
     try:
         renderer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        if type(error) is jinja2.TemplateError:  # raised by raise_exception in a template, so it works
+        if type(error) is jinja2.TemplateError:  # raised by the template's own raise_exception, so the template works
             return
         raise InvalidInputError(
             f"the chat template of {target or 'the embedded target'} is broken: {error}; give a working one in a file "

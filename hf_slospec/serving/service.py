@@ -35,12 +35,12 @@ from hf_slospec.errors import (
 )
 from hf_slospec.extras import need
 from hf_slospec.generate.decode import Decoder
+from hf_slospec.generate.multimodal_prompts import keeping_rope_deltas
 from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs_of
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.validation import check_ids
-from hf_slospec.generate.whole_prompts import keeping_rope_deltas
 from hf_slospec.models.device.host_memory import return_freed_memory
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.properties import autocast_dtype, trained_len, vocab_size
@@ -53,7 +53,7 @@ from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
 
 logger = logging.getLogger(__name__)
 STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the remaining tokens
-UNBOUNDED_LEN = 1 << 20  # tokens of a request whose K/V takes no memory
+UNBOUNDED_LEN = 1 << 20  # assumed maximum length in tokens if the model states none and has no K/V
 FREE_SHARE = 0.4  # share of the free memory for K/V; a growing pool is copied, so it needs twice its size for a moment
 
 
@@ -173,7 +173,7 @@ class BatchingService:
                 f"policy {config.policy!r} may draft {needed} tokens of a request at a time and the generator has room "
                 f"for {speculator.max_nodes}; lower max_depth or max_width, or make a generator with larger ones"
             )
-        with speculator.lock:  # between two steps
+        with speculator.lock:  # waits until no step runs
             self._policy_config = config
             if (engine := self._engine()) is not None:
                 engine.policy = speculator.policy(engine.costs, config)

@@ -55,10 +55,11 @@ def load_pair(
     embedded draft.
 
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is that of
-    :func:`fast_dtype`, ``auto`` that of the checkpoint. Without ``may_unpickle``, weights are read from safetensors
-    only, as pickled files may run code. A name may be that of a GGUF file. A named target has no draft unless an assistant is named; with ``images`` it is
-    loaded with its image encoder. ``allow_missing`` is that of
-    :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient.
+    :func:`fast_dtype`, ``auto`` that of the checkpoint. A name may be that of a GGUF file, whose weights are
+    dequantized. Without ``may_unpickle``, weights are read from safetensors and GGUF files only, as pickled files may
+    run code. A named target has no draft unless an assistant is named; with ``images`` it is loaded with its image
+    encoder. ``allow_missing`` is that of :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight
+    requires a gradient.
 
     Raises:
         InvalidInputError: a model cannot be loaded; the message has the names of the command line.

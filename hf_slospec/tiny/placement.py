@@ -84,7 +84,7 @@ class Placement:
         columns = torch.arange(source.shape[-1], device=device)
         if ".o_proj." in name:
             columns = self._channels(self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group).to(device)
-        elif ".down_proj." not in name:  # reads hidden states, one or more of them side by side
+        elif ".down_proj." not in name:  # reads hidden states, one of them, or several concatenated
             block = columns // self.hidden_size
             columns = columns + block * (self.factor - 1) * self.hidden_size
         if source.dim() == 1:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.admission import FAR_S, Candidate, Counts, admitted, prefill_rate
-from hf_slospec.algo.latency import LatencyCurve
+from hf_slospec.algo.latency_curves import LatencyCurve
 from tests.support.oracles.admission_search import (
     AMPLE,
     at,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.admission import prefill_rate
-from hf_slospec.algo.latency import LatencyCurve
+from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.algo.select import StepTime
 from hf_slospec.algo.tree import FloatArray
 from tests.support.toys.trees import affine, staircase

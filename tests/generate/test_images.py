@@ -18,7 +18,6 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.generate import whole_prompts
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
 from hf_slospec.models.packed.probe import probe_layers
@@ -140,7 +139,7 @@ def test_text_without_images_is_not_processed_as_a_whole(monkeypatch: pytest.Mon
     model = tiny_image_model(name_of("Qwen2VL"))
     inputs = prompts_with_images(model, 4, (0, 0))
     expected = stock(model, inputs)
-    monkeypatch.setattr(whole_prompts.WholePrompts, "_process", None)
+    monkeypatch.setattr(multimodal_prompts.WholePrompts, "_process", None)
     assert torch.equal(SLOSpecGenerator(model, config=CONFIG).generate(**inputs, **OPTIONS), expected)
 
 
@@ -158,8 +157,8 @@ def test_texts_that_are_seen_from_both_sides() -> None:
 
 def test_a_model_that_packed_forwards_do_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = image_inputs(name_of("Qwen2VL"))
-    expected, right = stock(model, inputs), whole_prompts._last_position
-    monkeypatch.setattr(whole_prompts, "_last_position", lambda *arguments: right(*arguments) + 5)
+    expected, right = stock(model, inputs), multimodal_prompts._last_position
+    monkeypatch.setattr(multimodal_prompts, "_last_position", lambda *arguments: right(*arguments) + 5)
     ours = SLOSpecGenerator(model, config=CONFIG)
     with pytest.raises(UnsupportedModelError, match="logits of a packed forward differ"):
         ours.generate(**inputs, **OPTIONS)

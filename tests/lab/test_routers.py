@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.routing import ReplicaLoad
+from hf_slospec.algo.replica_ranking import ReplicaLoad
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.outcomes import Run

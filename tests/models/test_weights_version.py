@@ -13,11 +13,11 @@ import torch
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models.inspection import weights_version
-from hf_slospec.models.inspection.fingerprint import Fingerprint
+from hf_slospec.models.inspection.model_changes import Fingerprint
 from hf_slospec.models.inspection.weights_version import digest
 from hf_slospec.models.linear.packed_weight import PackedWeight
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import chain
+from hf_slospec.models.packed.tree_mask import chain
 from tests.support.forced_kernels import WORKING, force_kernel
 from tests.support.toys.tiny_models import tiny_model
 

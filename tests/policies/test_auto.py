@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hf_slospec.algo.depth import DepthControl
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
 from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of

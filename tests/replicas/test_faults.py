@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
-from hf_slospec.algo.latency import LatencyCurve
+from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.algo.prefixes import PrefixIndex
-from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.request import PhaseTimes, Progress, Request, RequestParams, Stage
 from hf_slospec.replicas import start

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from hf_slospec.algo.latency import LatencyCurve
+from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.algo.prefixes import PrefixIndex
-from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.engine.request import Progress
 from hf_slospec.replicas.messages import Offer, ToReplica
 from hf_slospec.replicas.router import GuaranteeRouter, SentOffers

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Plan, Policy, Selection, StepDecisions
 from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.step_times import StepCosts
 
 NO_TIME = PhaseTimes()
 EIGHT = SLOSpecConfig(max_depth=8)

@@ -118,7 +118,7 @@ class DFlashHead(PreTrainedModel):
         """Return the inputs of context tokens' K and V.
 
         Args:
-            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states side by side.
+            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states concatenated.
 
         Returns:
             [num_tokens, hidden].

@@ -22,12 +22,12 @@ class Eagle3Settings:
     draft_vocab_size: int
     norm_before_residual: bool = False  # the residual is the normed hidden state
     norm_output: bool = False  # the next level takes the normed hidden state
-    norm_before_fc: bool = False  # one norm over the features side by side
-    fc_norm: bool = False  # one norm per feature
+    norm_before_fc: bool = False  # one norm over the concatenated features, before fc
+    fc_norm: bool = False  # one norm for each layer's features, before fc
 
 
 class Eagle3Layer(nn.Module):
-    """Llama layer whose attention reads an embedding and a hidden state side by side."""
+    """Llama layer whose attention reads an embedding and a hidden state, concatenated."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool):
         super().__init__()

@@ -45,7 +45,7 @@ class DraftHead(PreTrainedModel):
         """Return the hidden states that entries take, computed from features of the target.
 
         Args:
-            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states side by side.
+            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states concatenated.
 
         Returns:
             [num_tokens, hidden].
@@ -91,11 +91,11 @@ class DraftHead(PreTrainedModel):
         Args:
             input_ids: [1, num_tokens] int64, for trials and measurements: their embeddings replace hidden states.
             attention_mask: padding mask, or a whole mask [1, 1, num_tokens, num_keys]; None: causal.
-            inputs_embeds: [1, num_tokens, embedding + hidden], embeddings and hidden states side by side.
+            inputs_embeds: [1, num_tokens, embedding + hidden], embeddings and hidden states, concatenated.
             logits_to_keep: [num_rows] int64, the entries whose outputs to return; 0: all.
 
         Returns:
-            ``logits`` [1, num_rows, draft_vocab + hidden]: logits and the children's hidden states side by side.
+            ``logits`` [1, num_rows, draft_vocab + hidden]: logits and the children's hidden states, concatenated.
         """
         if inputs_embeds is None:
             assert input_ids is not None

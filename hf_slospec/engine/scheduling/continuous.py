@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request, RequestParams
@@ -23,6 +22,7 @@ from hf_slospec.engine.scheduling.guarantees import (
 from hf_slospec.engine.scheduling.kv_room import KVRoom
 from hf_slospec.engine.scheduling.prefill import prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
+from hf_slospec.engine.step_times import StepCosts
 
 STARVING = 0  # first rank in the queue
 LAST_RANK = 2  # rank of requests that may preempt no other

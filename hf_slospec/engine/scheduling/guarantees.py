@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
-from hf_slospec.algo.latency import LatencyCurve
-from hf_slospec.engine.costs import StepCosts, rounded
+from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts, rounded
 
 MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
 MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlines

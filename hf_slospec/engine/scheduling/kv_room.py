@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 
 
 class KVRoom:

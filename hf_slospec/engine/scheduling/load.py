@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hf_slospec.algo.routing import Need, ReplicaLoad
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.guarantees import MAX_STEP, tightest_tpot_slo_s

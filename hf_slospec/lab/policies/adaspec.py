@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies.limits import max_useful_depth, without_useless_nodes
 from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings

@@ -101,7 +101,8 @@ class MovingAcceptance:
 
     The tokens of a chain are tried up to the first rejected one. [FIX] dividing by all drafted tokens would count those
     after a rejection as rejected, and averaging the ratios of steps would give a chain that is rejected at once the
-    weight of a long one; neither yields a of equation 8. So accepted and tried tokens are averaged separately.
+    weight of a long one; neither estimates the acceptance rate a of equation 8. So accepted and tried tokens are
+    averaged separately.
     """
 
     START, KEEP = 0.7, 0.85  # initial rate, and weight of earlier steps, as in the released code

@@ -8,9 +8,9 @@ import numpy as np
 
 from hf_slospec.algo.calibration import Conditionals, path_products, tried_and_hit
 from hf_slospec.algo.tree import FloatArray, Forest, IntArray
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.static_tree import trees_within
 from hf_slospec.lab.policies.tree_shapes import Sequoia, StaticTree
 from hf_slospec.policies.limits import max_useful_depth

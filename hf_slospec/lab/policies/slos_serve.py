@@ -8,9 +8,9 @@ import numpy as np
 
 from hf_slospec.algo.spec_lengths import SpecLengths, best_lengths
 from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.guarantees import tiers_of
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.goodput import chain_tokens
 from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
 from hf_slospec.policies.limits import affordable_tokens
@@ -81,7 +81,7 @@ class SLOsServePolicy(SmartSpecPolicy):
         return None
 
     def _slacks(self, requests: Sequence[Request], begun_s: float, max_len: int) -> FloatArray:
-        """Return the negative seconds by which the step must be shorter to catch up; 0: not late.  -> [num_requests]"""
+        """Return minus the seconds by which the step must be shorter to catch up; 0: not late.  -> [num_requests]"""
         gain = float(chain_tokens(self.acceptance.rate, max_len - 1))
         slacks = []
         for request in requests:

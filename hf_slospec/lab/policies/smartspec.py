@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import Field
 
 from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.goodput import MovingAcceptance, best_length, chain_tokens
 from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
 from hf_slospec.policies.settings import PolicySettings

@@ -8,8 +8,8 @@ import numpy as np
 from pydantic import Field
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
 from hf_slospec.policies.registry import PolicyOptions

@@ -8,9 +8,9 @@ import numpy as np
 
 from hf_slospec.algo.calibration import tried_and_hit
 from hf_slospec.algo.tree import Forest
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.goodput import MovingAcceptance, heads_nodes, heads_shapes, heads_tokens
 from hf_slospec.lab.policies.smartspec import BIAS
 from hf_slospec.lab.policies.static_tree import trees_within

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
 from hf_slospec.policies.adaserve_selection import required_tokens
 from hf_slospec.policies.fixed import selection_of

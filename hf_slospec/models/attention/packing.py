@@ -179,7 +179,7 @@ class _Part:
 
     span: Span
     slots: np.ndarray  # [num_keys] int64: slots that only some of the tokens see
-    last_slot: int  # its last visible slot; pads slots
+    last_slot: int  # its last visible slot, with which ``slots`` are padded
     mask: torch.Tensor  # [num_tokens, num_keys] bool
     first_query: int  # index in the entries; queries there are ordered by piece, then token
     is_empty: list[bool]  # by piece

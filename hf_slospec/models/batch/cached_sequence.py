@@ -26,7 +26,7 @@ class Stored(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Stored:
-        """Return the shape of a layer's K or V, [batch, num_heads, num_tokens, dim]."""
+        """Return the shape of one token's K or V, from a layer's tensor [batch, num_heads, num_tokens, dim]."""
         return cls(tensor.shape[1], tensor.shape[-1], tensor.dtype, tensor.device)
 
 

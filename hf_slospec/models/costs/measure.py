@@ -9,12 +9,12 @@ from typing import Protocol
 
 import torch
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.models.attention import MAX_DENSE
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.device.device_calls import apart_from_captures, synchronize
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import chain
+from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.recurrent.states import RecurrentStates
 
 KEYS = 128  # cached tokens per measured sequence, by default

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.models.device.machine import digest, kept_file, machine, write_atomically
 from hf_slospec.models.packed.model import PackedModel
 

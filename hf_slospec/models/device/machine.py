@@ -71,7 +71,7 @@ def digest(value: Any) -> str:
 
 
 def kept_file(kind: str, folder: str, of: Any) -> Path:
-    """Return the path of the stored measurement of ``of``; its folder is created in the user's cache directory.
+    """Return the path of a stored measurement; its folder is created in the user's cache directory.
 
     Raises:
         OSError: the directory cannot be written.

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 import torch
 
-from hf_slospec.models.inspection.fingerprint import PLAIN, named_weights, settings
 from hf_slospec.models.inspection.hooks import changing_hooks
+from hf_slospec.models.inspection.model_changes import PLAIN, named_weights, settings
 
 
 class GraphPreconditions:

@@ -46,7 +46,7 @@ def hub_options(name: str | os.PathLike[str], cache_dir: Any = None, revision: s
 
 
 def located(name: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder or repository of a model by name, and options of ``from_pretrained``; a name may be a GGUF file.
+    """Return the folder or repository of a model, or of its GGUF file, and options of ``from_pretrained``.
 
     Raises:
         MissingExtraError: the model is a GGUF file, and the package that reads it is not installed.

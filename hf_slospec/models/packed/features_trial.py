@@ -6,7 +6,7 @@ import torch
 
 from hf_slospec.models.inspection.properties import cannot_be_packed, evaluating, refused_if_it_fails
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import chain
+from hf_slospec.models.packed.tree_mask import chain
 
 LENGTH = 6  # tokens of the trial's prompt
 TOLERANCE = 0.1  # relative error; the states of another layer or token differ by more

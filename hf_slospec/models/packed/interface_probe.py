@@ -37,7 +37,7 @@ def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> Non
 
 
 def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    return tensor.data_ptr() == of.data_ptr()  # enough, as masks have one element
+    return tensor.data_ptr() == of.data_ptr()  # comparing addresses suffices, as masks have one element
 
 
 class InterfaceProbe(StateCache):
@@ -46,7 +46,7 @@ class InterfaceProbe(StateCache):
     def __init__(self) -> None:
         super().__init__()
         self._state_bytes: dict[Key, int] = {}
-        self._state_shapes: dict[int, tuple[int, ...]] = {}  # the state that a layer passes to its cache, by layer
+        self._state_shapes: dict[int, tuple[int, ...]] = {}  # shape of the state passed to the cache, by layer
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
         self._latent: set[int] = set()  # layers that expand what they cached into K and V

@@ -31,7 +31,7 @@ from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
-from hf_slospec.models.inspection.fingerprint import Fingerprint
+from hf_slospec.models.inspection.model_changes import Fingerprint
 from hf_slospec.models.inspection.properties import hidden_states, input_device, vocab_size, watching_autocast
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
@@ -49,7 +49,7 @@ class Outputs(NamedTuple):
     """Tensors that a packed forward returns."""
 
     logits: torch.Tensor  # [num_logits, vocab], in the model's dtype
-    features: torch.Tensor | None = None  # [num_tokens, num_feature_layers * hidden], hidden states side by side
+    features: torch.Tensor | None = None  # [num_tokens, num_feature_layers * hidden], hidden states concatenated
 
 
 class PackedModel:

@@ -18,8 +18,8 @@ from hf_slospec.models.inspection.properties import (
     takes_position_ids,
 )
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
 from hf_slospec.models.packed.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
+from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 
 # Relative errors of a node's logits: above rounding, and far below the error of attending to a wrong token.
 TOLERANCE, REDUCED_TOLERANCE = 5e-3, 0.1

@@ -29,7 +29,7 @@ class PrefixReuse(SequenceRoom):
             try:
                 with as_memory_error():
                     self._keep(KeptPrefix(request.params.cache_salt, request.tokens[: sequence.length], sequence))
-            except MemoryError:  # no memory for its states; dropping them only costs time
+            except MemoryError:  # no memory to update its states; without its K/V, later requests only take longer
                 self.cache.release(sequence)
         else:
             self.cache.release(sequence)

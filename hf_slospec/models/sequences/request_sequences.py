@@ -11,7 +11,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.packed.inputs import DraftLevel
 from hf_slospec.models.packed.model import Outputs
-from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
+from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 from hf_slospec.models.recurrent.states import RecurrentStates
 from hf_slospec.models.sequences.prefix_reuse import PrefixReuse
 from hf_slospec.models.sequences.room import RequestTokens

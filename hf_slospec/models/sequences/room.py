@@ -48,7 +48,7 @@ class SequenceRoom:
     """
 
     def __init__(self, packed: PackedModel, max_nodes: int, max_slots: int | None = None, max_kept: float = 0):
-        """Begin without requests.
+        """Make a room that has no requests yet.
 
         Args:
             max_nodes: maximum number of tree nodes of one request that are staged at a time.

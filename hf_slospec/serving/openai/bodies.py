@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_slospec.engine.request import LEAST_SLO_S
-from hf_slospec.serving.openai.images import ImageBudget, check_data_url
+from hf_slospec.serving.openai.image_urls import ImageBudget, check_data_url
 
 TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
 LEAST_TEMPERATURE = 1e-3  # dividing logits by less overflows

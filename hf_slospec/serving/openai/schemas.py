@@ -57,7 +57,7 @@ class SchemaCheck:
         try:
             fault = await asyncio.to_thread(_outcome, process, given, WALL_TIMES * (seconds + 1))
         finally:
-            process.kill()  # if it runs still, as its client has left; the thread above sees its end
+            process.kill()  # if it still runs because the client left; the thread above then returns
         if process.returncode:
             raise LimitError(
                 "schema_s",

@@ -90,7 +90,7 @@ class JobSlots:
 
     def _remove(self, client: str, slot: asyncio.Future[None]) -> None:
         if slot not in self._waiting.get(client, ()):
-            return  # it was passed over when its turn came
+            return  # leave() has already removed it
         self._waiting[client].remove(slot)
         self.num_waiting -= 1
         if not self._waiting[client]:

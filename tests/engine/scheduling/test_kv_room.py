@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling.continuous import Limits

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
-from hf_slospec.engine.costs import StepCosts
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.prefill import IN_TIME, SLOWDOWN, STALL, prefill_budget, required_rate
+from hf_slospec.engine.step_times import StepCosts
 
 
 def new_costs() -> StepCosts:

@@ -16,7 +16,7 @@ from hf_slospec.models.attention.sequence_plan import plan_sequences
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import tree_after_chain
+from hf_slospec.models.packed.tree_mask import tree_after_chain
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.trees import stored
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.generate.speculator import CheckedModel
 from hf_slospec.models.costs import profiles

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.packed import captured

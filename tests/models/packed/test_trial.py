@@ -15,13 +15,13 @@ from torch import nn
 from hf_slospec import SLOSpecGenerator, UnsupportedModelError
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.packed import new_tokens, trial
+from hf_slospec.models.packed import trial
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 chain_and_tree = trial.chain_and_tree
-tree_after_chain = new_tokens.tree_after_chain
+tree_after_chain = tree_mask.tree_after_chain
 
 
 def siblings_see_each_other(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +37,7 @@ def positions_by_slot(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray
 @pytest.mark.parametrize("fault", [siblings_see_each_other, positions_by_slot])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_wrong_masks_and_positions_are_found(monkeypatch: pytest.MonkeyPatch, fault: Any, family: str) -> None:
-    monkeypatch.setattr(new_tokens, "tree_after_chain", fault)
+    monkeypatch.setattr(tree_mask, "tree_after_chain", fault)
     with pytest.raises(UnsupportedModelError, match="trial tree"):
         SLOSpecGenerator(tiny_model(family))
 

@@ -12,7 +12,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.new_tokens import chain, chain_and_tree
+from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 from hf_slospec.models.recurrent.groups import MAX_AT_ONCE
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import VOCAB

@@ -12,7 +12,7 @@ from hf_slospec.models.attention import PackedBatch, Span
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape, Stored
 from hf_slospec.models.kv_cache.pool import KVPool
-from hf_slospec.models.packed.new_tokens import tree_after_chain
+from hf_slospec.models.packed.tree_mask import tree_after_chain
 
 TREES = [
     TokenTree.root_only(3),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_slospec.algo.routing import ReplicaLoad
+from hf_slospec.algo.replica_ranking import ReplicaLoad
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import LAST_RANK, STARVING, ContinuousScheduler
 from hf_slospec.engine.scheduling.guarantees import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s

@@ -11,7 +11,6 @@ from hf_slospec.assembly import Parts, continuous_engine
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Plan as DraftPlan
@@ -20,6 +19,7 @@ from hf_slospec.engine.protocols import Schedule as StepSchedule
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import MAX_SKIPPED, ContinuousScheduler
 from hf_slospec.engine.step import Engine
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.target import PackedTarget
 from hf_slospec.policies import new_policy

@@ -12,7 +12,7 @@ from unittest import mock
 
 from ray.exceptions import RayError
 
-from hf_slospec.algo.routing import Need
+from hf_slospec.algo.replica_ranking import Need
 from hf_slospec.engine.request import Progress
 from hf_slospec.replicas import replica as replica_module
 from hf_slospec.replicas.failover import ReplicatedEngine

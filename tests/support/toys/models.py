@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import ROOT, TokenTree
-from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.protocols import Chunk, Drafter, Plan, Policy, Selection, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import StaticScheduler
 from hf_slospec.engine.step import Engine
+from hf_slospec.engine.step_times import StepCosts
 from tests.support.toys.trees import NextProbs, beam_tree, draw, path_to
 
 Choose = Callable[[Request], int]  # the token plain decoding gives a request after its tokens as they stand

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
-from hf_slospec.engine.costs import PATIENCE, DraftCorrection, SizeCorrection, StepCosts
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
+from hf_slospec.engine.step_times import PATIENCE, DraftCorrection, SizeCorrection, StepCosts
 
 POINTS = st.dictionaries(st.integers(1, 600), st.floats(0.001, 10.0), min_size=1, max_size=8)
 SIZES = dict(num_requests=st.integers(1, 64), depth=st.integers(0, 8), width=st.integers(1, 8))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 
 POINTS = st.dictionaries(st.integers(1, 300), st.floats(1e-4, 10.0), min_size=1, max_size=10)
 

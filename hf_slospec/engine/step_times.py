@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from hf_slospec.algo.latency import ForwardCost, LatencyCurve
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 
@@ -86,7 +86,7 @@ class SizeCorrection:
 
     def __init__(self) -> None:
         self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens): sums of log ratios, weights
-        self._log_sum = self._count_sum = 0.0  # over the recent steps
+        self._log_sum = self._count_sum = 0.0  # as _logs and _counts, over all sizes
         self._octaves, self._log_factors = np.arange(16.0), np.zeros(16)
 
     def __call__(self, num_tokens: Count) -> FloatArray:

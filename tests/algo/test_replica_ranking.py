@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency import LatencyCurve
-from hf_slospec.algo.routing import (
+from hf_slospec.algo.latency_curves import LatencyCurve
+from hf_slospec.algo.replica_ranking import (
     Need,
     ReplicaLoad,
     ranked,
