@@ -18,6 +18,7 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.generate import multimodal_prompts
 from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
 from hf_slospec.models.packed.probe import probe_layers

@@ -15,7 +15,7 @@ from torch import nn
 from hf_slospec import SLOSpecGenerator, UnsupportedModelError
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.packed import trial
+from hf_slospec.models.packed import tree_mask, trial
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
