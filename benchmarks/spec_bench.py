@@ -34,6 +34,7 @@ from transformers.utils import logging
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.models.device.device_calls import synchronize
+from hf_slospec.serving.devices import chosen_device
 from hf_slospec.tiny.load import load_pair
 
 QUESTIONS = Path(__file__).parent / "data" / "spec_bench.jsonl"
@@ -48,6 +49,7 @@ DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix")
 OURS = "hf_slospec, "
 BATCHER = " in the batcher"
 NUM_RESAMPLES = 2000
+COLOURS = ("#767676", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#CC79A7")  # Okabe and Ito's
 
 
 class Question(NamedTuple):
@@ -287,6 +289,34 @@ def show(rows: list[dict[str, Any]]) -> None:
         Console(width=150).print(table)
 
 
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw the speed-ups at batch 1 by task: stock's prompt lookup at its best constant, and our drafters."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    own = {(row["method"], row["task"]): row for row in rows if (row["temperature"], row["batch"]) == (0.0, 1)}
+    tasks = list(dict.fromkeys(task for _, task in own))
+    lookups = [name for name, _ in own if name.startswith("prompt lookup")]
+    best = max(lookups, key=lambda name: own[name, "overall"]["speedup"])
+    shown = {best: f"transformers, {best}", **{name: name for name, _ in own if name.startswith(OURS)}}
+    figure, panel = pyplot.subplots(figsize=(9, 3.2))
+    width = 0.8 / len(shown)
+    for index, ((name, label), colour) in enumerate(zip(shown.items(), COLOURS, strict=False)):
+        at = np.arange(len(tasks)) + (index - (len(shown) - 1) / 2) * width
+        speeds = np.array([own[name, task]["speedup"] for task in tasks])
+        errors = np.abs(np.array([own[name, task]["interval"] for task in tasks]).T - speeds)
+        panel.bar(at, speeds, width, yerr=errors, label=label, color=colour, ecolor="#444444", error_kw=dict(lw=1))
+    panel.axhline(1.0, color="black", lw=1)
+    panel.set(ylabel="speed, stock generate = 1", xticks=np.arange(len(tasks)))
+    panel.set_xticklabels(tasks)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(ncols=len(shown), loc="upper center", frameon=False, fontsize=8.5)
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.savefig(file, dpi=150)
+
+
 def main(
     target: Annotated[str, typer.Option(help="A folder or a repository of the Hub.")],
     assistant: Annotated[str | None, typer.Option(help="A draft model.")] = None,
@@ -304,10 +334,11 @@ def main(
     dtype: Annotated[str, typer.Option(help="fast: what the device is fast in.")] = "fast",
     minutes: Annotated[float, typer.Option(help="Stop after so long; the same command continues.")] = float("inf"),
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the results at batch 1.")] = None,
 ) -> None:
     """Time all methods on all questions."""
     logging.set_verbosity_error()
-    pair = load_pair(target, assistant, "tiny", dtype, _device(device))
+    pair = load_pair(target, assistant, "tiny", dtype, str(chosen_device(device)))
     names = drafters.split(",") + (["assistant"] if assistant is not None else [])
     facts = provenance(
         target=Path(target).name, assistant=assistant and Path(assistant).name,
@@ -323,21 +354,25 @@ def main(
         contest = Contest(pair.target, pair.draft, pair.tokenizer, new_tokens, temperature, max_prompt)
         for batch in map(int, batches.split(",")):
             methods = contest.methods(names, batch, static)
+            is_warm = False
             for number, group in enumerate(tqdm(groups_of(questions, batch), desc=f"T={temperature:g}, batch {batch}")):
-                if not number:
-                    warm_up = contest.encoded([["Say hello, please."]] * batch)
-                    for run in methods.values():
-                        run(warm_up)
                 key = dict(temperature=temperature, batch=batch, task=group[0].task, question=group[0].name)
                 if any(key.items() <= r.items() for r in records):
                     continue
                 if time.monotonic() > ends:
                     break
+                if not is_warm:
+                    warm_up, is_warm = contest.encoded([["Say hello, please."]] * batch), True
+                    for run in methods.values():
+                        run(warm_up)
                 records += [key | r for r in answers(contest, methods, group, number)]
                 if json_path is not None:
                     content = {"provenance": facts, "results": speedups(records), "records": records}
                     json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    show(speedups(records))
+    results = speedups(records)
+    show(results)
+    if plot_path is not None:
+        plot(results, plot_path)
 
 
 def answers(contest: Contest, methods: dict[str, Run], group: list[Question], number: int) -> list[dict[str, Any]]:
@@ -362,12 +397,6 @@ def answers(contest: Contest, methods: dict[str, Run], group: list[Question], nu
             for name, answer in by_method.items()
         ]  # fmt: skip
     return found
-
-
-def _device(name: str) -> str:
-    from hf_slospec.serving.devices import chosen_device
-
-    return str(chosen_device(name))
 
 
 if __name__ == "__main__":

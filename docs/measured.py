@@ -12,6 +12,7 @@ OURS = "hf_slospec"
 EPYC = "cpu-2core-0.6B-bf16.json"
 AMX = {1: "cpu-2core-0.6B-bf16-amx-batch1.json", 8: "cpu-2core-0.6B-bf16-amx-batch8.json"}
 PEERS = "peers-batch{}-cpu-2core-0.6B{}.json"
+SPEC_BENCH = "spec-bench-smollm2-135m-cpu-2core-bf16.json"
 NOT_MEASURED = "not measured"
 TABLES: dict[str, Callable[[], str]] = {}
 
@@ -41,6 +42,35 @@ def spread(values: Sequence[float]) -> str:
 
 def bold(name: str) -> str:
     return f"**{name}**" if name == OURS else name
+
+
+# --- Published checkpoints -------------------------------------------------------------------------------------------
+
+
+def spec_bench(temperature: float, batch: int) -> str:
+    """Return the speed-ups of Spec-Bench by task."""
+    rows = [r for r in result(SPEC_BENCH)["results"] if (r["temperature"], r["batch"]) == (temperature, batch)]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = [find(rows, method=method, task=task) for task in tasks]
+        low, high = cells[-1]["interval"]
+        lines.append([
+            method, *(ratio(cell["speedup"]) for cell in cells[:-1]),
+            f"{ratio(cells[-1]['speedup'])} ({low:.2f}-{high:.2f})",
+            two_digits(cells[-1]["tokens_per_step"]), f"{cells[-1]['tokens_per_s']:.1f}",
+        ])  # fmt: skip
+    return markdown(" | ".join(["method", *tasks, "tokens per step", "tokens/s"]), lines)
+
+
+@table
+def spec_bench_batch1() -> str:
+    return spec_bench(0.0, 1)
+
+
+@table
+def spec_bench_batch8() -> str:
+    return spec_bench(0.0, 8)
 
 
 # --- Speed against stock generate ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from scripts.checkpoints import COMPLETE
+from scripts.checkpoints import FOLDER as CHECKPOINTS
 from tests.support.paths import ROOT
 
-CHECKPOINTS = ROOT / "build" / "checkpoints"
 QUESTIONS = ROOT / "benchmarks" / "data" / "spec_bench.jsonl"
 REQUIRED = "REQUIRE_CHECKPOINTS" in os.environ
+WAIT_S = 900.0  # CI brings the checkpoints while other tests run
 
 
 class Real(NamedTuple):
@@ -44,9 +47,12 @@ class Real(NamedTuple):
 def load(name: str) -> Real:
     """Load a checkpoint in fp32, or skip the tests of it."""
     folder = CHECKPOINTS / name
-    if not (folder / "source.json").exists():
-        assert not REQUIRED, f"{folder} is required; run: make checkpoints"
-        pytest.skip(f"no {folder}: make checkpoints brings it")
+    ends = time.monotonic() + (WAIT_S if REQUIRED else 0.0)
+    while not (folder / COMPLETE).exists():
+        if time.monotonic() >= ends:
+            assert not REQUIRED, f"{folder} is required; run: make checkpoints"
+            pytest.skip(f"no {folder}: make checkpoints brings it")
+        time.sleep(1.0)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return Real(folder, model.requires_grad_(False), AutoTokenizer.from_pretrained(folder))
 
