@@ -225,13 +225,12 @@ class Contest:
 
 
 def groups_of(questions: list[Question], batch: int) -> list[list[Question]]:
-    """Return whole batches of one task; a task with fewer questions than a batch has none."""
+    """Return whole batches of one task, the first of every task first; a task with fewer questions has none."""
     by_task: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
         by_task[question.task].append(question)
-    return [
-        task[begin : begin + batch] for task in by_task.values() for begin in range(0, len(task) - batch + 1, batch)
-    ]
+    begins = range(0, len(questions) - batch + 1, batch)
+    return [task[begin : begin + batch] for begin in begins for task in by_task.values() if begin + batch <= len(task)]
 
 
 def speedups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -38,12 +38,8 @@ def test_prompts_of_a_file_are_one_task(tmp_path: Path) -> None:
 
 def test_batches_are_of_one_task_and_whole() -> None:
     questions = [Question(str(i), "ab"[i % 2], ["x"]) for i in range(9)]
-    assert [[one.name for one in group] for group in groups_of(questions, 2)] == [
-        ["0", "2"],
-        ["4", "6"],
-        ["1", "3"],
-        ["5", "7"],
-    ]
+    names = [[one.name for one in group] for group in groups_of(questions, 2)]
+    assert names == [["0", "2"], ["1", "3"], ["4", "6"], ["5", "7"]]
 
 
 def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions() -> None:
