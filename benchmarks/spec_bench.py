@@ -259,7 +259,9 @@ def speedups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "speedup": round(float(speeds[0].mean() / speeds[1].mean()), 3),
                     "interval": np.quantile(means[0] / means[1], (0.025, 0.975)).round(3).tolist(),
                     "tokens_per_s": round(float(speeds[0].mean()), 2),
-                    "tokens_per_step": round((tokens - calls_of) / max(steps, 1.0), 3),
+                    # Rows of a stock batch that have ended take part in its steps.
+                    "tokens_per_step": round((tokens - calls_of) / max(steps, 1.0), 3)
+                    if batch == 1 or method.startswith(OURS) else None,
                 })  # fmt: skip
     return rows
 
@@ -283,7 +285,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                 method,
                 *(f"{cells[task]['speedup']:.2f}" if task in cells else "" for task in tasks[:-1]),
                 f"{cells['overall']['speedup']:.2f} ({low:.2f}-{high:.2f})",
-                f"{cells['overall']['tokens_per_step']:.2f}",
+                f"{cells['overall']['tokens_per_step'] or float('nan'):.2f}",
             )
         Console(width=150).print(table)
 
@@ -299,7 +301,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     tasks = list(dict.fromkeys(task for _, task in own))
     lookups = [name for name, _ in own if name.startswith("prompt lookup")]
     best = max(lookups, key=lambda name: own[name, "overall"]["speedup"])
-    shown = {best: f"transformers, {best}", **{name: name for name, _ in own if name.startswith(OURS)}}
+    shown = {best: f"transformers {best}", **{name: name for name, _ in own if name.startswith(OURS)}}
     figure, panel = pyplot.subplots(figsize=(9, 3.2))
     width = 0.8 / len(shown)
     for index, ((name, label), colour) in enumerate(zip(shown.items(), COLOURS, strict=False)):
@@ -311,7 +313,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     panel.set(ylabel="speed, stock generate = 1", xticks=np.arange(len(tasks)))
     panel.set_xticklabels(tasks)
     panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(ncols=len(shown), loc="upper center", frameon=False, fontsize=8.5)
+    figure.legend(ncols=len(shown), loc="upper center", frameon=False, fontsize=8, columnspacing=1.0)
     figure.tight_layout(rect=(0, 0, 1, 0.93))
     figure.savefig(file, dpi=150)
 

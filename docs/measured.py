@@ -606,8 +606,20 @@ def summary() -> str:
         k: ratio(row["vs_generate_batch"])
         for k, row in result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"].items()
     }
+    real = {
+        row["method"]: ratio(row["speedup"])
+        for row in result(SPEC_BENCH)["results"]
+        if (row["batch"], row["task"]) == (1, "overall")
+    }
+    lookups = f"transformers' prompt lookup {max(v for k, v in real.items() if k.startswith('prompt lookup'))}"
     lines = [
         ("tokens against stock, fp32", "equal, greedy and sampled, where compared", "[model classes](support.md)"),
+        (
+            "a published checkpoint of 135 M on Spec-Bench, batch 1, no draft model, against stock",
+            f"suffix trees {real[f'{OURS}, suffix']}, lookup {real[f'{OURS}, lookup']}, no drafts "
+            f"{real[f'{OURS}, none']}; {lookups}",
+            "[published checkpoint](#a-published-checkpoint)",
+        ),
         ("one text against stock, CPU", _of_stock(1, OURS), "[CPU](#speed-on-a-cpu)"),
         ("the same without packed weights", _of_stock(1, off), "[CPU](#speed-on-a-cpu)"),
         ("one text against assisted generation: defaults, best constant", _of_assisted(OURS), "[CPU](#speed-on-a-cpu)"),

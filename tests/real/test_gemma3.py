@@ -18,19 +18,27 @@ SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_p=0.9, repet
 ALWAYS = SLOSpecConfig(policy="fixed", max_depth=4, max_width=2, check_invariants=True)
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("options", "drafter", "max_tokens", "batch"),
+    [(GREEDY, "suffix", 505, 1), (SAMPLED, "lookup", 560, 3)],
+    ids=["crossed while decoding", "crossed before by one row of three"],
+)
 def test_texts_on_both_sides_of_the_window(
-    gemma3: Real, questions: dict[str, list[str]], stock: Stock, options: dict[str, Any]
+    gemma3: Real,
+    questions: dict[str, list[str]],
+    stock: Stock,
+    options: dict[str, Any],
+    drafter: str,
+    max_tokens: int,
+    batch: int,
 ) -> None:
     texts = [questions["summarization"][3], questions["qa"][1], questions["rag"][2][-900:]]
-    drafter = "lookup" if options["do_sample"] else "suffix"
-    for max_tokens, count in ((505, 1), (560, 3)):  # crossed while decoding; before it, by some rows
-        inputs = gemma3.encoded(texts[:count], max_tokens=max_tokens)
-        assert inputs["input_ids"].shape[1] == max_tokens
-        expected = stock(gemma3, inputs, max_new_tokens=14, **options)
-        ours = SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS)
-        torch.manual_seed(7)
-        assert torch.equal(ours.generate(**inputs, max_new_tokens=14, **options), expected), max_tokens
+    inputs = gemma3.encoded(texts[:batch], max_tokens=max_tokens)
+    assert inputs["input_ids"].shape[1] == max_tokens
+    expected = stock(gemma3, inputs, max_new_tokens=14, **options)
+    ours = SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS)
+    torch.manual_seed(7)
+    assert torch.equal(ours.generate(**inputs, max_new_tokens=14, **options), expected)
 
 
 def test_smollm2_drafts_over_two_tokenizers(
