@@ -19,7 +19,7 @@ from scripts import simulate_faults
 from tests.support.simulation.batcher import Simulation, fault_of, simulate
 from tests.support.simulation.schedules import Fault, Generate, Job, Schedule, Stop, schedule_of, shrunk
 
-SEEDS, BLOCKS = 4_000, 8  # 7 to 18 ms each, on fast and on busy cores
+SEEDS, BLOCKS = 2_000, 4  # 7 to 18 ms each, on fast and on busy cores
 
 
 @pytest.fixture(autouse=True)
