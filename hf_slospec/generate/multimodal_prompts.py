@@ -49,7 +49,7 @@ def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
 class WholePrompts:
     """The prompts of one call, processed as stock ``generate`` does: by one forward of the model, with all inputs.
 
-    Prompts of one call share that forward. A prompt that is processed again after preemption takes another one.
+    Prompts of one call share that forward. A prompt that is needed again after preemption is forwarded again.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Stops:
 
     @property
     def end(self) -> int | None:
-        """New tokens when the last row stopped, where stopped rows continue; None while one has not stopped."""
+        """Number of new tokens at which the last row stopped, if stopped rows continue; None while a row has not."""
         return max(self._stopped.values()) if len(self._stopped) == len(self.input_ids) else None
 
     def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
