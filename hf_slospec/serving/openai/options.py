@@ -25,7 +25,7 @@ class SLOLimits(InputModel):
     )
 
     def apply(self, requested: dict[str, float | None]) -> dict[str, float | None]:
-        """Return the SLOs, with defaults for missing ones; raises InvalidInputError if they are stricter than allowed."""
+        """Return the SLOs, or their defaults; raises InvalidInputError if they are stricter than allowed."""
         slos = {}
         for name in ("tpot", "ttft"):
             value, strictest = requested[f"slo_{name}"], getattr(self, f"strictest_{name}")
