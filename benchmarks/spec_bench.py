@@ -28,11 +28,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cli.benchmark import provenance
+from hf_slospec.cli.benchmark import constant_draft, encoded, provenance
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.serving.devices import chosen_device
 from hf_slospec.tiny.load import load_pair
@@ -117,10 +116,8 @@ class Contest:
                 )
                 for turns in conversations
             ]
-        options = dict(padding=True, padding_side="left", truncation=True, max_length=self.max_prompt)
-        special = self.tokenizer.chat_template is None
-        encoded = self.tokenizer(texts, return_tensors="pt", add_special_tokens=special, **options)
-        return {name: encoded[name].to(self.target.device) for name in ("input_ids", "attention_mask")}
+        is_plain = self.tokenizer.chat_template is None  # templates write special tokens themselves
+        return encoded(self.tokenizer, texts, self.max_prompt, self.target.device, add_special_tokens=is_plain)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -162,14 +159,11 @@ class Contest:
 
     def assisted(self, constant: int) -> Run:
         """Return stock's assisted generation with a constant number of drafted tokens."""
-        settings: dict[str, Any] = dict(
-            num_assistant_tokens=constant, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-        )
-        self.draft.generation_config = GenerationConfig(**self.draft.generation_config.to_diff_dict())
+        stock = self.stock(assistant_model=self.draft)
 
         def run(inputs: dict[str, torch.Tensor]) -> Answer:
-            self.draft.generation_config.update(**settings)
-            return self.stock(assistant_model=self.draft)(inputs)
+            with constant_draft(self.draft, constant):
+                return stock(inputs)
 
         return run
 
@@ -195,11 +189,11 @@ class Contest:
         """Return a run that submits all rows at once to a batcher of ``max_batch`` requests."""
 
         def run(inputs: dict[str, torch.Tensor]) -> Answer:
-            rows = [ids[mask.bool()] for ids, mask in zip(*inputs.values(), strict=True)]
+            rows = [ids[mask.bool()] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
             with self.generator(drafter, max_batch) as generator:
                 begun = time.perf_counter()
                 handles = [
-                    generator.submit(row[None], seed=0 if "top_k" in self.options else None, **self.options)
+                    generator.submit(row[None], seed=0 if self.options["do_sample"] else None, **self.options)
                     for row in rows
                 ]
                 results = [handle.result() for handle in handles]

@@ -187,18 +187,8 @@ class Bench:
             return run
 
         def run_constant(inputs: dict[str, Any]) -> Any:
-            settings = {
-                "num_assistant_tokens": constant,
-                "num_assistant_tokens_schedule": "constant",
-                "assistant_confidence_threshold": 0.0,
-            }
-            config = self.draft.generation_config
-            stock = {name: getattr(config, name) for name in settings}
-            config.update(**settings)
-            try:
+            with constant_draft(self.draft, constant):
                 return run(inputs)
-            finally:
-                config.update(**stock)
 
         return run_constant
 
@@ -214,9 +204,29 @@ class Bench:
         return run
 
 
-def encoded(tokenizer: Any, texts: list[str], max_len: int, device: torch.device) -> dict[str, Any]:
+@contextlib.contextmanager
+def constant_draft(draft: Any, num_tokens: int) -> Iterator[None]:
+    """Let assisted generation draft this many tokens in every step, inside this context."""
+    settings = {
+        "num_assistant_tokens": num_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    config = draft.generation_config
+    stock = {name: getattr(config, name) for name in settings}
+    config.update(**settings)
+    try:
+        yield
+    finally:
+        config.update(**stock)
+
+
+def encoded(
+    tokenizer: Any, texts: list[str], max_len: int, device: torch.device, add_special_tokens: bool = True
+) -> dict[str, Any]:
     """Return prompts as inputs of ``generate``, truncated to ``max_len`` tokens and padded on the left."""
     options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": max_len}
+    options["add_special_tokens"] = add_special_tokens
     inputs = tokenizer(texts, return_tensors="pt", **options).to(device)
     inputs.pop("token_type_ids", None)
     return dict(inputs)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_slospec.cli.benchmark import encoded
 from scripts.checkpoints import COMPLETE
 from scripts.checkpoints import FOLDER as CHECKPOINTS
 from tests.support.paths import ROOT
@@ -38,10 +39,8 @@ class Real(NamedTuple):
                 )
                 for text in texts
             ]
-        options: dict[str, Any] = dict(truncation=True, max_length=max_tokens, padding_side="left")
-        if self.tokenizer.chat_template is not None:
-            options["add_special_tokens"] = False
-        return dict(self.tokenizer(texts, return_tensors="pt", padding=True, **options))
+        is_plain = self.tokenizer.chat_template is None  # templates write special tokens themselves
+        return encoded(self.tokenizer, texts, max_tokens, self.model.device, add_special_tokens=is_plain)
 
 
 def load(name: str) -> Real:

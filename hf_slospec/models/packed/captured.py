@@ -47,9 +47,10 @@ class CapturedForwards:
 
     def on(self, pool: KVPool) -> Graphs | None:
         """Return the captured forwards on a pool; None if this model captures none."""
-        device = input_device(self._model)
-        if self.is_on and pool not in self.by_pool and (capturer := capturer_for(device)) is not None:
-            self.by_pool[pool] = Graphs(capturer, device, self._history)
+        if self.is_on and pool not in self.by_pool:
+            device = input_device(self._model)
+            if (capturer := capturer_for(device)) is not None:
+                self.by_pool[pool] = Graphs(capturer, device, self._history)
         return self.by_pool.get(pool)
 
     def padded(
