@@ -15,6 +15,7 @@ from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
 MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time of every size up to it
 
 Prepack = bool | Literal["only"] | None
+Compile = bool | Literal["wait"]
 
 
 class SLOSpecConfig(PolicySettings):
@@ -48,6 +49,12 @@ class SLOSpecConfig(PolicySettings):
         True,
         description="CUDA in bf16 or fp16: compute norms, rotary embeddings and gated activations of packed forwards "
         "by one kernel each, where a trial gives the same as the model's own layers up to rounding.",
+    )
+    compile: Compile = Field(
+        True,
+        description="CPU on Linux with a C++ compiler: compute forwards by a graph that torch's compiler makes once "
+        "per machine and kind of model. True: a process of lower priority makes it after some seconds of use, and goes "
+        "on if this one ends; until then, forwards do without. wait: before the first forward. False: never.",
     )
     admission: AdmissionName = Field(
         "slo",

@@ -31,12 +31,14 @@ def _settings() -> Iterator[None]:
 
     from hf_slospec.generate.speculator import MEASURE_S
     from hf_slospec.models.linear import cpu_kernel_choice as kernel_choice
+    from hf_slospec.models.packed import compiled
     from tests.support import policy_names  # noqa: F401  registers the policies of the lab
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     MEASURE_S.update(target=0.2, draft=0.1)  # step times decide the shapes of draft trees, never the text
     kernel_choice.REPEATS, kernel_choice.MEASURED_BYTES = 1, 2**20  # neither do the kernels
+    compiled.START_S = float("inf")  # nor is anything compiled beside the tests
     gc.freeze()  # the garbage collector shall not search all that was imported, again and again
     yield
     gc.unfreeze()

@@ -183,6 +183,15 @@ class Speculator:
         drafts = [] if self.draft is None or not self.max_nodes else [self.draft.packed]
         return [self.target.packed, *drafts]
 
+    @property
+    def forwards(self) -> dict[str, str]:
+        """How the models' forwards are computed: "compiled", or "eager" with the reason, by "target" and "draft"."""
+        target, *drafts = self.models
+        layers = self.method.feature_layers if self.max_nodes else ()
+        return dict(
+            zip(("target", "draft"), [target.compiled[layers], *(draft.compiled[()] for draft in drafts)], strict=False)
+        )
+
     def memory(self, num_running: int) -> MemoryUse:
         """Return the bytes that speculation takes beside the weights, with ``num_running`` requests."""
         models = self.models
@@ -195,7 +204,8 @@ class Speculator:
             states=num_running * sum(model.state_bytes for model in models),
             features=sum(drafter.num_feature_bytes for drafter in drafters),
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
-            prepacked=sum(weights.num_bytes for weights in prepacked),
+            prepacked=sum(weights.num_bytes for weights in prepacked)
+            + sum(model.compiled.num_bytes for model in models),
             released=sum(weights.num_released_bytes for weights in prepacked),
             rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )

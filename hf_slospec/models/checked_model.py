@@ -19,6 +19,8 @@ from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial, counts_padding
 
+RENEWED_S = 1.0  # seconds of measuring between two calls, once compiled forwards have replaced eager ones
+
 
 class CheckedModel:
     """A model that passed the trial of packed forwards, which is repeated after the model was moved or cast.
@@ -48,6 +50,7 @@ class CheckedModel:
         self._placement: tuple[Any, ...] | None = None
         self._packed: PackedModel
         self._cost: ForwardCost | None = None
+        self._is_cost_compiled = False  # the cost is that of compiled forwards
         _ = self.packed
 
     @property
@@ -69,7 +72,7 @@ class CheckedModel:
                 if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
                 config = self.config
-                options = config.attention, config.prepack, config.cuda_graphs, config.fused_layers
+                options = config.attention, config.prepack, config.cuda_graphs, config.fused_layers, config.compile
                 packed = PackedModel(self.model, *options, ranks=self.ranks)
                 check_by_trial(packed)
                 if self._placement is not None:  # engines that still use the old one must notice changes, too
@@ -87,11 +90,15 @@ class CheckedModel:
         """Cost of the forwards: from a saved profile of this machine, or else measured now."""
         packed = self.packed
         with self.lock, self._renewing:
+            seconds = self.measure_s
+            if self._cost is not None and self._is_cost_compiled != packed.compiled.is_used:
+                self._cost, seconds = None, min(seconds, RENEWED_S)
+            self._is_cost_compiled = packed.compiled.is_used
             if self._cost is None:
                 self._cost = self.ranks.first(load_profile(packed))  # other ranks may not find the file yet
             if self._cost is None:
                 with evaluating(self.model):
-                    self._cost = measure(packed, self.measure_s).fit()
+                    self._cost = measure(packed, seconds).fit()
                 save_profile(packed, self._cost)
             return self._cost
 

@@ -16,9 +16,10 @@ from hf_slospec.engine.request import Request
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.device.transfer import to_device
+from hf_slospec.models.packed.agreement import relative_error
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.prefilled_prompts import Prefilled
-from hf_slospec.models.packed.trial import relative_error, tolerance
+from hf_slospec.models.packed.trial import tolerance
 from hf_slospec.models.sampling import PendingChoices
 from hf_slospec.models.sequences.prefix_reuse import MIN_SHARED
 from hf_slospec.models.sequences.request_sequences import RequestSequences

@@ -192,13 +192,16 @@ class BatchingService:
 
     def stats(self) -> Stats:
         """Return a snapshot."""
-        batcher, limits = self._batcher, self._limits
+        batcher, limits, forwards = self._batcher, self._limits, self.decoder.speculator.forwards
         if batcher is None or limits is None:
-            return self.telemetry.stats(running=0, waiting=0, kv_tokens=0, kept_tokens=0, kv_limit=0, memory=None)
+            return self.telemetry.stats(
+                running=0, waiting=0, kv_tokens=0, kept_tokens=0, kv_limit=0, memory=None, forwards=forwards
+            )
         memory = self.decoder.speculator.memory(batcher.num_running)
         return self.telemetry.stats(
             running=batcher.num_running, waiting=batcher.num_waiting, kv_tokens=batcher.kv_held,
             kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens + batcher.lent_slots, memory=memory,
+            forwards=forwards,
         )  # fmt: skip
 
     def collector(self, prefix: str) -> Collector:

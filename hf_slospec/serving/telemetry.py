@@ -41,6 +41,9 @@ class Stats(BaseModel):
     kept_tokens: int = Field(description="Tokens of finished requests whose K/V is kept for reuse by later ones.")
     kv_limit: int = Field(description="Maximum tokens of K/V.")
     memory: MemoryUse | None = Field(description="None before the batcher was first started.")
+    forwards: dict[str, str] = Field(
+        description="How the forwards of target and draft are computed: compiled, or eager with the reason."
+    )
     finished: dict[str, int] = Field(description="Requests by finish reason: stop, length, cancelled, error.")
     attained: int = Field(description="Finished requests that met their SLOs.")
     missed: int = Field(description="Finished requests that missed an SLO.")
@@ -136,7 +139,14 @@ class Telemetry:
                 self._counts["broken"] += metrics.guaranteed and not metrics.attained
 
     def stats(
-        self, running: int, waiting: int, kv_tokens: int, kept_tokens: int, kv_limit: int, memory: MemoryUse | None
+        self,
+        running: int,
+        waiting: int,
+        kv_tokens: int,
+        kept_tokens: int,
+        kv_limit: int,
+        memory: MemoryUse | None,
+        forwards: dict[str, str],
     ) -> Stats:
         """Return a snapshot; the arguments are the present state of the batcher."""
         with self._lock:
@@ -148,6 +158,7 @@ class Telemetry:
                 kept_tokens=kept_tokens,
                 kv_limit=kv_limit,
                 memory=memory,
+                forwards=forwards,
                 finished=dict(self._finished),
                 tokens_per_step=counts["decoded"] / max(counts["request_steps"], 1),
                 ttft_s=_percentiles(self._ttft_s),
@@ -165,6 +176,10 @@ class Telemetry:
             ("kv_cache_usage_perc", "Share of the K/V limit in use, 0 to 1.", stats.kv_tokens / max(stats.kv_limit, 1)),
         ):
             yield GaugeMetricFamily(prefix + name, text, value=value)
+        compiled = GaugeMetricFamily(prefix + "compiled", "Forwards are compiled, 0 or 1.", labels=["model"])
+        for model, path in stats.forwards.items():
+            compiled.add_metric([model], path == "compiled")
+        yield compiled
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of finished requests.", stats.prompt_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up among kept texts.", stats.prompt_tokens),

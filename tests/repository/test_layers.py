@@ -19,7 +19,7 @@ LAYERS: tuple[str | tuple[str, ...], ...] = (
     *("errors", "extras", "algo", "engine", "policies", "config", "assembly"),
     *("models/device", "models/batch", "models/inspection"),
     ("models/attention", "models/kv_cache", "models/recurrent", "models/linear", "models/fused", "models/length_rope"),
-    "models/packed",
+    *("models/compiled", "models/packed"),
     ("models/sequences", "models/costs", "models/checked_model"),
     *("models", "drafters", "tiny", "generate", "serving", "__init__", "lab"),
     *("serving/openai", "replicas", "demo", "cli", "__main__"),

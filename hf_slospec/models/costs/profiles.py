@@ -16,7 +16,7 @@ from hf_slospec.models.packed.model import PackedModel
 
 MAX_S = 1e4  # maximum seconds of a forward in a profile
 MAX_TOKENS = 2**20  # maximum number of tokens of a forward
-VERSION = 4  # changes with the file format and the measured sizes
+VERSION = 5  # changes with the file format and the measured sizes
 
 
 class Profile(BaseModel):
@@ -68,6 +68,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "attention": packed.backend.__name__,
         "kernels": packed.prepacked.kernels,
         "graphs": packed.captured.is_on,
+        "compiled": packed.compiled.is_used,
         "ranks": packed.ranks.number,
         **({} if packed.autocast is None else {"autocast": str(packed.autocast)}),
         **machine(packed.device),

@@ -56,9 +56,16 @@ if hasattr(os, "register_at_fork"):  # otherwise a child process could inherit t
 class PrepackedLayers:
     """Packed weights of one model's layers."""
 
-    def __init__(self, model: nn.Module, wanted: Prepack, autocast: torch.dtype | None = None):
-        """``wanted``: see SLOSpecConfig.prepack; ``autocast``: see :class:`PackedWeight`."""
-        self._model, self._wanted, self._autocast = model, wanted, autocast
+    def __init__(self, model: nn.Module, wanted: Prepack, autocast: torch.dtype | None = None, is_needed: bool = True):
+        """Make the copies.
+
+        Args:
+            model: the model.
+            wanted: see SLOSpecConfig.prepack.
+            autocast: see :class:`PackedWeight`.
+            is_needed: see :meth:`need`.
+        """
+        self._model, self._wanted, self._autocast, self._is_needed = model, wanted, autocast, is_needed
         self._copies: dict[Copy, PackedWeight] = {}
         new_bytes = self._choose()
         if new_bytes and wanted is None and new_bytes > FREE_SHARE * free_memory():
@@ -97,6 +104,12 @@ class PrepackedLayers:
     def __len__(self) -> int:
         return len(self._copies)
 
+    def need(self, is_needed: bool) -> None:
+        """Make the copies, or free them while compiled forwards use others."""
+        if is_needed is not self._is_needed:
+            self._is_needed = is_needed
+            self.renew()
+
     def renew(self) -> None:
         """Update the copies after any change of the model's layers or weights."""
         copies_in_use: dict[Copy, PackedWeight] = {}
@@ -125,7 +138,7 @@ class PrepackedLayers:
 
     def _candidates(self) -> list[nn.Module]:
         """Return the layers on a CPU without hooks, quantised weights or a replaced forward."""
-        if self._wanted is False or is_compiled(self._model):
+        if self._wanted is False or not self._is_needed or is_compiled(self._model):
             return []
         return [layer for layer in self._model.modules() if is_plain(layer)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,13 @@ class DraftLevel(Protocol):
 
     def outputs(self, logits: torch.Tensor) -> Any:
         """Return tensors made of the model's logits [num_logits, vocab], in any nesting of tuples."""
+
+
+class Outputs(NamedTuple):
+    """Tensors that a packed forward returns."""
+
+    logits: torch.Tensor  # [num_logits, vocab], in the model's dtype
+    features: torch.Tensor | None = None  # [num_tokens, num_feature_layers * hidden], hidden states concatenated
 
 
 @dataclass(frozen=True, eq=False)

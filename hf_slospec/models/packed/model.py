@@ -6,14 +6,15 @@ import functools
 import inspect
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Prepack
+from hf_slospec.config import Compile, Prepack
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import (
     FlashAttention,
@@ -26,6 +27,7 @@ from hf_slospec.models.attention import (
     Span,
     TreeAttention,
     backend_for,
+    masked_attention,
 )
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
@@ -39,17 +41,11 @@ from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.length_rope import LengthRope
 from hf_slospec.models.linear.prepacked import PrepackedLayers
 from hf_slospec.models.packed.captured import CapturedForwards
-from hf_slospec.models.packed.inputs import DraftLevel, Inputs
+from hf_slospec.models.packed.compiled import CompiledForwards
+from hf_slospec.models.packed.inputs import DraftLevel, Inputs, Outputs
 from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS
 from hf_slospec.models.packed.probe import probe_layers, refuse_by_declaration
 from hf_slospec.models.packed.running import run_model
-
-
-class Outputs(NamedTuple):
-    """Tensors that a packed forward returns."""
-
-    logits: torch.Tensor  # [num_logits, vocab], in the model's dtype
-    features: torch.Tensor | None = None  # [num_tokens, num_feature_layers * hidden], hidden states concatenated
 
 
 class PackedModel:
@@ -65,6 +61,7 @@ class PackedModel:
         prepack: Prepack = None,
         cuda_graphs: bool = True,
         fused_layers: bool = True,
+        compile: Compile = False,
         ranks: Ranks | None = None,
     ):
         """Probe a model; arguments not listed are those of SLOSpecConfig.
@@ -85,7 +82,7 @@ class PackedModel:
                     "kernels by its own times, and what different kernels draft may differ; leave it out"
                 )
             # Captured collectives and fused layers of split weights are untested.
-            prepack = cuda_graphs = fused_layers = False
+            prepack = cuda_graphs = fused_layers = compile = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_by_declaration(model)
         with watching_autocast(model) as seen:
@@ -93,7 +90,10 @@ class PackedModel:
             self.autocast = seen()  # dtype of its products, if its forward enables autocast; otherwise None
         self.backend = backend_for(attention, self.layers)
         self.rope = LengthRope(model)
-        self.prepacked = PrepackedLayers(model, prepack, self.autocast)
+        self.compiled = CompiledForwards(
+            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack)
+        )
+        self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
         self.fused = FusedLayers(model, fused_layers and self.autocast is None)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
         self._is_on_one_device = all(
@@ -116,8 +116,20 @@ class PackedModel:
         """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
         if has_changed := self.fingerprint.renew(is_idle):
             self.prepacked.renew()
+            self.compiled.renew()
         self.captured.renew()
         return has_changed
+
+    def _why_not_compiled(self, prepack: Prepack) -> str | None:
+        if self.has_states:
+            return "some layers keep a state"
+        if self.autocast is not None:
+            return "its forward enables autocast"
+        if self.rope.max_plain is not None:
+            return "its rotary embeddings depend on the length"
+        if self.backend is masked_attention:
+            return "attention='4d_mask' is the plain reference"
+        return "prepack='only' keeps no weights that could be joined" if prepack == "only" else None
 
     @property
     def device(self) -> torch.device:
@@ -266,6 +278,7 @@ class PackedModel:
     ) -> Any:
         if self.fingerprint.is_behind:
             self.renew()
+        self.prepacked.need(not self.compiled.is_used)
         rope_lengths = self.rope.lengths(parts)
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
             padding = self.captured.padded(pool, parts, logit_rows) if rope_lengths is None else None
@@ -278,15 +291,25 @@ class PackedModel:
                 outputs = self.captured.run(pool, inputs, functools.partial(self._replayable, pool))
                 if outputs is not None:
                     return outputs
-            if padding is None or level is not None:
-                parts = parts if level is None else level.resolved(parts)
-                batch = PackedBatch.of(parts)
-                inputs = self._inputs(parts, batch, logit_rows, feature_layers, level)
-            inputs = to_device(inputs, self.device)
-            batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
-            outputs = self._compute(pool, batch, inputs, batch.spans if self.has_states else ())
-            self._requested_plans |= dict.fromkeys(batch.plans)
-            return outputs
+            parts = parts if level is None else level.resolved(parts)
+            batch = PackedBatch.of(parts)
+            arguments = logit_rows, feature_layers, level
+            eager = functools.partial(self._eager, pool, parts, batch, *arguments)
+            outputs = None
+            if self.compiled.why_not is None:
+                outputs = self.compiled.run(pool, batch, Inputs.of(parts, batch, (), *arguments), eager)
+            if outputs is None:
+                begun_s = time.perf_counter()
+                outputs = eager()
+                self.compiled.count(time.perf_counter() - begun_s)
+            return outputs if level is None else level.outputs(outputs.logits)
+
+    def _eager(self, pool: KVPool, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Outputs:
+        inputs = to_device(self._inputs(parts, batch, *others), self.device)
+        batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
+        outputs = self._compute(pool, batch, inputs, batch.spans if self.has_states else ())
+        self._requested_plans |= dict.fromkeys(batch.plans)
+        return outputs
 
     def _inputs(self, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Inputs:
         # Those of several devices are made and copied when a layer requests them.
@@ -295,9 +318,10 @@ class PackedModel:
     def _replayable(self, pool: KVPool, inputs: Inputs) -> Any:
         """Compute a forward that reads tensors only, of inputs on the device; layers with states cannot."""
         seen = None if inputs.level is None else inputs.level.seen
-        return self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
+        outputs = self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
+        return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)
 
-    def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Any:
+    def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Outputs:
         """Run the model; ``spans`` are sequences whose states its layers read and stage."""
         forward: PackedForward | GatheredForward
         if any(layer.is_own for layer in self.layers):
@@ -312,8 +336,6 @@ class PackedModel:
         logits = output.logits[0]
         if not self._keeps_logits:
             logits = logits[inputs.logit_rows.to(logits.device)]
-        if inputs.level is not None:
-            return inputs.level.outputs(logits)
         features = hidden_states(output, inputs.feature_layers, self.device) if inputs.feature_layers else None
         return Outputs(logits, features)
 

@@ -17,12 +17,11 @@ from hf_slospec.models.inspection.properties import (
     refused_if_it_fails,
     takes_position_ids,
 )
+from hf_slospec.models.packed.agreement import relative_error, tolerance_in
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
 from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 
-# Relative errors of a node's logits: above rounding, and far below the error of attending to a wrong token.
-TOLERANCE, REDUCED_TOLERANCE = 5e-3, 0.1
 NOISE = 4.0  # times the error between plain forwards of different shapes, if that is the larger limit (int8, TF32)
 DRAWS = 5  # random prompts tried if the first shows errors: rerouted experts change with the prompt, a fault does not
 PROMPTS = (5, 4)  # lengths of two sequences in one packed batch
@@ -72,7 +71,7 @@ def tolerance(packed: PackedModel) -> float:
     """Return the relative error of logits that rounding may cause."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
     dtypes = dtypes or {packed.model.get_input_embeddings().weight.dtype}  # all layers keep states, which are in fp32
-    return TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
+    return tolerance_in(dtypes)
 
 
 def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
@@ -143,13 +142,6 @@ def _plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> t
         logits.append(output.logits[0, -1].cpu())
         begin += len(piece)
     return torch.stack(logits), cache
-
-
-def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Return the relative error of each token's centred logits.  -> [num_tokens] f64"""
-    ours, plain = (logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain))
-    errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1)
-    return errors
 
 
 def _tree(root: int, parents: tuple[int, ...], tokens: Iterator[int]) -> TokenTree:

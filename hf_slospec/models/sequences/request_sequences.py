@@ -9,8 +9,7 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.packed.inputs import DraftLevel
-from hf_slospec.models.packed.model import Outputs
+from hf_slospec.models.packed.inputs import DraftLevel, Outputs
 from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 from hf_slospec.models.recurrent.states import RecurrentStates
 from hf_slospec.models.sequences.prefix_reuse import PrefixReuse

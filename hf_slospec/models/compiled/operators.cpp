@@ -1,0 +1,427 @@
+// Operators of compiled forwards: linear layers over weights that stay outside the graph, and tree attention.
+//
+// A graph refers to weights, K/V and the step's plan by the id of a context, an int64 tensor among its inputs, so that
+// one compiled graph serves all models of its shapes, and weights or storage may be replaced between two steps.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/quantized/PackedParams.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+
+// A weight [outputs, inputs] as it is, or in one of the layouts of linear/cpu_kernels.py.
+struct Weight {
+  enum Kind { PLAIN, ONEDNN, MKL, FBGEMM } kind;
+  Tensor tensor;                                         // the weight or its packed copy
+  Tensor sizes;                                          // MKL reads the shape of the weight from it
+  c10::intrusive_ptr<LinearPackedParamsBase> packed_fp16;  // FBGEMM
+};
+
+// A linear layer: the copy of its weights, joined, for some numbers of tokens, and its weights for the others.
+struct Linear {
+  std::vector<Weight> plain, packed;
+  std::vector<int64_t> sizes;        // upper bounds of the numbers of tokens
+  std::vector<int64_t> uses_packed;  // by size
+};
+
+struct Layer {
+  Tensor keys, values;  // [num_slots, num_kv_heads, dim]
+};
+
+// Sequences of a step's batch; see plan.py.
+struct Plan {
+  Tensor sequences;         // [num_sequences, COLUMNS] int32
+  Tensor mask;              // [num_tokens, width] bool
+  Tensor windowed_mask;     // the same for layers with a sliding window
+  Tensor positions;         // [num_tokens] int32
+  Tensor staged_positions;  // [num_sequences, max_staged] int32
+};
+enum Column { START, PREFIX_LEN, NUM_STAGED, FIRST_TOKEN, NUM_TOKENS, IS_CHAIN, COLUMNS };
+
+struct Context {
+  std::vector<Linear> linears;
+  std::vector<Layer> layers;
+  Plan plan;
+};
+
+std::mutex contexts_mutex;
+std::map<int64_t, std::shared_ptr<Context>> contexts;
+
+std::shared_ptr<Context> context_of(int64_t id) {
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  auto found = contexts.find(id);
+  TORCH_CHECK(found != contexts.end(), "no context ", id);
+  return found->second;
+}
+std::shared_ptr<Context> context_of(const Tensor& id) { return context_of(*id.const_data_ptr<int64_t>()); }
+
+int64_t new_context() {
+  static int64_t last = 0;
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  contexts[++last] = std::make_shared<Context>();
+  return last;
+}
+
+void delete_context(int64_t id) {
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  contexts.erase(id);
+}
+
+Linear& linear_at(int64_t id, int64_t index) {
+  auto& linears = context_of(id)->linears;
+  if (index >= int64_t(linears.size())) linears.resize(index + 1);
+  return linears[index];
+}
+
+void set_linear(int64_t id, int64_t index, at::TensorList plain, at::IntArrayRef sizes, at::IntArrayRef uses_packed) {
+  auto& linear = linear_at(id, index);
+  linear = {{}, {}, sizes.vec(), uses_packed.vec()};
+  for (const auto& weight : plain) linear.plain.push_back({Weight::PLAIN, weight, {}, {}});
+}
+
+void add_onednn(int64_t id, int64_t index, const Tensor& packed) {
+  linear_at(id, index).packed.push_back({Weight::ONEDNN, packed, {}, {}});
+}
+
+void add_mkl(int64_t id, int64_t index, const Tensor& packed, const Tensor& sizes) {
+  linear_at(id, index).packed.push_back({Weight::MKL, packed, sizes, {}});
+}
+
+void add_fbgemm(int64_t id, int64_t index, const c10::intrusive_ptr<LinearPackedParamsBase>& packed) {
+  linear_at(id, index).packed.push_back({Weight::FBGEMM, {}, {}, packed});
+}
+
+void set_pool(int64_t id, at::TensorList keys, at::TensorList values) {
+  auto& layers = context_of(id)->layers;
+  layers.clear();
+  for (size_t i = 0; i < keys.size(); ++i) layers.push_back({keys[i], values[i]});
+}
+
+void set_plan(int64_t id, const Tensor& sequences, const Tensor& mask, const Tensor& windowed_mask,
+              const Tensor& positions, const Tensor& staged_positions) {
+  TORCH_CHECK(sequences.size(1) == COLUMNS, "sequences have ", COLUMNS, " columns");
+  context_of(id)->plan = {sequences, mask, windowed_mask, positions, staged_positions};
+}
+
+Tensor product(const Tensor& x, const Weight& weight) {
+  using Scalars = c10::List<std::optional<at::Scalar>>;
+  switch (weight.kind) {
+    case Weight::ONEDNN: {
+      static auto op = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                           .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::string_view,
+                                         Scalars, std::optional<c10::string_view>)>();
+      return op.call(x, weight.tensor, std::nullopt, "none", Scalars(), "");
+    }
+    case Weight::MKL: {
+      static auto op = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("mkl::_mkl_linear", "")
+                           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                                         int64_t)>();
+      return op.call(x, weight.tensor, weight.sizes, std::nullopt, x.numel() / x.size(-1));
+    }
+    case Weight::FBGEMM:
+      return weight.packed_fp16->apply_dynamic(x.to(at::kFloat)).to(x.scalar_type());
+    default:
+      return at::linear(x, weight.tensor);
+  }
+}
+
+Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs) {
+  const auto context = context_of(id);
+  const auto& linear = context->linears.at(index);
+  const int64_t num_tokens = x.numel() / x.size(-1);
+  const auto bucket = std::lower_bound(linear.sizes.begin(), linear.sizes.end(), num_tokens) - linear.sizes.begin();
+  const bool packs = !linear.packed.empty() &&
+                     linear.uses_packed[std::min<size_t>(bucket, linear.uses_packed.size() - 1)];
+  const auto& weights = packs ? linear.packed : linear.plain;
+  std::vector<Tensor> out;
+  for (const auto& weight : weights) out.push_back(product(x, weight));
+  auto joined = out.size() == 1 ? out[0] : at::cat(out, -1);
+  TORCH_CHECK(joined.size(-1) == outputs, "linear layer ", index, " has ", joined.size(-1), " outputs, not ", outputs);
+  return joined.contiguous();
+}
+
+// Vectors of floats, as wide as AVX-512's; compilers split them where the CPU's are narrower.
+constexpr int64_t WIDTH = 16;  // floats per vector
+constexpr int64_t BLOCK = 64;  // keys, or elements of values, per block of a product: four vectors
+typedef float vec __attribute__((vector_size(WIDTH * sizeof(float))));
+typedef int32_t ivec __attribute__((vector_size(WIDTH * sizeof(int32_t))));
+
+inline vec load(const float* from) {
+  vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
+
+// exp(x) for x <= 0, relative error 2e-7; 0 below -87. Cephes' polynomial.
+inline vec exp_of(vec x) {
+  const vec is_tiny = x;
+  x = x < -87.0f ? vec{} - 87.0f : x;
+  const vec shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds to the nearest integer in the low bits
+  const vec n = shifted - 12582912.0f;
+  const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const ivec exponent = __builtin_convertvector(n, ivec) + 127;
+  const ivec bits = exponent << 23;
+  vec power;
+  std::memcpy(&power, &bits, sizeof power);
+  return is_tiny < -87.0f ? vec{} : p * power;
+}
+
+// out[r][0:BLOCK] += sum over i of a[r][i] * b[i][0:BLOCK], for ROWS rows.
+template <int ROWS>
+inline void add_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t n, float* out,
+                     int64_t out_stride) {
+  vec sums[ROWS][4];
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < 4; ++c) sums[r][c] = load(out + r * out_stride + c * WIDTH);
+  for (int64_t i = 0; i < n; ++i) {
+    vec x[4];
+    for (int c = 0; c < 4; ++c) x[c] = load(b + i * b_stride + c * WIDTH);
+    for (int r = 0; r < ROWS; ++r) {
+      const float factor = a[r * a_stride + i];
+      for (int c = 0; c < 4; ++c) sums[r][c] += factor * x[c];
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < 4; ++c) store(out + r * out_stride + c * WIDTH, sums[r][c]);
+}
+
+inline void add_product(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t n,
+                        float* out, int64_t out_stride) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+    add_rows<4>(a + r * a_stride, a_stride, b, b_stride, n, out + r * out_stride, out_stride);
+  for (; r < rows; ++r) add_rows<1>(a + r * a_stride, a_stride, b, b_stride, n, out + r * out_stride, out_stride);
+}
+
+// Some tokens of one sequence.
+struct Tile {
+  const int32_t* sequence;
+  int64_t index;   // of the sequence
+  int64_t offset;  // among the sequence's tokens in the batch
+  int64_t num_tokens;
+};
+
+struct Rules {
+  double scaling;
+  int64_t window, chunk;  // 0: none
+  double softcap;         // 0: none
+  const float* sinks;     // [num_heads] or null
+};
+
+inline int64_t rounded_up(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+
+// Writes the K or V of the batch's tokens, [1, num_kv_heads, num_tokens, dim], to their slots.
+template <typename T>
+void stage(const Tensor& fresh, Tensor& stored, const Tensor& sequences) {
+  const auto table = sequences.accessor<int32_t, 2>();
+  const int64_t num_heads = fresh.size(1), num_bytes = fresh.size(3) * sizeof(T);
+  TORCH_CHECK(fresh.stride(3) == 1 && stored.stride(2) == 1, "K and V must be contiguous in their last dimension");
+  const T* from = fresh.const_data_ptr<T>();
+  T* to = stored.mutable_data_ptr<T>();
+  for (int64_t s = 0; s < table.size(0); ++s) {
+    const int64_t end = int64_t(table[s][START]) + table[s][PREFIX_LEN] + table[s][NUM_STAGED];
+    for (int64_t i = 0; i < table[s][NUM_TOKENS]; ++i)
+      for (int64_t head = 0; head < num_heads; ++head)
+        std::memcpy(to + (end - table[s][NUM_TOKENS] + i) * stored.stride(0) + head * stored.stride(1),
+                    from + head * fresh.stride(1) + (table[s][FIRST_TOKEN] + i) * fresh.stride(2), num_bytes);
+  }
+}
+
+// Attention of one tile's tokens, for the query heads of one KV head; scores and sums in fp32, softmax block by block.
+template <typename T>
+void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, const Rules& rules, const Tile& tile,
+                 int64_t kv_head, Tensor& out, std::vector<float>& buffer) {
+  const int64_t dim = query.size(3), value_dim = layer.values.size(2), groups = query.size(1) / layer.keys.size(1);
+  const int64_t start = tile.sequence[START], prefix_len = tile.sequence[PREFIX_LEN];
+  const int64_t first = tile.sequence[FIRST_TOKEN] + tile.offset, num_rows = tile.num_tokens * groups;
+  const bool is_chain = tile.sequence[IS_CHAIN], by_position = rules.window || rules.chunk;
+  const Tensor& masks = rules.window ? plan.windowed_mask : plan.mask;
+  const bool* mask = masks.const_data_ptr<bool>();
+  const int64_t mask_width = masks.size(1);
+  const int32_t* positions = plan.positions.const_data_ptr<int32_t>();
+  const int32_t* staged_positions = plan.staged_positions.const_data_ptr<int32_t>() + tile.index * plan.staged_positions.size(1);
+  // Later tokens of a chain are not seen, nor keys before the window of the first uncommitted position.
+  const int64_t num_keys = prefix_len + (is_chain ? tile.offset + tile.num_tokens : int64_t(tile.sequence[NUM_STAGED]));
+  int64_t low = 0;
+  if (rules.window) low = std::max(low, prefix_len - rules.window + 1);
+  if (rules.chunk) low = std::max(low, prefix_len / rules.chunk * rules.chunk);
+
+  const int64_t value_width = rounded_up(value_dim);
+  buffer.assign(num_rows * (dim + BLOCK + value_width + 2) + BLOCK * (dim + value_width), 0.0f);
+  float* queries = buffer.data();                    // [num_rows, dim], scaled
+  float* keys = queries + num_rows * dim;            // [dim, BLOCK]
+  float* values = keys + dim * BLOCK;                // [BLOCK, value_width]
+  float* scores = values + BLOCK * value_width;      // [num_rows, BLOCK]
+  float* sums = scores + num_rows * BLOCK;           // [num_rows, value_width]
+  float* tops = sums + num_rows * value_width;       // [num_rows], largest score so far
+  float* totals = tops + num_rows;                   // [num_rows], sum of weights so far
+  constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+  const T* query_data = query.const_data_ptr<T>();
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t head = kv_head * groups + row % groups;
+    const T* from = query_data + head * query.stride(1) + (first + row / groups) * query.stride(2);
+    for (int64_t d = 0; d < dim; ++d) queries[row * dim + d] = float(from[d]) * float(rules.scaling);
+    tops[row] = rules.sinks ? rules.sinks[head] : NONE;
+    totals[row] = rules.sinks ? 1.0f : 0.0f;
+  }
+  const T* key_data = layer.keys.const_data_ptr<T>() + kv_head * layer.keys.stride(1);
+  const T* value_data = layer.values.const_data_ptr<T>() + kv_head * layer.values.stride(1);
+  for (int64_t begin = low; begin < num_keys; begin += BLOCK) {
+    const int64_t n = std::min(BLOCK, num_keys - begin);
+    for (int64_t j = 0; j < n; ++j) {
+      const T* from = key_data + (start + begin + j) * layer.keys.stride(0);
+      for (int64_t d = 0; d < dim; ++d) keys[d * BLOCK + j] = float(from[d]);
+      from = value_data + (start + begin + j) * layer.values.stride(0);
+      for (int64_t d = 0; d < value_dim; ++d) values[j * value_width + d] = float(from[d]);
+    }
+    std::fill(scores, scores + num_rows * BLOCK, 0.0f);
+    add_product(num_rows, queries, dim, keys, BLOCK, dim, scores, BLOCK);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      float* score = scores + row * BLOCK;
+      const int64_t token = row / groups;
+      if (rules.softcap)
+        for (int64_t j = 0; j < n; ++j) score[j] = float(rules.softcap) * std::tanh(score[j] / float(rules.softcap));
+      for (int64_t j = std::max<int64_t>(0, prefix_len - begin); j < n; ++j) {
+        const int64_t staged = begin + j - prefix_len;
+        const bool is_seen = is_chain ? staged <= tile.offset + token : mask[(first + token) * mask_width + staged];
+        if (!is_seen) score[j] = NONE;
+      }
+      for (int64_t j = 0; by_position && j < n; ++j) {
+        const int64_t key = begin + j, position = positions[first + token];
+        const int64_t key_position = key < prefix_len ? key : staged_positions[key - prefix_len];
+        if (rules.window && position - key_position >= rules.window) score[j] = NONE;
+        if (rules.chunk && position / rules.chunk != key_position / rules.chunk) score[j] = NONE;
+      }
+      std::fill(score + n, score + BLOCK, NONE);
+      vec largest = load(score);
+      for (int64_t c = WIDTH; c < BLOCK; c += WIDTH) {
+        const vec next = load(score + c);
+        largest = largest > next ? largest : next;
+      }
+      float top = tops[row];
+      for (int64_t i = 0; i < WIDTH; ++i) top = std::max(top, largest[i]);
+      if (top == NONE) {  // the row has seen no key yet
+        std::fill(score, score + BLOCK, 0.0f);
+        continue;
+      }
+      vec total = {};
+      for (int64_t c = 0; c < BLOCK; c += WIDTH) {
+        const vec weights = exp_of(load(score + c) - top);
+        total += weights;
+        store(score + c, weights);
+      }
+      if (top != tops[row]) {
+        const float kept = std::exp(tops[row] - top);
+        totals[row] *= kept;
+        for (int64_t d = 0; d < value_width; d += WIDTH)
+          store(sums + row * value_width + d, load(sums + row * value_width + d) * kept);
+        tops[row] = top;
+      }
+      for (int64_t i = 0; i < WIDTH; ++i) totals[row] += total[i];
+    }
+    for (int64_t d = 0; d < value_width; d += BLOCK)
+      add_product(num_rows, scores, BLOCK, values + d, value_width, n, sums + d, value_width);
+  }
+  T* out_data = out.mutable_data_ptr<T>();
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t head = kv_head * groups + row % groups;
+    T* to = out_data + ((first + row / groups) * query.size(1) + head) * value_dim;
+    const float scale = totals[row] > 0.0f ? 1.0f / totals[row] : 0.0f;
+    for (int64_t d = 0; d < value_dim; ++d) to[d] = T(sums[row * value_width + d] * scale);
+  }
+}
+
+template <typename T>
+void attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, Layer& layer, const Plan& plan,
+                  const Rules& rules, bool stages, Tensor& out) {
+  TORCH_CHECK(query.stride(3) == 1, "queries must be contiguous in their last dimension");
+  if (stages) {
+    stage<T>(key, layer.keys, plan.sequences);
+    stage<T>(value, layer.values, plan.sequences);
+  }
+  const auto table = plan.sequences.accessor<int32_t, 2>();
+  const int64_t num_kv_heads = layer.keys.size(1), groups = query.size(1) / num_kv_heads;
+  // A few tiles per thread, of at most a block's rows.
+  const int64_t num_rows = query.size(2) * groups * num_kv_heads / (4 * at::get_num_threads());
+  const int64_t tokens_per_tile = std::max<int64_t>(1, std::clamp<int64_t>(num_rows, 16, BLOCK) / groups);
+  std::vector<Tile> tiles;
+  for (int64_t s = 0; s < table.size(0); ++s)
+    for (int64_t offset = 0; offset < table[s][NUM_TOKENS]; offset += tokens_per_tile)
+      tiles.push_back({&table[s][0], s, offset, std::min<int64_t>(tokens_per_tile, table[s][NUM_TOKENS] - offset)});
+  at::parallel_for(0, int64_t(tiles.size()) * num_kv_heads, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> buffer;
+    for (int64_t task = begin; task < end; ++task)
+      attend_tile<T>(query, layer, plan, rules, tiles[task / num_kv_heads], task % num_kv_heads, out, buffer);
+  });
+}
+
+// Stages K and V, if `stages`, and returns attention [1, num_tokens, num_heads, value_dim] of the plan's tokens.
+Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& id, int64_t index, bool stages,
+              double scaling, int64_t window, int64_t chunk, double softcap, const std::optional<Tensor>& sinks) {
+  const auto context = context_of(id);
+  auto& layer = context->layers.at(index);
+  TORCH_CHECK(query.scalar_type() == layer.keys.scalar_type() && key.scalar_type() == layer.keys.scalar_type() &&
+                  value.scalar_type() == layer.values.scalar_type(),
+              "layer ", index, " attends in another dtype than it stores");
+  // Zeros: tokens of padding belong to no sequence.
+  auto out = at::zeros({1, query.size(2), query.size(1), layer.values.size(2)}, query.options());
+  std::vector<float> sink_values;
+  if (sinks) {
+    const auto as_floats = sinks->to(at::kFloat).contiguous();
+    sink_values.assign(as_floats.const_data_ptr<float>(), as_floats.const_data_ptr<float>() + as_floats.numel());
+  }
+  const Rules rules{scaling, window, chunk, softcap, sinks ? sink_values.data() : nullptr};
+  AT_DISPATCH_SWITCH(query.scalar_type(), "attend",
+                     AT_DISPATCH_CASE(at::kFloat, [&] { attend_typed<scalar_t>(query, key, value, layer, context->plan, rules, stages, out); })
+                     AT_DISPATCH_CASE(at::kBFloat16, [&] { attend_typed<scalar_t>(query, key, value, layer, context->plan, rules, stages, out); })
+                     AT_DISPATCH_CASE(at::kHalf, [&] { attend_typed<scalar_t>(query, key, value, layer, context->plan, rules, stages, out); }));
+  return out;
+}
+
+}  // namespace
+
+// Functions without a backend's name serve all of them, packed weights of oneDNN and MKL included.
+TORCH_LIBRARY(hf_slospec, library) {
+  library.def("new_context() -> int", new_context);
+  library.def("delete_context(int id) -> ()", delete_context);
+  library.def("set_linear(int id, int index, Tensor[] plain, int[] sizes, int[] uses_packed) -> ()", set_linear);
+  library.def("add_onednn(int id, int index, Tensor packed) -> ()", add_onednn);
+  library.def("add_mkl(int id, int index, Tensor packed, Tensor sizes) -> ()", add_mkl);
+  library.def("add_fbgemm(int id, int index, __torch__.torch.classes.quantized.LinearPackedParamsBase packed) -> ()",
+              add_fbgemm);
+  library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);
+  library.def("set_plan(int id, Tensor sequences, Tensor mask, Tensor windowed_mask, Tensor positions, "
+              "Tensor staged_positions) -> ()", set_plan);
+  library.def("linear(Tensor x, Tensor id, int index, int outputs) -> Tensor");
+  library.def("attend(Tensor query, Tensor key, Tensor value, Tensor id, int index, bool stages, float scaling, "
+              "int window, int chunk, float softcap, Tensor? sinks) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(hf_slospec, CPU, library) {
+  library.impl("linear", linear);
+  library.impl("attend", attend);
+}

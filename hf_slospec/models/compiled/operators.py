@@ -1,0 +1,166 @@
+"""The library of operators.cpp, built with this machine's C++ compiler, and its state for one model."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_slospec.models.compiled.plan import SequencesPlan
+from hf_slospec.models.device.machine import cpu_info, kept_file
+from hf_slospec.models.kv_cache.pool import KVPool
+from hf_slospec.models.linear.cpu_kernel_choice import SIZES, Choice
+from hf_slospec.models.linear.cpu_kernels import FBGEMM, MKL, Matrix, OneDNN
+
+SOURCE = Path(__file__).with_name("operators.cpp")
+# Without -ffast-math, which would make the process flush denormal numbers to zero.
+FLAGS = [
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
+]
+COMPILE_S = 600  # seconds after which the compiler is stopped
+
+_loading = threading.Lock()
+
+
+def instructions() -> dict[str, str]:
+    """Return what compiled code depends on, besides its source."""
+    flags = cpu_info("flags") or cpu_info("Features")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "machine": platform.machine(), "cpu": flags, "capability": capability}
+
+
+def library_path() -> Path:
+    """Return the path of the library for this machine, whether it was built or not.
+
+    Raises:
+        OSError: the cache directory cannot be written.
+    """
+    return kept_file("compiled", "operators", {"source": SOURCE.read_text(), **instructions()}).with_suffix(".so")
+
+
+def compiler() -> str:
+    """Return the C++ compiler that torch's compiler uses.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+
+    found: str = get_cpp_compiler()
+    return found
+
+
+def build() -> Path:
+    """Make the library for this machine, unless it was made before, and return its path.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it failed.
+        OSError: the cache directory cannot be written.
+    """
+    path = library_path()
+    if path.exists():
+        return path
+    root = Path(torch.__file__).parent
+    openmp = next((f"-l:{found.name}" for found in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp")
+    partial = path.with_suffix(f".{os.getpid()}")
+    target = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    command = [
+        *(compiler(), *FLAGS, target, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
+        *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", str(SOURCE), "-o", str(partial)),
+        *(f"-L{root / 'lib'}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed: {done.stderr[-2000:]}")
+    partial.replace(path)
+    return path
+
+
+@functools.cache
+def _load(path: Path) -> None:
+    torch.ops.load_library(path)
+    torch.library.register_fake("hf_slospec::linear", _traced_linear)
+    torch.library.register_fake("hf_slospec::attend", _traced_attend)
+
+
+def _traced_linear(x: torch.Tensor, id: torch.Tensor, index: int, outputs: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+def _traced_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def load() -> None:
+    """Load the library, which must have been built.
+
+    Raises:
+        OSError: it is missing, or cannot be loaded.
+    """
+    with _loading:
+        _load(library_path())
+
+
+def why_unsupported() -> str | None:
+    """Return why this system cannot have compiled forwards; None if it can."""
+    if sys.platform != "linux":
+        return f"compiled forwards need Linux, and this is {sys.platform}"
+    if not hasattr(torch._inductor, "aoti_load_package"):
+        return f"torch {torch.__version__} cannot load packages of its compiler"
+    return None
+
+
+class Context:
+    """Weights, K/V and plan that the operators of one model's compiled forwards use."""
+
+    def __init__(self) -> None:
+        """Make an empty context; the library must be loaded."""
+        self._id: int = torch.ops.hf_slospec.new_context()
+        self.tensor = torch.tensor([self._id])
+        self._pool: weakref.ref[KVPool] | None = None
+        weakref.finalize(self, torch.ops.hf_slospec.delete_context, self._id)
+
+    def set_linear(self, index: int, plain: Sequence[torch.Tensor], matrices: Sequence[Matrix], choice: Choice) -> None:
+        """Set the weights of a linear layer, or of several with the same input, whose outputs are concatenated.
+
+        Args:
+            index: number of the layer in the graph.
+            plain: [outputs, inputs] each.
+            matrices: packed copy of all of them joined; none where torch's kernels are used.
+            choice: numbers of tokens for which the copies are used.
+        """
+        operators = torch.ops.hf_slospec
+        uses_packed = list(map(int, choice.is_faster)) or [0] * len(SIZES)
+        operators.set_linear(self._id, index, list(plain), list(SIZES), uses_packed)
+        for matrix in matrices:
+            if isinstance(matrix, OneDNN):
+                operators.add_onednn(self._id, index, matrix.packed)
+            elif isinstance(matrix, MKL):
+                operators.add_mkl(self._id, index, matrix.packed, matrix.sizes)
+            else:
+                assert isinstance(matrix, FBGEMM)
+                operators.add_fbgemm(self._id, index, matrix.packed)
+
+    def follow(self, pool: KVPool, plan: SequencesPlan) -> None:
+        """Let the next forward use this pool and plan."""
+        operators = torch.ops.hf_slospec
+        if self._pool is None or self._pool() is not pool:
+            operators.set_pool(self._id, pool.keys, pool.values)
+            self._pool = weakref.ref(pool)
+        tensors = plan.sequences, plan.mask, plan.windowed_mask, plan.positions, plan.staged_positions
+        operators.set_plan(self._id, *tensors)
+
+    def forget_pool(self) -> None:
+        """Drop the references to the pool."""
+        torch.ops.hf_slospec.set_pool(self._id, [], [])
+        self._pool = None

@@ -1,0 +1,234 @@
+"""A model's forward as a graph for torch's compiler, traced on a copy of the model without weights.
+
+The copy is made of the model's class and config on the meta device. Its linear layers and its attention are operators
+of :mod:`hf_slospec.models.compiled`; all other weights are inputs of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+from transformers.pytorch_utils import Conv1D
+
+from hf_slospec.models.attention import AttentionLayer, Positions
+from hf_slospec.models.batch.attention_rules import AttentionRules
+from hf_slospec.models.inspection.layer_classes import plain_class
+from hf_slospec.models.inspection.properties import hidden_states
+from hf_slospec.models.packed.running import run_model
+
+LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
+MIN_SIZE, MAX_TOKENS = 2, 2**20  # tokens and logits of a forward; the compiler makes another graph for 1
+TRACED_TOKENS, TRACED_LOGITS = 7, 5
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything that a model's graph depends on."""
+
+    model_class: type[Any]
+    config: Any
+    modules: dict[str, str]  # classes of all modules, by name
+    tensors: dict[str, tuple[torch.dtype, Shape]]  # parameters and buffers, by name
+    layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
+    feature_layers: tuple[int, ...]  # hidden states to return
+    keeps_logits: bool  # the model's forward takes logits_to_keep
+
+    @classmethod
+    def of(
+        cls, model: Any, layers: Sequence[AttentionLayer], feature_layers: tuple[int, ...], keeps_logits: bool
+    ) -> Description:
+        """Return the description of a model as it is now."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return cls(
+            plain_class(model),
+            model.config,
+            _module_classes(model),
+            {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named},
+            tuple(layers),
+            feature_layers,
+            keeps_logits,
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this graph from others, as values for JSON."""
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        name = f"{self.model_class.__module__}.{self.model_class.__qualname__}"
+        layers = [str(layer) for layer in self.layers]
+        return {"class": name, "config": config, "modules": self.modules, "tensors": self.tensors, "layers": layers} | {
+            "feature_layers": self.feature_layers
+        }
+
+
+def _module_classes(model: nn.Module) -> dict[str, str]:
+    return {
+        name: f"{(kind := plain_class(module)).__module__}.{kind.__qualname__}"
+        for name, module in model.named_modules()
+    }
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Inputs of a graph, by the names that the model's modules and weights have."""
+
+    weights: list[str]  # parameters and buffers that are inputs
+    linears: list[list[str]]  # linear layers by their index in the graph; those of one list are joined
+
+
+class TracedForward:
+    """Cache and attention of a model while its graph is traced."""
+
+    is_initialized = True  # transformers reads it to build masks, which packed forwards do not use
+
+    def __init__(self, context: torch.Tensor, layers: Sequence[AttentionLayer], position_ids: torch.Tensor):
+        self._context = context  # [1] int64, the id of a Context
+        self._layers = {layer.layer_idx: (index, layer) for index, layer in enumerate(layers)}
+        self._positions = Positions(position_ids)
+        self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> layer_idx; layers may share K and V
+        self._held: list[torch.Tensor] = []  # keeps these ids from being reused for other tensors
+        self._staged = set[int]()
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """Return what :meth:`PackedForward.get_seq_length` returns."""
+        return 0 if layer_idx is None else self._positions.offsets
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep whose K and V these are, each [1, num_kv_heads, num_tokens, dim]; attention stages them."""
+        self._layer_of[id(key), id(value)] = layer_idx
+        self._held += key, value
+        return key, value
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules, mask: Any
+    ) -> torch.Tensor:
+        """Return attention of the layer that cached these K and V.  -> [1, num_tokens, num_heads, value_dim]"""
+        del mask
+        index, layer = self._layers[self._layer_of[id(key), id(value)]]
+        is_first = index not in self._staged
+        self._staged.add(index)
+        query, key, value = (tensor.contiguous() for tensor in (query, key, value))
+        attended: torch.Tensor = torch.ops.hf_slospec.attend(
+            query, key, value, self._context, index, is_first, rules.scaling,
+            layer.window or 0, layer.chunk or 0, rules.softcap or 0.0, rules.sinks,
+        )  # fmt: skip
+        return attended
+
+
+class _TracedLinear(nn.Module):
+    """Linear layer that calls the operator."""
+
+    def __init__(self, step: _Step, index: int, layer: Any):
+        super().__init__()
+        self._step, self._index, self.bias = [step], index, layer.bias  # in a list: the step is no submodule
+        self._outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.nf
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.hf_slospec.linear(x, self._step[0].context[0], self._index, self._outputs)
+        return out if self.bias is None else out + self.bias
+
+
+class _Step(nn.Module):
+    """The packed forward of a model, with tensors as its arguments only."""
+
+    def __init__(self, description: Description):
+        super().__init__()
+        self._description = description
+        self.context: list[torch.Tensor] = []  # that of the forward that is traced
+        with torch.device("meta"):
+            twin = description.model_class(description.config).eval()
+        if (modules := _module_classes(twin)) != description.modules:
+            changed = sorted(name for name, _ in modules.items() ^ description.modules.items())
+            raise ValueError(f"modules were changed since the model was made: {', '.join(changed[:5])}")
+        names = [name for name, module in twin.named_modules() if type(module) in LINEAR]
+        self.linears = names
+        for index, name in enumerate(names):
+            parent, _, attribute = name.rpartition(".")
+            holder = twin.get_submodule(parent)
+            setattr(holder, attribute, _TracedLinear(self, index, getattr(holder, attribute)))
+        named = [*twin.named_parameters(), *twin.named_buffers()]
+        self.weights = [name for name, _ in named]
+        if missing := [name for name in self.weights if name not in description.tensors]:
+            raise ValueError(f"the model has no {', '.join(missing[:5])}")
+        self._twin = [twin]  # in a list: its weights are arguments
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [1, num_tokens] int64
+        position_ids: torch.Tensor,  # [1, num_tokens] int64
+        logit_rows: torch.Tensor,  # [num_logits] int64
+        context: torch.Tensor,  # [1] int64
+        weights: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [num_logits, vocab], and features [num_tokens, num_feature_layers * hidden] if any."""
+        self.context[:], described, twin = [context], self._description, self._twin[0]
+        forward = TracedForward(context, described.layers, position_ids)
+        options: dict[str, Any] = {"logits_to_keep": logit_rows} if described.keeps_logits else {}
+        if described.feature_layers:
+            options["output_hidden_states"] = list(described.feature_layers)
+        with nn.utils.stateless._reparametrize_module(twin, dict(zip(self.weights, weights, strict=True))):
+            output = run_model(twin, forward, input_ids=input_ids, position_ids=position_ids, **options)
+        logits = output.logits[0] if described.keeps_logits else output.logits[0][logit_rows]
+        if not described.feature_layers:
+            return (logits,)
+        return logits, hidden_states(output, described.feature_layers, logits.device)
+
+
+@torch.no_grad()
+def export_graph(description: Description) -> tuple[ExportedProgram, Interface]:
+    """Return the graph of a model's packed forward; the operators' library must be loaded.
+
+    Raises:
+        Exception: the model cannot be traced, for many reasons.
+    """
+    step = _Step(description)
+    weights = [torch.zeros(shape, dtype=dtype) for dtype, shape in (description.tensors[name] for name in step.weights)]
+    tokens, logits = Dim("tokens", min=MIN_SIZE, max=MAX_TOKENS), Dim("logits", min=MIN_SIZE, max=MAX_TOKENS)
+    arguments = (
+        torch.zeros(1, TRACED_TOKENS, dtype=torch.int64),
+        torch.arange(TRACED_TOKENS)[None],
+        torch.arange(TRACED_LOGITS),
+        torch.zeros(1, dtype=torch.int64),
+        weights,
+    )
+    shapes = {1: tokens}, {1: tokens}, {0: logits}, None, [None] * len(weights)
+    program = export(step, arguments, dynamic_shapes=shapes, strict=False)
+    linears = _join_linears(program, step.linears)
+    return program, Interface(step.weights, linears)
+
+
+def _join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[str]]:
+    """Replace linear layers of one input by one, and number them anew; return their names by number."""
+    graph, by_input = program.graph_module.graph, defaultdict[Any, list[Any]](list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.hf_slospec.linear.default:
+            by_input[node.args[0]].append(node)
+    linears = list[list[str]]()
+    for x, nodes in by_input.items():
+        context, outputs, index = nodes[0].args[1], [node.args[3] for node in nodes], len(linears)
+        linears.append([names[node.args[2]] for node in nodes])
+        if len(nodes) == 1:
+            nodes[0].args = x, context, index, outputs[0]
+            continue
+        with graph.inserting_before(nodes[0]):
+            joined = graph.call_function(torch.ops.hf_slospec.linear.default, (x, context, index, sum(outputs)))
+            first = nodes[0].meta["val"]
+            joined.meta["val"] = first.new_empty(*first.shape[:-1], sum(outputs))
+            begin = 0
+            for node, length in zip(nodes, outputs, strict=True):
+                part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, -1, begin, begin + length))
+                part.meta["val"] = joined.meta["val"][..., begin : begin + length]
+                begin += length
+                node.replace_all_uses_with(part)
+        for node in nodes:
+            graph.erase_node(node)
+    graph.lint()
+    program.graph_module.recompile()
+    return linears

@@ -1,0 +1,218 @@
+"""Compiled forwards: the same tokens as stock ``generate``, and eager forwards wherever they cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hf_slospec
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.models.packed import compile_job, compiled
+from hf_slospec.models.packed.compile_job import Job
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.twin import Description
+from tests.support.toys.tiny_models import tiny_model
+
+FAMILIES = ["llama", "gemma3", "gpt2", "mixtral"]  # grouped heads; windows; weights as [inputs, outputs]; experts
+OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
+
+
+class Finished:
+    """A compilation that ran in this process."""
+
+    def wait(self) -> None:
+        pass
+
+    def poll(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the time of importing torch in another process."""
+
+    def start(self: Job) -> Finished:
+        self.run()
+        return Finished()
+
+    monkeypatch.setattr(Job, "start", start)
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """Yield a model that the test may change."""
+    tiny_model.cache_clear()
+    yield tiny_model("llama")
+    tiny_model.cache_clear()
+
+
+def rows() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 100, (3, 14), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, :9] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(generate: Callable[..., torch.Tensor], **options: Any) -> list[list[list[int]]]:
+    """Return a greedy and a sampled batch."""
+    greedy = generate(**rows(), **OPTIONS, do_sample=False, **options)
+    torch.manual_seed(5)
+    sampled = generate(**rows(), **OPTIONS, do_sample=True, top_k=30, **options)
+    return [greedy.tolist(), sampled.tolist()]
+
+
+def generator(model: Any, compile: Any = "wait") -> SLOSpecGenerator:
+    return SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(compile=compile))
+
+
+def path(model: Any) -> str:
+    return next(packed for packed in PackedModel_of(model)).compiled[()]
+
+
+def PackedModel_of(model: Any) -> list[PackedModel]:  # noqa: N802
+    from hf_slospec.models.packed.model import _packed_models
+
+    return [packed for packed in _packed_models if packed.model is model]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_stock_generate(family: str) -> None:
+    model = tiny_model(family)
+    with_compiled = generator(model)
+    assert generated(with_compiled.generate) == generated(model.generate)
+    assert with_compiled.stats().forwards == {"target": "compiled"}
+
+
+def test_a_draft_model_is_compiled_too() -> None:
+    model, draft = tiny_model("llama"), tiny_model("llama", noise=0.2)
+    ours = SLOSpecGenerator(model, assistant_model=draft, config=SLOSpecConfig(compile="wait"))
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
+
+
+def test_hidden_states_for_a_drafter() -> None:
+    model = tiny_model("llama")
+    packed, eager = PackedModel(model, compile="wait"), PackedModel(model)
+    from hf_slospec.models.packed.tree_mask import chain
+
+    outputs = []
+    for each in (packed, eager):
+        cache = each.kv_cache
+        with cache.temporary([9]) as (sequence,):
+            parts = [chain(each, sequence, list(range(3, 12)))]
+            outputs.append(each.outputs(cache.pool, parts, torch.tensor([8]), (0, 2)))
+    assert packed.compiled[0, 2] == "compiled"
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
+    torch.testing.assert_close(outputs[0].features, outputs[1].features)
+
+
+def test_bf16() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    try:
+        packed = PackedModel(model, compile="wait")
+        generator(model).generate(**rows(), **OPTIONS)
+        assert packed.compiled[()] == "compiled"
+    finally:
+        model.float()
+
+
+def test_the_switch_between_two_steps(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Eager forwards serve until the package is loaded, by a thread."""
+    loads, load = [], compiled._Package._load
+    monkeypatch.setattr(compiled._Package, "_load", lambda self: loads.append(self) or load(self))
+    monkeypatch.setattr(Description, "identity", lambda self: {"key": id(model)})  # nobody has compiled it
+    expected, ours = generated(model.generate), generator(model, compile=True)
+    assert generated(ours.generate) == expected
+    assert ours.stats().forwards == {"target": "eager: not compiled yet"}
+    monkeypatch.setattr(compiled, "START_S", 0.0)
+    ours.generate(**rows(), **OPTIONS)
+    (package,) = loads
+    package._thread.join()
+    assert generated(ours.generate) == expected
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_changed_weights_are_noticed(model: Any) -> None:
+    ours = generator(model)
+    generated(ours.generate)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.mul_(1.3 if "norm" in name else 0.8)  # torch counts it
+    assert generated(ours.generate) == generated(model.generate)
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(-1)  # torch does not
+    assert generated(ours.generate) == generated(model.generate)
+    model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32))
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_changed_modules_are_computed_eagerly(model: Any) -> None:
+    ours = generator(model)
+    generated(ours.generate)
+    plain = model.model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = torch.nn.Sequential(plain, torch.nn.Tanh())
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "eager: the model was changed since it was compiled"}
+    model.model.layers[0].mlp.up_proj = plain
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+    with model.model.norm.register_forward_hook(lambda module, inputs, output: output * 2):
+        assert generated(ours.generate) == generated(model.generate)
+        assert ours.stats().forwards["target"].startswith("eager: hooks")
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_a_setting_that_the_graph_lacks_is_found_by_comparison(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph is that of a new model of the class and config; this one computes something else."""
+    ours = generator(model)
+    generated(ours.generate)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards["target"].startswith("eager: its logits differ")
+    assert "is no longer computed by compiled forwards: its logits differ" in caplog.text
+
+
+def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    attempts = []
+
+    def fail(description: Description) -> None:
+        attempts.append(description)
+        raise ValueError("it cannot be traced")
+
+    monkeypatch.setattr(compile_job, "export_graph", fail)
+    monkeypatch.setattr(Description, "identity", lambda self: {"key": "another"})
+    for _ in range(2):
+        ours = generator(model)
+        assert generated(ours.generate) == generated(model.generate)
+        assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
+        PackedModel_of(model)[0].forget_cache()
+    assert len(attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (dict(compile=False), "compile=False"),
+        (dict(prepack="only"), "prepack='only' keeps no weights that could be joined"),
+        (dict(attention="4d_mask"), "attention='4d_mask' is the plain reference"),
+    ],
+)
+def test_settings_without_compiled_forwards(model: Any, settings: dict[str, Any], reason: str) -> None:
+    config = SLOSpecConfig(**{"compile": "wait"} | settings)
+    ours = SLOSpecGenerator(model, drafter="lookup", config=config)
+    assert ours.stats().forwards == {"target": f"eager: {reason}"}
+    hf_slospec.disable(model)
+
+
+def test_another_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model = tiny_model("opt")
+    packed = PackedModel(model, compile="wait")
+    assert packed.compiled[()] == "compiled"
