@@ -159,6 +159,7 @@ Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs)
 
 // Vectors of floats, as wide as AVX-512's; compilers split them where the CPU's are narrower.
 constexpr int64_t WIDTH = 16;  // floats per vector
+constexpr int64_t MAX_ROWS = 128;  // queries per tile
 constexpr int64_t BLOCK = 64;  // keys, or elements of values, per block of a product: four vectors
 typedef float vec __attribute__((vector_size(WIDTH * sizeof(float))));
 typedef int32_t ivec __attribute__((vector_size(WIDTH * sizeof(int32_t))));
@@ -169,6 +170,53 @@ inline vec load(const float* from) {
   return v;
 }
 inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
+
+typedef uint16_t half_vec __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
+typedef uint32_t uvec __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
+
+// Returns WIDTH elements as floats.
+inline vec load(const at::BFloat16* from) {
+  half_vec halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const uvec bits = __builtin_convertvector(halves, uvec) << 16;
+  vec v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+inline vec load(const at::Half* from) {
+  vec v;
+  for (int64_t i = 0; i < WIDTH; ++i) v[i] = float(from[i]);
+  return v;
+}
+
+// Returns the first n elements as floats, and zeros behind them.
+template <typename T>
+inline vec load_some(const T* from, int64_t n) {
+  if (n >= WIDTH) return load(from);
+  vec v = {};
+  for (int64_t i = 0; i < n; ++i) v[i] = float(from[i]);
+  return v;
+}
+
+// Exchanges blocks of S by S elements of two rows of a square matrix.
+template <int S>
+inline void exchange(vec& a, vec& b) {
+  ivec from_a, from_b;
+  for (int i = 0; i < WIDTH; ++i) {
+    from_a[i] = i & S ? WIDTH + i - S : i;
+    from_b[i] = i & S ? WIDTH + i : i + S;
+  }
+  const vec upper = __builtin_shuffle(a, b, from_a);
+  b = __builtin_shuffle(a, b, from_b);
+  a = upper;
+}
+
+template <int S>
+inline void transpose(vec (&rows)[WIDTH]) {
+  for (int i = 0; i < WIDTH; ++i)
+    if (!(i & S)) exchange<S>(rows[i], rows[i + S]);
+  if constexpr (S > 1) transpose<S / 2>(rows);
+}
 
 // exp(x) for x <= 0, relative error 2e-7; 0 below -87. Cephes' polynomial.
 inline vec exp_of(vec x) {
@@ -293,11 +341,19 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
   const T* value_data = layer.values.const_data_ptr<T>() + kv_head * layer.values.stride(1);
   for (int64_t begin = low; begin < num_keys; begin += BLOCK) {
     const int64_t n = std::min(BLOCK, num_keys - begin);
+    for (int64_t j = 0; j < n; j += WIDTH)
+      for (int64_t d = 0; d < dim; d += WIDTH) {
+        vec rows[WIDTH];
+        for (int64_t i = 0; i < WIDTH; ++i) {
+          const T* from = key_data + (start + begin + std::min(j + i, n - 1)) * layer.keys.stride(0);
+          rows[i] = load_some(from + d, dim - d);
+        }
+        transpose<WIDTH / 2>(rows);
+        for (int64_t i = 0; i < std::min(WIDTH, dim - d); ++i) store(keys + (d + i) * BLOCK + j, rows[i]);
+      }
     for (int64_t j = 0; j < n; ++j) {
-      const T* from = key_data + (start + begin + j) * layer.keys.stride(0);
-      for (int64_t d = 0; d < dim; ++d) keys[d * BLOCK + j] = float(from[d]);
-      from = value_data + (start + begin + j) * layer.values.stride(0);
-      for (int64_t d = 0; d < value_dim; ++d) values[j * value_width + d] = float(from[d]);
+      const T* from = value_data + (start + begin + j) * layer.values.stride(0);
+      for (int64_t d = 0; d < value_dim; d += WIDTH) store(values + j * value_width + d, load_some(from + d, value_dim - d));
     }
     std::fill(scores, scores + num_rows * BLOCK, 0.0f);
     add_product(num_rows, queries, dim, keys, BLOCK, dim, scores, BLOCK);
@@ -366,9 +422,9 @@ void attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, L
   }
   const auto table = plan.sequences.accessor<int32_t, 2>();
   const int64_t num_kv_heads = layer.keys.size(1), groups = query.size(1) / num_kv_heads;
-  // A few tiles per thread, of at most a block's rows.
-  const int64_t num_rows = query.size(2) * groups * num_kv_heads / (4 * at::get_num_threads());
-  const int64_t tokens_per_tile = std::max<int64_t>(1, std::clamp<int64_t>(num_rows, 16, BLOCK) / groups);
+  // Few tiles per thread, as each converts all keys that its tokens see.
+  const int64_t num_rows = query.size(2) * groups * num_kv_heads / (2 * at::get_num_threads());
+  const int64_t tokens_per_tile = std::max<int64_t>(1, std::clamp<int64_t>(num_rows, 16, MAX_ROWS) / groups);
   std::vector<Tile> tiles;
   for (int64_t s = 0; s < table.size(0); ++s)
     for (int64_t offset = 0; offset < table[s][NUM_TOKENS]; offset += tokens_per_tile)

@@ -163,7 +163,7 @@ class Forwards:
                 return self._forward(sequences, lengths) if is_capture else seconds
 
     def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
-        with apart_from_captures(self.packed.device):
+        with apart_from_captures(self.packed.device), self.packed.compiled.uncompared():
             begun_s = self.clock()
             pairs = zip(sequences, lengths, strict=True)
             parts = [chain(self.packed, sequence, [0] * length) for sequence, length in pairs]

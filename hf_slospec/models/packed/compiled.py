@@ -6,10 +6,11 @@ forwards are compared with eager ones on the same inputs, and again after any ch
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class CompiledForwards:
         self._model, self._layers, self._keeps_logits = model, tuple(layers), keeps_logits
         self._wanted, self._prepack = wanted, prepack
         self.why_not = "compile=False" if not wanted else why_not or _why_not(model, layers)
+        self._compares = True
         self._eager_s = 0.0  # seconds of eager forwards so far
         self._linears: list[JoinedLinears] = []  # shared by packages that join the same layers
         self._packages: dict[tuple[int, ...], _Package] = {}
@@ -89,6 +91,15 @@ class CompiledForwards:
         for layers, package in self._packages.items():
             package.renew(self._described(layers))
 
+    @contextlib.contextmanager
+    def uncompared(self) -> Iterator[None]:
+        """Compare no forwards inside this context, as those of measurements have tokens that no text has."""
+        self._compares = False
+        try:
+            yield
+        finally:
+            self._compares = True
+
     def count(self, eager_s: float) -> None:
         """Count the seconds of an eager forward."""
         self._eager_s += eager_s
@@ -108,7 +119,9 @@ class CompiledForwards:
         if not package.is_ready:
             return None
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
-        return package.run(pool, batch, inputs, tokens["input_ids"], eager) if "input_ids" in tokens else None
+        if "input_ids" not in tokens:
+            return None
+        return package.run(pool, batch, inputs, tokens["input_ids"], eager if self._compares else None)
 
     def _package(self, feature_layers: tuple[int, ...]) -> _Package:
         if feature_layers not in self._packages:
@@ -216,9 +229,14 @@ class _Package:
             self._why_not = f"the package could not be loaded ({error})"
 
     def run(
-        self, pool: KVPool, batch: PackedBatch, inputs: Inputs, tokens: torch.Tensor, eager: Callable[[], Outputs]
+        self,
+        pool: KVPool,
+        batch: PackedBatch,
+        inputs: Inputs,
+        tokens: torch.Tensor,
+        eager: Callable[[], Outputs] | None,
     ) -> Outputs | None:
-        """Compute a forward; see :meth:`CompiledForwards.run`."""
+        """Compute a forward, and compare it if ``eager`` is given; see :meth:`CompiledForwards.run`."""
         assert self._graph is not None
         try:
             outputs = self._graph(pool, batch, inputs, tokens)
@@ -226,7 +244,7 @@ class _Package:
             self._refuse(f"the compiled forward failed with {error!r}")
             return None
         has_tree = not all(span.is_chain for span in batch.spans)
-        if self._num_compared[has_tree] >= NUM_COMPARED:
+        if eager is None or self._num_compared[has_tree] >= NUM_COMPARED:
             return outputs
         self._num_compared[has_tree] += 1
         expected = eager()
