@@ -46,6 +46,7 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.intervals import Interval, draw, scaled, wilson
 from hf_slospec.serving.loading import draft_method, load_models
+from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.serving.options import ModelOptions
 from hf_slospec.tiny.load import Pair
 from hf_slospec.tiny.shapes import SHAPES
@@ -247,6 +248,7 @@ def write(path: Path | None, **record: Any) -> None:
 
 
 @app.command()
+@only_errors_logged()
 def load(
     size: Size = "0.3B",
     dtype: Dtype = "bfloat16",
