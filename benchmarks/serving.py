@@ -296,20 +296,21 @@ def load(
 
     units()
     unit_s, most = units()
-    warm_up = load_of(10**6, "poisson", most, 16, unit_s, texts)
+    before = {}
+    if json_path is not None and json_path.exists():
+        before = json.loads(json_path.read_text(encoding="utf-8"))
+    runs: list[dict[str, Any]] = before.get("runs", [])
+    warm_up = load_of(10**6, "poisson", most, 4 if runs else 16, unit_s, texts)
     for generator in generators.values():
         with generator:
             own = serve(generator, warm_up)
     if texts.excerpt is None:  # real answers end where they end, with every system at the same token
-        texts.mean_new = own["tokens"] / len(warm_up)
+        texts.mean_new = before["provenance"]["mean_new"] if runs else own["tokens"] / len(warm_up)
     facts = provenance(
         target=None if target is None else Path(target).name, assistant=assistant and Path(assistant).name,
         drafter=method.kind, size=size if target is None else None, dtype=dtype, number=number, classes=texts.classes,
         systems=SYSTEMS, mean_prompt=texts.mean_prompt, mean_new=texts.mean_new,
     )  # fmt: skip
-    runs: list[dict[str, Any]] = []
-    if json_path is not None and json_path.exists():
-        runs = json.loads(json_path.read_text(encoding="utf-8"))["runs"]
     names = list(generators)
     turns = [(p, kind, repeat) for repeat in range(repeats) for p in pressures.split(",") for kind in kinds.split(",")]
     for turn, (pressure, kind, repeat) in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
