@@ -1,6 +1,6 @@
 """Accuracy of the simulator: the real batcher on this machine compared with its simulation.
 
-    python benchmarks/fidelity.py --json benchmarks/results/fidelity-cpu-2core.json
+    python -m benchmarks.fidelity --json benchmarks/results/fidelity-cpu-2core.json
 
 Profiles the embedded pair, serves Poisson loads with the real batcher, records the draft's probabilities for the
 outputs, and simulates the same arrivals and texts with the profile. The profile is corrected by measured steps, because
@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from serving import CLASSES, SYSTEMS, load_of, models, plain_token_s
 
+from benchmarks.serving import CLASSES, SYSTEMS, load_of, plain_token_s, tiny_texts
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
@@ -34,6 +34,8 @@ from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.texts import Library, RecordedText
 from hf_slospec.lab.workload import Job
 from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.serving.loading import load_models
+from hf_slospec.serving.options import ModelOptions
 
 
 class RecordedGenerator:
@@ -79,7 +81,7 @@ def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) 
         begun_s, handles = time.perf_counter(), []
         for job in load:
             time.sleep(max(job["at_s"] - (time.perf_counter() - begun_s), 0.0))
-            options = dict(max_new_tokens=job["new"], eos_token_id=None, do_sample=False)
+            options = dict(max_new_tokens=job["new"], do_sample=False, **job["options"])
             handles.append(generator.submit(job["ids"], **options, **job["targets"]))
         results = [handle.result() for handle in handles]
     texts = [
@@ -125,7 +127,8 @@ def main(
 ) -> None:
     """Measure and simulate every system under every load."""
     logging.disable(logging.WARNING)
-    target, draft, tokenizer = models(size, dtype)
+    target, draft, tokenizer = load_models(ModelOptions(size=size, dtype=dtype))
+    prompts = tiny_texts(tokenizer)
     fits = {
         name: profile(name, PackedModel(model), seconds, keep=True)["fit"]
         for name, model in (("target", target), ("draft", draft))
@@ -138,16 +141,16 @@ def main(
         config = SLOSpecConfig(**SYSTEMS[name])
         watched = RecordedGenerator(SLOSpecGenerator(target, draft, tokenizer, config))
         with watched.generator:
-            plain_token_s(watched.generator, tokenizer)  # the first steps of a process are slower
-            measured_s = plain_token_s(watched.generator, tokenizer)
+            plain_token_s(watched.generator, prompts)  # the first steps of a process are slower
+            measured_s = plain_token_s(watched.generator, prompts)
         token_s = token_s or measured_s
         for pressure in map(float, pressures.split(",")):
             rate = pressure * 8 / (token_s * 40)  # outputs have 40 tokens on average
             watched.steps.clear()
-            served(watched.generator, load_of(10**6, "poisson", rate, 16, token_s, tokenizer), draft)  # warm-up
+            served(watched.generator, load_of(10**6, "poisson", rate, 16, token_s, prompts), draft)  # warm-up
             fitted = HardwareFile.model_validate(fits).hardware()
             before = watched.corrected(fitted)
-            load = load_of(0, "poisson", rate, number, token_s, tokenizer)
+            load = load_of(0, "poisson", rate, number, token_s, prompts)
             watched.steps.clear()
             metrics, texts = served(watched.generator, load, draft)
             real = figures(metrics)

@@ -1,14 +1,20 @@
 """A mixed load on the batcher: attainment, goodput and latencies of several systems under the same arrivals.
 
-    python benchmarks/serving.py load --json benchmarks/results/serving-cpu-2core.json \
+    python -m benchmarks.serving load --json benchmarks/results/serving-cpu-2core.json \
         --plot docs/images/serving-load.png
-    python benchmarks/serving.py throughput --json ...      # all requests at once, compared with generate_batch
-    python benchmarks/serving.py long-prompt --json ...     # running streams while a 2,000-token prompt arrives
-    python benchmarks/serving.py overhead --json ...        # time of the scheduler by running requests, without models
+    python -m benchmarks.serving load --target build/checkpoints/SmolLM2-135M-Instruct --json ...    # real questions
+    python -m benchmarks.serving throughput --json ...      # all requests at once, compared with generate_batch
+    python -m benchmarks.serving long-prompt --json ...     # running streams while a 2,000-token prompt arrives
+    python -m benchmarks.serving overhead --json ...        # time of the scheduler by running requests, without models
 
-Requests belong to three classes with TPOT and TTFT SLOs, which are multiples of the time per token of plain decoding at
-batch 8, measured again before every load, because the speed of a shared machine changes by the minute. The systems take
-turns with the same arrivals in real time.
+Requests belong to three classes with TPOT and TTFT SLOs, which are multiples of the time per token of plain decoding,
+measured again before every load, because the speed of a shared machine changes by the minute. The systems take turns
+with the same arrivals in real time. A file of ``load`` is continued where it was interrupted.
+
+A target that is named gets Spec-Bench's questions in its chat template, and the classes are AdaServe's: code
+(MT-Bench's coding questions), chat (its other ones) and summaries (of long texts, and answers by retrieved ones), with
+TPOT SLOs of 1.2, 5/3 and 5 times the time per token of a single stream, as 36, 50 and 150 ms are of the paper's 30 ms.
+The paper has no TTFT SLOs; ``attained_tpot`` counts requests as it does. Answers end where the model ends them.
 """
 
 from __future__ import annotations
@@ -18,12 +24,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -31,14 +37,18 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from benchmarks.spec_bench import CHAT, NUM_RESAMPLES, QUESTIONS, TASKS, Contest, questions_of
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.lab.intervals import draw, scaled, wilson
-from hf_slospec.tiny.inflate import inflate
+from hf_slospec.lab.intervals import Interval, draw, scaled, wilson
+from hf_slospec.serving.loading import draft_method, load_models
+from hf_slospec.serving.log_level import only_errors_logged
+from hf_slospec.serving.options import ModelOptions
+from hf_slospec.tiny.load import Pair
 from hf_slospec.tiny.shapes import SHAPES
 
 app = typer.Typer(add_completion=False)
@@ -51,23 +61,67 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "fixed-4": dict(policy="fixed", max_depth=4, max_width=1, admission="fcfs"),
     "adaserve": dict(policy="adaserve", admission="fcfs"),
 }
-# share of requests, TPOT SLO and TTFT SLO, as multiples of the time per token of plain decoding at batch 8
-CLASSES = {"tight": (0.4, 0.8, 15.0), "middling": (0.4, 1.2, 30.0), "relaxed": (0.2, 3.0, 100.0)}
+# share of requests, TPOT SLO and TTFT SLO, as multiples of the time per token of plain decoding
+CLASSES = {"tight": (0.4, 0.8, 15.0), "middling": (0.4, 1.2, 30.0), "relaxed": (0.2, 3.0, 100.0)}  # at batch 8
+ADASERVE_CLASSES = {"code": (0.6, 1.2, 50.0), "chat": (0.2, 5 / 3, 100.0), "summary": (0.2, 5.0, 300.0)}  # at batch 1
 PROMPT_TOKENS, NEW_TOKENS = (16, 64), (16, 64)
+BATCH = 8  # of plain decoding, whose throughput is a load of 1
+DRAFTER = "suffix+lookup"  # for a named target without an assistant
 Json = Annotated[Path | None, typer.Option("--json")]
 Size = Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")]
 Dtype = Annotated[str, typer.Option()]
 
 
-def models(size: str, dtype: str) -> tuple[Any, Any, Any]:
-    """Return the inflated target, the draft and the tokenizer."""
-    target, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
-    return inflate(target, SHAPES[size]), draft, tokenizer
+@dataclass
+class Texts:
+    """Classes of requests with their prompts."""
+
+    classes: dict[str, tuple[float, float, float]]  # as CLASSES
+    prompts: dict[str, list[list[int]]]  # token ids, by class
+    slo_batch: int  # batch of plain decoding whose time per token is the unit of the SLOs
+    new_tokens: tuple[int, int]  # of an answer
+    mean_new: float  # of answers
+    excerpt: tuple[int, int] | None = None  # lengths of excerpts that are prompts; None: whole prompts, real answers
+
+    @property
+    def mean_prompt(self) -> float:
+        """Return the mean number of tokens of a prompt."""
+        if self.excerpt is not None:
+            return sum(self.excerpt) / 2
+        lengths = {name: np.mean([len(ids) for ids in prompts]) for name, prompts in self.prompts.items()}
+        return float(sum(share * lengths[name] for name, (share, *_) in self.classes.items()))
+
+    def job(self, rng: np.random.Generator, name: str, number: int) -> dict[str, Any]:
+        """Return prompt, length and options of a random request."""
+        ids = self.prompts[name][rng.integers(len(self.prompts[name]))]
+        if self.excerpt is None:  # questions repeat, so they must not find each other's K/V
+            return dict(ids=ids, new=self.new_tokens[1], options=dict(cache_salt=str(number)))
+        begin = int(rng.integers(0, 32))
+        ids = ids[begin : begin + int(rng.integers(*self.excerpt))] or ids[:8]
+        return dict(ids=ids, new=int(rng.integers(*self.new_tokens)), options=dict(eos_token_id=None))
 
 
-def plain_token_s(generator: SLOSpecGenerator, tokenizer: Any, batch: int = 8) -> float:
+def tiny_texts(tokenizer: Any) -> Texts:
+    """Return the embedded pair's texts, with answers of random lengths."""
+    prompts = [tokenizer(text)["input_ids"] for text in tiny_prompts()]
+    return Texts(CLASSES, dict.fromkeys(CLASSES, prompts), BATCH, NEW_TOKENS, sum(NEW_TOKENS) / 2, PROMPT_TOKENS)
+
+
+def real_texts(pair: Pair, new_tokens: int, max_prompt: int) -> Texts:
+    """Return Spec-Bench's first turns by class, encoded with the chat template, if there is one."""
+    contest = Contest(pair.target, None, pair.tokenizer, new_tokens, 0.0, max_prompt)
+    prompts: dict[str, list[list[int]]] = {name: [] for name in ADASERVE_CLASSES}
+    by_task = {CHAT: "chat", TASKS["summarization"]: "summary", TASKS["rag"]: "summary"}
+    for question in questions_of(QUESTIONS, 80):
+        name = "code" if question.category == "coding" else by_task.get(question.task)
+        if name is not None:
+            prompts[name].append(contest.encoded([question.turns[:1]])["input_ids"][0].tolist())
+    return Texts(ADASERVE_CLASSES, prompts, 1, (1, new_tokens), float(new_tokens))
+
+
+def plain_token_s(generator: SLOSpecGenerator, texts: Texts, batch: int = BATCH) -> float:
     """Return the seconds per token of plain decoding of a batch."""
-    prompts = [tokenizer(text)["input_ids"][:64] for text in tiny_prompts()[:batch]]
+    prompts = [ids[:64] for own in texts.prompts.values() for ids in own][:batch]
     handles = [generator.submit(ids, max_new_tokens=40, eos_token_id=None) for ids in prompts]
     return median(handle.result().metrics.tpot_s or 0.0 for handle in handles)
 
@@ -78,25 +132,16 @@ def arrivals(rng: np.random.Generator, kind: str, rate: float, number: int) -> n
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
 
 
-def load_of(seed: int, kind: str, rate: float, number: int, token_s: float, tokenizer: Any) -> list[dict[str, Any]]:
+def load_of(seed: int, kind: str, rate: float, number: int, unit_s: float, texts: Texts) -> list[dict[str, Any]]:
     """Return a load: arrival, class, prompt, output length and SLOs of every request."""
     rng = np.random.default_rng(seed)
-    texts = [tokenizer(text)["input_ids"] for text in tiny_prompts()]
-    names, shares = list(CLASSES), [share for share, *_ in CLASSES.values()]
+    names, shares = list(texts.classes), [share for share, *_ in texts.classes.values()]
     made = []
-    for at_s in arrivals(rng, kind, rate, number):
+    for index, at_s in enumerate(arrivals(rng, kind, rate, number)):
         name = names[rng.choice(len(names), p=shares)]
-        text, begin = texts[rng.integers(len(texts))], int(rng.integers(0, 32))
-        _, tpot, ttft = CLASSES[name]
-        made.append(
-            dict(
-                at_s=float(at_s),
-                name=name,
-                ids=text[begin : begin + int(rng.integers(*PROMPT_TOKENS))] or text[:8],
-                new=int(rng.integers(*NEW_TOKENS)),
-                targets=dict(slo_tpot=tpot * token_s, slo_ttft=ttft * token_s),
-            )
-        )
+        _, tpot, ttft = texts.classes[name]
+        slos = dict(slo_tpot=tpot * unit_s, slo_ttft=ttft * unit_s)
+        made.append(dict(at_s=float(at_s), name=name, targets=slos, **texts.job(rng, name, index)))
     return made
 
 
@@ -107,9 +152,7 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
     for job in load:
         time.sleep(max(job["at_s"] - (time.perf_counter() - begun_s), 0.0))
         handles.append(
-            generator.submit(
-                job["ids"], max_new_tokens=job["new"], eos_token_id=None, do_sample=False, **job["targets"]
-            )
+            generator.submit(job["ids"], max_new_tokens=job["new"], do_sample=False, **job["options"], **job["targets"])
         )
     metrics = [handle.result().metrics for handle in handles]
     seconds = time.perf_counter() - begun_s
@@ -118,22 +161,33 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
         by_class[job["name"]].append(own)
     guaranteed = [own for own in metrics if own.guaranteed]
     return {
+        "seconds": seconds,
         "requests": len(metrics),
         "attained": sum(bool(own.attained) for own in metrics),
         "guaranteed": len(guaranteed),
         "guaranteed_attained": sum(bool(own.attained) for own in guaranteed),
-        "goodput": sum(own.tokens for own in metrics if own.attained) / seconds,
-        "tokens_per_s": sum(own.tokens for own in metrics) / seconds,
+        "good_tokens": [own.tokens if own.attained else 0 for own in metrics],
+        "tokens": sum(own.tokens for own in metrics),
+        "tokens_per_step": float(np.mean([own.acceptance_length for own in metrics if own.steps] or [1.0])),
         "classes": {
             name: {
                 "requests": len(rows),
                 "attained": sum(bool(own.attained) for own in rows),
+                "attained_tpot": sum((own.tpot_s or 0.0) <= own.tpot_slo_s for own in rows),
                 "ttft_s": np.percentile([own.ttft_s for own in rows], (50, 90, 99)).round(4).tolist(),
-                "tpot_s": np.percentile([own.tpot_s for own in rows], (50, 90, 99)).round(4).tolist(),
+                "tpot_s": np.percentile([own.tpot_s or 0.0 for own in rows], (50, 90, 99)).round(4).tolist(),
             }
             for name, rows in by_class.items()
         },
     }
+
+
+def goodput(runs: Sequence[dict[str, Any]]) -> Interval:
+    """Return the tokens per second of requests that attained, over all runs, and its bootstrap interval."""
+    rng, seconds = np.random.default_rng(0), sum(run["seconds"] for run in runs)
+    drawn = sum(rng.choice(own, (NUM_RESAMPLES, len(own))).sum(1) for own in (run["good_tokens"] for run in runs))
+    low, high = np.quantile(drawn / seconds, (0.025, 0.975))
+    return {"mean": sum(sum(run["good_tokens"]) for run in runs) / seconds, "low": float(low), "high": float(high)}
 
 
 def totals(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -145,42 +199,46 @@ def totals(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> di
     return {
         **count,
         "attainment": wilson(count["attained"], count["requests"]),
-        "goodput": median(run["goodput"] for run in runs),
-        "tokens_per_s": median(run["tokens_per_s"] for run in runs),
+        "goodput": goodput(runs),
+        "tokens_per_s": sum(run["tokens"] for run in runs) / sum(run["seconds"] for run in runs),
+        "tokens_per_step": median(run["tokens_per_step"] for run in runs),
         "misses_vs_ours": missed / missed_by_ours if missed_by_ours else None,
-        "goodput_of_ours_vs_it": median(
-            own["goodput"] / max(run["goodput"], 1e-9) for run, own in zip(runs, ours, strict=True)
-        ),
+        "goodput_of_ours_vs_it": goodput(ours)["mean"] / max(goodput(runs)["mean"], 1e-9),
         "classes": {
             name: {
-                "attained": sum(own[name]["attained"] for own in found) / sum(own[name]["requests"] for own in found),
+                **{
+                    key: wilson(sum(own[name][key] for own in found), sum(own[name]["requests"] for own in found))
+                    for key in ("attained", "attained_tpot")
+                },
                 "tpot_s": median(own[name]["tpot_s"][0] for own in found),
                 "ttft_s": median(own[name]["ttft_s"][0] for own in found),
             }
-            for name in CLASSES
+            for name in dict.fromkeys(name for run in runs for name in run["classes"])
             if (found := [run["classes"] for run in runs if name in run["classes"]])
         },
     }
 
 
-def show(by_pressure: dict[str, dict[str, Any]], title: str) -> None:
+def show(by_pressure: dict[str, dict[str, Any]], title: str, classes: Sequence[str]) -> None:
     """Print the totals of every system at every pressure."""
     table = Table(title=title)
-    for heading in ("pressure", "system", "attained", "goodput", "tokens/s", "guaranteed", "kept", "misses", *CLASSES):
+    for heading in ("pressure", "system", "attained", "goodput", "tokens/s", "guaranteed", "kept", "misses", *classes):
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for pressure, systems in by_pressure.items():
         for name, own in systems.items():
             share, misses, guaranteed = own["attainment"], own["misses_vs_ours"], own["guaranteed"]
+            cells = (own["classes"].get(kind) for kind in classes)
             table.add_row(
                 pressure, name, f"{share['mean']:.1%} ({100 * share['low']:.0f} to {100 * share['high']:.0f})",
-                f"{own['goodput']:.0f}", f"{own['tokens_per_s']:.0f}", f"{guaranteed / own['requests']:.0%}",
+                "{mean:.0f} ({low:.0f} to {high:.0f})".format(**own["goodput"]), f"{own['tokens_per_s']:.0f}",
+                f"{guaranteed / own['requests']:.0%}",
                 f"{own['guaranteed_attained'] / guaranteed:.0%}" if guaranteed else "",
                 "" if misses is None else f"{misses:.2f}x",
-                *(f"{c['attained']:.0%} {1e3 * c['tpot_s']:.0f} ms {c['ttft_s']:.1f} s"
-                  for c in own["classes"].values()),
+                *(f"{c['attained']['mean']:.0%} {1e3 * c['tpot_s']:.0f} ms {c['ttft_s']:.1f} s" if c else ""
+                  for c in cells),
                 end_section=name == list(systems)[-1],
             )  # fmt: skip
-    Console(width=160).print(table)
+    Console(width=180).print(table)
 
 
 def write(path: Path | None, **record: Any) -> None:
@@ -190,57 +248,90 @@ def write(path: Path | None, **record: Any) -> None:
 
 
 @app.command()
+@only_errors_logged()
 def load(
     size: Size = "0.3B",
     dtype: Dtype = "bfloat16",
+    target: Annotated[str | None, typer.Option(help="A model in place of the embedded pair.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="Its draft model.")] = None,
+    drafter: Annotated[str | None, typer.Option(help=f"For a target without an assistant: {DRAFTER}.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Maximum length of an answer of a named target.")] = 128,
+    max_prompt: Annotated[int, typer.Option(help="Its prompts are truncated to this many tokens.")] = 2048,
     number: Annotated[int, typer.Option()] = 150,
     pressures: Annotated[
         str, typer.Option(help="Loads as shares of the throughput of plain decoding at batch 8, comma-separated.")
     ] = "0.4,0.6,0.8,1.0",
     repeats: Annotated[int, typer.Option()] = 2,
-    systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
+    systems: Annotated[str, typer.Option(help="Comma-separated; auto is one of them.")] = ",".join(SYSTEMS),
     kinds: Annotated[str, typer.Option(help="poisson, bursty, or both.")] = "poisson,bursty",
+    minutes: Annotated[float, typer.Option(help="Begin no load after so long; the same command continues.")] = np.inf,
     plot: Annotated[Path | None, typer.Option(help="Also plot attainment over pressure to this PNG.")] = None,
     json_path: Json = None,
 ) -> None:
     """Serve Poisson and bursty arrivals of three classes by every system."""
-    target, draft, tokenizer = models(size, dtype)
-    generators = {
-        name: SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS[name])) for name in systems.split(",")
-    }
-    plain = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(**SYSTEMS["plain"]))
+    ends = time.monotonic() + 60 * minutes
+    if target is not None and assistant is None and drafter is None:
+        drafter = DRAFTER
+    options = ModelOptions(
+        target=target, assistant=assistant, drafter=drafter, size=size if target is None else "tiny", dtype=dtype
+    )
+    pair = load_models(options)
+    texts = tiny_texts(pair.tokenizer) if target is None else real_texts(pair, new_tokens, max_prompt)
+    method = draft_method(options, pair)
+
+    def generator_of(name: str) -> SLOSpecGenerator:
+        return SLOSpecGenerator(pair.target, None, pair.tokenizer, SLOSpecConfig(**SYSTEMS[name]), drafter=method)
+
+    generators = {name: generator_of(name) for name in systems.split(",")}
+    plain = generators.get("plain") or generator_of("plain")
     verify = plain.decoder.speculator.costs.verify
-    prefill_s = float(verify(256) / 256) * sum(PROMPT_TOKENS) / 2  # per request, processed in a large step
+    prefill_s = float(verify(256) / 256) * texts.mean_prompt  # per request, processed in a large step
 
-    def unit() -> tuple[float, float]:
-        """Return seconds per token of plain decoding, and the requests per second that are a load of 1."""
+    def units() -> tuple[float, float]:
+        """Return the unit of the SLOs in seconds, and the requests per second that are a load of 1."""
         with plain:
-            token_s = plain_token_s(plain, tokenizer)
-        return token_s, 1.0 / (prefill_s + token_s / 8 * sum(NEW_TOKENS) / 2)
+            token_s = plain_token_s(plain, texts)
+            unit_s = token_s if texts.slo_batch == BATCH else plain_token_s(plain, texts, texts.slo_batch)
+        return unit_s, 1.0 / (prefill_s + token_s / BATCH * texts.mean_new)
 
-    unit()
-    token_s, most = unit()
+    units()
+    unit_s, most = units()
+    before = {}
+    if json_path is not None and json_path.exists():
+        before = json.loads(json_path.read_text(encoding="utf-8"))
+    runs: list[dict[str, Any]] = before.get("runs", [])
+    warm_up = load_of(10**6, "poisson", most, 4 if runs else 16, unit_s, texts)
     for generator in generators.values():
-        with generator:  # warm-up
-            serve(generator, load_of(10**6, "poisson", most, 16, token_s, tokenizer))
-    facts = provenance(size=size, dtype=dtype, number=number, classes=CLASSES, systems=SYSTEMS)
-    token_seconds: list[float] = []
-    names, runs = list(generators), defaultdict[tuple[str, str, str], list[dict[str, Any]]](list)
+        with generator:
+            own = serve(generator, warm_up)
+    if texts.excerpt is None:  # real answers end where they end, with every system at the same token
+        texts.mean_new = before["provenance"]["mean_new"] if runs else own["tokens"] / len(warm_up)
+    facts = provenance(
+        target=None if target is None else Path(target).name, assistant=assistant and Path(assistant).name,
+        drafter=method.kind, size=size if target is None else None, dtype=dtype, number=number, classes=texts.classes,
+        systems=SYSTEMS, mean_prompt=texts.mean_prompt, mean_new=texts.mean_new,
+    )  # fmt: skip
+    names = list(generators)
     turns = [(p, kind, repeat) for repeat in range(repeats) for p in pressures.split(",") for kind in kinds.split(",")]
-    found: dict[str, dict[str, Any]] = {}
     for turn, (pressure, kind, repeat) in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
-        token_s, most = unit()
-        token_seconds.append(token_s)
+        key = dict(pressure=pressure, kind=kind, repeat=repeat)
+        if any(key.items() <= run.items() for run in runs):
+            continue
+        if time.monotonic() > ends:
+            break
+        unit_s, most = units()
+        jobs = load_of(repeat, kind, float(pressure) * most, number, unit_s, texts)
+        served = {}
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             with generators[name] as generator:
-                own = serve(generator, load_of(repeat, kind, float(pressure) * most, number, token_s, tokenizer))
-            runs[kind, pressure, name].append(own)
-        ours = runs[kind, pressure, OURS]
-        found.setdefault(kind, {})[pressure] = {name: totals(runs[kind, pressure, name], ours) for name in names}
-        write(json_path, provenance={**facts, "plain_token_s": token_seconds}, results=found)
-    token_ms = 1e3 * median(token_seconds)
+                served[name] = serve(generator, jobs)
+        runs.append(key | dict(unit_s=unit_s, requests_per_s=float(pressure) * most, systems=served))
+        write(json_path, provenance=facts, results=results_of(runs, names), runs=runs)
+    found = results_of(runs, names)
+    model, unit_ms = Path(target).name if target else size, 1e3 * median([run["unit_s"] for run in runs] or [unit_s])
     for kind, by_pressure in found.items():
-        show(by_pressure, f"{size} {dtype}, {kind} arrivals; plain decoding {token_ms:.0f} ms/token at batch 8")
+        title = f"{model} {dtype}, {kind} arrivals; plain decoding {unit_ms:.0f} ms/token at batch {texts.slo_batch}"
+        show(by_pressure, title, list(texts.classes))
     if plot is not None:
         panels = {
             f"{kind}: requests that attained, %": {
@@ -249,6 +340,16 @@ def load(
             for kind, by_pressure in found.items()
         }
         draw(panels, "load / throughput of plain decoding", plot)
+
+
+def results_of(runs: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the totals by kind of arrivals, pressure and system."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, pressure in dict.fromkeys((run["kind"], run["pressure"]) for run in runs):
+        own = [run["systems"] for run in runs if (run["kind"], run["pressure"]) == (kind, pressure)]
+        by_name = {name: [systems[name] for systems in own] for name in names}
+        found.setdefault(kind, {})[pressure] = {name: totals(by_name[name], by_name[OURS]) for name in names}
+    return found
 
 
 @app.command()
@@ -261,7 +362,7 @@ def throughput(
     json_path: Json = None,
 ) -> None:
     """Measure tokens per second of requests without SLOs, compared with continuous batching of transformers."""
-    target, draft, tokenizer = models(size, dtype)
+    target, draft, tokenizer = load_models(ModelOptions(size=size, dtype=dtype))
     configs = {name: SLOSpecConfig(**options, max_batch=batch) for name, options in SYSTEMS.items()}
     generators = {name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in configs.items()}
     prompts = [tokenizer(tiny_prompts()[i % len(tiny_prompts())])["input_ids"][i % 7 :][:64] for i in range(number)]
@@ -305,7 +406,7 @@ def long_prompt(
     json_path: Json = None,
 ) -> None:
     """Submit a long prompt beside four streams: the longest gap between a stream's tokens, and the prompt's TTFT."""
-    target, draft, tokenizer = models(size, dtype)
+    target, draft, tokenizer = load_models(ModelOptions(size=size, dtype=dtype))
     text = "\n".join(tiny_prompts())
     long = (tokenizer(text)["input_ids"] * 10)[:tokens]
     results: dict[str, dict[str, list[float]]] = {}

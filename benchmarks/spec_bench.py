@@ -57,6 +57,7 @@ class Question(NamedTuple):
     name: str
     task: str
     turns: list[str]
+    category: str = ""  # in the file
 
 
 class Answer(NamedTuple):
@@ -86,7 +87,7 @@ def questions_of(path: Path, per_task: int) -> list[Question]:
         task = TASKS.get(category, CHAT if "question_id" in row else category)
         by_category[category] += 1
         by_task[task].append(
-            Question(f"{by_category[category]:03} {row.get('question_id', number)}", task, row["turns"])
+            Question(f"{by_category[category]:03} {row.get('question_id', number)}", task, row["turns"], category)
         )
     # The first of every category, then the second, ...
     return [question for task in by_task.values() for question in sorted(task, key=lambda one: one.name)[:per_task]]

@@ -57,7 +57,7 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
     Args:
         scale: tokens per second at the right end of its bar.
         share: its share of the token budget.
-        hides_text: leave out the text, which only its own visitor sees.
+        hides_text: leave out prompt and text, which only its own visitor sees.
     """
     look, words = verdict(view)
     parts = [
@@ -68,7 +68,7 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
         _speed(view),
         _bar(view, scale, look),
         _sparkline(view),
-        "" if hides_text else _text(view.pieces, view.state == "writing"),
+        "" if hides_text else _prompt(view) + _text(view.pieces, view.state == "writing"),
         _figures(view, share),
         f'<p class="error" role="alert">{escape(view.error)}</p>' if view.error else "",  # last: parts above are level
     ]
@@ -113,6 +113,12 @@ def _sparkline(view: View) -> str:
         f'<polyline points="{points}"/>{dashed}</svg>'
         f'<span>now <b>{view.tokens_per_s:.1f}</b><br><span class="dim">last {len(values)} s</span></span></div>'
     )
+
+
+def _prompt(view: View) -> str:
+    """Return the prompt, of which a card shows as much as fits into a line."""
+    prompt = escape(view.user_request.prompt)
+    return f'<p class="prompt" title="{prompt}">{prompt}</p>'
 
 
 def _text(pieces: Sequence[TextPiece], is_writing: bool) -> str:

@@ -62,13 +62,47 @@ class Persona(BaseModel):
         )
 
 
+CHAT_CODE = """Add type hints and docstrings to this code:
+
+```python
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("the stack is empty")
+        return self.items.pop()
+
+    def size(self):
+        return len(self.items)
+```"""
+CHAT_TEXT = """Explain how bees tell each other where to find food, by this text:
+
+Honey bees tell each other where to find food by dancing. A bee that has found flowers returns to the hive and runs in
+a straight line on the comb while it shakes its body, turns back and runs again. The direction of the run shows the
+direction of the flowers, measured from the sun: if the bee runs straight up, the flowers are in the direction of the
+sun. The duration of the run shows the distance: one second of dancing stands for about one kilometre of flight. Other
+bees follow the dancer closely, because the hive is dark, and feel the dance with their antennae. Karl von Frisch
+described the dance in the 1920s and was awarded the Nobel Prize in 1973. Young bees learn to dance from older ones."""
+CHAT_LIST = """Correct the spelling of these sentences. Write each corrected sentence on its own line.
+
+1. The meeting has been moved to Wensday afternoon.
+2. Please send the recipt to the adress below.
+3. We recieved your order yesterday and will ship it tommorow.
+4. The goverment announced new rules for the enviroment.
+5. It is neccessary to sign the document seperately.
+6. He definately beleives that the libary is open."""
 PERSONAS = (
     Persona(
         name="Coding copilot",
         description="completes code while you type: needs the highest speed",
         code_prompt='def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as f:\n'
         "        return f.readlines()\n\n\ndef write_lines(path, lines):\n",
-        chat_prompt="Write a Python function that returns the lines of a file, and one that writes them.",
+        chat_prompt=CHAT_CODE,
         slo_factor=0.9,
         temperature=0.4,
     ),
@@ -76,7 +110,7 @@ PERSONAS = (
         name="Chat",
         description="is read while it is written: reading speed is enough",
         code_prompt='"""How do I read a file line by line in Python?\n\nThe simplest way is to\n',
-        chat_prompt="How do I read a file line by line in Python, and why does it matter for large files?",
+        chat_prompt="Why is the sky blue, and why is it red in the evening?",
         slo_factor=1.5,
         temperature=0.6,
     ),
@@ -85,7 +119,7 @@ PERSONAS = (
         description="is read when it is complete",
         code_prompt='"""Summary of this module.\n\nThis module provides a class for reading and writing\n'
         "configuration files. The main class is ConfigParser.\n\nFunctions:\n\n",
-        chat_prompt="Summarise what a configuration file parser does, section by section.",
+        chat_prompt=CHAT_TEXT,
         slo_factor=3.0,
         temperature=0.4,
     ),
@@ -95,7 +129,7 @@ PERSONAS = (
         code_prompt="class TestStack(unittest.TestCase):\n    def test_push(self):\n        stack = Stack()\n"
         "        stack.push(1)\n"
         "        self.assertEqual(stack.size(), 1)\n\n    def test_pop(self):\n",
-        chat_prompt="List fifty ideas for unit tests of a stack, one per line.",
+        chat_prompt=CHAT_LIST,
         slo_factor=None,
         temperature=0.4,
     ),

@@ -107,7 +107,7 @@ class BatchingService:
     def _check_defaults(self) -> None:
         """Prepare a request without options, so that a generation config that fails every request fails the start."""
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self.decoder.model.device)
-        short = {"max_new_tokens": 1, "min_new_tokens": 0, "min_length": 0, "tokenizer": self.tokenizer}
+        short = {"max_new_tokens": 1, "min_new_tokens": 0, "tokenizer": self.tokenizer}
         try:
             self.decoder.prepare(None, {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short)
         except (ValueError, TypeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -56,10 +57,10 @@ def load_pair(
 
     The number of torch's threads is limited to the cores that this process may use. The dtype ``fast`` is that of
     :func:`fast_dtype`, ``auto`` that of the checkpoint. A name may be that of a GGUF file, whose weights are
-    dequantized. Without ``may_unpickle``, weights are read from safetensors and GGUF files only, as pickled files may
-    run code. A named target has no draft unless an assistant is named; with ``images`` it is loaded with its image
-    encoder. ``allow_missing`` is that of :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight
-    requires a gradient.
+    dequantized; the tokenizer is that of its folder, if there is one. Without ``may_unpickle``, weights are read from
+    safetensors and GGUF files only, as pickled files may run code. A named target has no draft unless an assistant is
+    named; with ``images`` it is loaded with its image encoder. ``allow_missing`` is that of
+    :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient.
 
     Raises:
         InvalidInputError: a model cannot be loaded; the message has the names of the command line.
@@ -73,6 +74,8 @@ def load_pair(
         try:
             files = {name: located(name) for _, name in named if name is not None}
             source, hub = files[target]
+            if "gguf_file" in hub and os.path.isfile(os.path.join(source, "tokenizer_config.json")):
+                hub = {}  # with it, transformers reads the tokenizer.json beside the file, but not the chat template
             tokenizer = AutoTokenizer.from_pretrained(source, **hub)
             models: list[Any] = []
             for auto, name in named:

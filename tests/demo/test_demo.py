@@ -212,6 +212,7 @@ class TestDemoSessions:
         assert scene.visitor is not None and scene.visitor.user_request is LONG
         _, own, others = cards.cards(scene)
         assert 'class="text"' in own and 'class="text"' not in others
+        assert "def f(x):" in own and "def f(x):" not in others
         assert scene.views[-2:] == [scene.visitor, *scene.other_visitors]  # behind those who were there before
         assert "Visitor 2" in others
         sessions.ask("a", SHORT)  # replaces the one before

@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
+from hf_slospec.demo.generator import LocalGenerator
+from hf_slospec.demo.personas import PERSONAS
 from hf_slospec.generate.grammars import Grammars
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.tiny.load import load_pair
 from tests.real.conftest import Real
 from tests.serving.openai.conftest import listening
 from tests.support.served_pair import WAIT_S
@@ -138,6 +141,23 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
             assert answer(tools=tools) == stock_answer(tools=tools)
         finally:
             tokenizer.chat_template = own_template
+
+
+def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> None:
+    with SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix") as generator:
+        demo = LocalGenerator(generator)
+        request = PERSONAS[0].request(1.0, demo.is_chat).model_copy(update={"temperature": 0.0})
+        handle = demo.submit(request.prompt, **request.options)
+        handle.result()
+        assert handle.finish_reason == "stop"
+        text = "".join(piece.text for piece in handle.pieces)
+        assert text.startswith("```python\nclass Stack:") and "<|im_" not in text
+
+
+def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2: Real) -> None:
+    tokenizer = load_pair(str(smollm2.folder / "model.gguf"), None, "tiny", "bfloat16", "cpu").tokenizer
+    assert tokenizer.chat_template == smollm2.tokenizer.chat_template
+    assert tokenizer.eos_token == smollm2.tokenizer.eos_token
 
 
 def test_check_finds_it_exact(smollm2: Real, tmp_path: Any) -> None:
