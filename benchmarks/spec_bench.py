@@ -93,6 +93,36 @@ def questions_of(path: Path, per_task: int) -> list[Question]:
     return [question for task in by_task.values() for question in sorted(task, key=lambda one: one.name)[:per_task]]
 
 
+def encoded_chats(
+    tokenizer: Any, conversations: list[list[str]], max_prompt: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Encode conversations, in which user and assistant take turns, as a left-padded batch."""
+    is_plain = tokenizer.chat_template is None  # templates write special tokens themselves
+    if is_plain:
+        texts = ["\n\n".join(turns) for turns in conversations]
+    else:
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+            for turns in conversations
+        ]
+    return encoded(tokenizer, texts, max_prompt, device, add_special_tokens=is_plain)
+
+
+def ends_of(generation_config: Any) -> set[int]:
+    """Return the tokens that end a text."""
+    end = generation_config.eos_token_id
+    return {end} if isinstance(end, int) else set(end or ())
+
+
+def until_end(row: list[int], ends: set[int]) -> list[int]:
+    """Return a row up to its first end, which is included."""
+    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
+
+
 class Contest:
     """Methods on one target, with the same prompts and options."""
 
@@ -101,24 +131,11 @@ class Contest:
         self.max_prompt, self.num_forwards = max_prompt, 0
         sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
         self.options: dict[str, Any] = dict(max_new_tokens=new_tokens, **sampling)
-        end = target.generation_config.eos_token_id
-        self.ends = {end} if isinstance(end, int) else set(end or ())
+        self.ends = ends_of(target.generation_config)
 
     def encoded(self, conversations: list[list[str]]) -> dict[str, torch.Tensor]:
-        """Encode conversations, in which user and assistant take turns, as a left-padded batch."""
-        if self.tokenizer.chat_template is None:
-            texts = ["\n\n".join(turns) for turns in conversations]
-        else:
-            texts = [
-                self.tokenizer.apply_chat_template(
-                    [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-                for turns in conversations
-            ]
-        is_plain = self.tokenizer.chat_template is None  # templates write special tokens themselves
-        return encoded(self.tokenizer, texts, self.max_prompt, self.target.device, add_special_tokens=is_plain)
+        """Encode conversations as a left-padded batch."""
+        return encoded_chats(self.tokenizer, conversations, self.max_prompt, self.target.device)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -143,14 +160,10 @@ class Contest:
             output = call()
             synchronize(self.target.device)
             seconds = time.perf_counter() - begun
-        rows = [self.until_end(row.tolist()) for row in getattr(output, "sequences", output)[:, num_prompt:]]
+        rows = [until_end(row.tolist(), self.ends) for row in getattr(output, "sequences", output)[:, num_prompt:]]
         steps = [metrics.steps for metrics in output.slo] if is_ours else [self.num_forwards - 1]
         texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         return Answer(seconds, sum(map(len, rows)), float(np.mean(steps)), texts)
-
-    def until_end(self, row: list[int]) -> list[int]:
-        """Return a row up to its first end, which is included."""
-        return row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), len(row))]
 
     def stock(self, **extra: Any) -> Run:
         """Return stock ``generate`` with further options."""
@@ -228,8 +241,12 @@ def groups_of(questions: list[Question], batch: int) -> list[list[Question]]:
     return [task[begin : begin + batch] for begin in begins for task in by_task.values() if begin + batch <= len(task)]
 
 
-def speedups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per setting, task and method: speed-up with a 95 % interval, tokens per second and per step."""
+def speedups(records: list[dict[str, Any]], reference: str = STOCK) -> list[dict[str, Any]]:
+    """Return a row per setting, task and method: speed-up with a 95 % interval, tokens per second and per step.
+
+    Args:
+        reference: the method whose speed is 1.
+    """
     rows, random = [], np.random.default_rng(0)
     settings = sorted({(r["temperature"], r["batch"]) for r in records})
     for temperature, batch in settings:
@@ -241,12 +258,12 @@ def speedups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if task in (r["task"], "overall"):
                     calls[r["method"]][r["question"]].append(r)
             for method, by_question in calls.items():
-                names = [name for name in by_question if name in calls[STOCK]]
-                speeds = np.array([[_speed(calls[which][name]) for name in names] for which in (method, STOCK)])
+                names = [name for name in by_question if name in calls[reference]]
+                speeds = np.array([[_speed(calls[which][name]) for name in names] for which in (method, reference)])
                 drawn = random.integers(len(names), size=(NUM_RESAMPLES, len(names)))
                 means = speeds[:, drawn].mean(axis=2)
                 tokens = sum(r["tokens"] for name in names for r in by_question[name])
-                steps = sum(r["steps"] * batch for name in names for r in by_question[name])
+                steps = sum(r.get("steps", 0.0) * batch for name in names for r in by_question[name])
                 calls_of = sum(batch for name in names for _ in by_question[name])
                 rows.append({
                     "temperature": temperature, "batch": batch, "task": task, "method": method,
@@ -256,7 +273,7 @@ def speedups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "tokens_per_s": round(float(speeds[0].mean()), 2),
                     # Rows of a stock batch that have ended take part in its steps.
                     "tokens_per_step": round((tokens - calls_of) / max(steps, 1.0), 3)
-                    if batch == 1 or method.startswith(OURS) else None,
+                    if steps and (batch == 1 or method.startswith(OURS)) else None,
                 })  # fmt: skip
     return rows
 

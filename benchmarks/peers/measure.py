@@ -1,10 +1,15 @@
 """Compare hf_slospec on a CPU with llama.cpp, OpenVINO GenAI and vLLM, on the same models and prompts.
 
-    python benchmarks/peers/measure.py FOLDER [--groups llama-f32 vllm-fp32] [--repeats 5] [--isa avx2] [--json FILE]
+    python -m benchmarks.peers.measure FOLDER [--groups llama-f32 vllm-fp32] [--repeats 5] [--isa avx2] [--json FILE]
+    python -m benchmarks.peers.measure FOLDER --target CHECKPOINT [--per-task 10] [--batches 1,8] [--json FILE]
 
-Every contestant of a group runs once per repeat and batch size with the repeat's prompts, so that drift affects all
-alike; ratios are taken within a repeat. The file is written after every repeat, and the same command continues it.
-``--isa avx2`` restricts the contestants to AVX2, so that a machine with AVX-512 can stand in for one without.
+Every contestant of a group runs once per batch size and repeat, or question, with the same prompts, so that drift
+affects all alike; ratios are taken within it. The file is written after each, and the same command continues it.
+
+Without ``--target``, prompts are the held-out texts of the embedded pair, and every row gets its full length. With it,
+they are the first turns of Spec-Bench's questions with the checkpoint's chat template, a batch has questions of one
+task, and rows end where the checkpoint ends them. ``--isa avx2`` restricts the contestants to AVX2, so that a machine
+with AVX-512 can stand in for one without.
 """
 
 from __future__ import annotations
@@ -15,13 +20,27 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from contestants import GROUPS, STOCK, Contestant
-from summary import Record, different_at, summarize, table
-from workers import ISAS, UNRESTRICTED, Worker, WorkerError
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from benchmarks.peers.contestants import CHECKPOINT_GROUPS, PAIR_GROUPS, STOCK, STOCK_BF16, Contestant
+from benchmarks.peers.export import PROMPT_TOKENS, models_folder
+from benchmarks.peers.protocol import Settings
+from benchmarks.peers.summary import Record, different_at, summarize, summarize_tasks, table, task_table
+from benchmarks.peers.workers import ISAS, UNRESTRICTED, Worker, WorkerError
+from benchmarks.spec_bench import QUESTIONS, encoded_chats, ends_of, groups_of, questions_of, until_end
 
 PAUSE_S = 0.25  # before a call, so that the idle threads of the last one have stopped spinning
+
+
+class Trial(NamedTuple):
+    """Prompts that all contestants answer in turn."""
+
+    task: str
+    question: str
+    ids: list[list[int]]
 
 
 class OutOfTimeError(Exception):
@@ -37,13 +56,23 @@ class Results:
     provenance: dict[str, Any] = field(default_factory=dict)  # by group
     samples: list[Record] = field(default_factory=list)
 
-    def has(self, group: str, batch: int, repeat: int) -> bool:
-        """Return whether this repeat was recorded."""
-        return any((s["group"], s["batch"], s["repeat"]) == (group, batch, repeat) for s in self.samples)
+    def has(self, **key: Any) -> bool:
+        """Return whether a trial was recorded."""
+        return any(key.items() <= sample.items() for sample in self.samples)
+
+    def has_tasks(self) -> bool:
+        """Return whether prompts are those of tasks."""
+        return "prompts" in self.settings
 
     def summary(self) -> list[Record]:
-        """Return figures per group, batch and contestant."""
+        """Return figures per group, batch and contestant, and per task if there are tasks."""
+        if self.has_tasks():
+            return summarize_tasks(self.samples)
         return summarize(self.samples, self.settings["new_tokens"])
+
+    def table(self) -> str:
+        """Return the summary as a Markdown table."""
+        return (task_table if self.has_tasks() else table)(self.summary(), self.workers)
 
     def write(self, file: Path) -> None:
         """Replace the file as a whole."""
@@ -53,33 +82,46 @@ class Results:
 
 
 class Group:
-    """The workers of one group."""
+    """The workers of one group at one batch size.
 
-    def __init__(self, name: str, contestants: list[Contestant], results: Results, arguments: argparse.Namespace):
-        self.name, self.contestants, self.results, self.arguments = name, contestants, results, arguments
-        self.prompts = json.loads((arguments.folder / "models" / "prompts.json").read_text())
+    Every batch size gets new workers, because some contestants draft from earlier answers to the same questions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        batch: int,
+        contestants: list[Contestant],
+        settings: Settings,
+        results: Results,
+        arguments: argparse.Namespace,
+    ):
+        self.name, self.batch, self.results, self.arguments = name, batch, results, arguments
+        self.contestants = [contestant for contestant in contestants if batch in contestant.batches]
+        self.settings = settings
         self.workers: dict[tuple[str, ...], Worker | WorkerError] = {}
-        self.failed: dict[tuple[str, int], str] = {}  # by contestant and batch
+        self.failed: dict[str, str] = {}  # by contestant
 
-    def run(self) -> None:
-        """Measure all repeats that are not recorded yet."""
-        batches = self.arguments.batches
-        repeats = [(repeat, batch) for repeat in range(self.arguments.repeats) for batch in batches]
-        missing = [(repeat, batch) for repeat, batch in repeats if not self.results.has(self.name, batch, repeat)]
+    def run(self, warm_up: Trial, trials: list[Trial]) -> None:
+        """Measure all trials that are not recorded yet."""
+        missing = [trial for trial in trials if not self.results.has(**self.key(trial))]
         if not missing:
             return
         try:
             self.start()
-            for batch in dict.fromkeys(batch for _, batch in missing):
-                self.repeat(batch, -1)  # warm-up with other prompts, in which hf_slospec also measures its step costs
-            for repeat, batch in missing:
-                self.results.samples += self.repeat(batch, repeat)
+            self.answers(warm_up)  # with other prompts; hf_slospec also measures its step costs
+            for trial in missing:
+                self.results.samples += self.answers(trial)
                 self.record_workers()
                 self.results.write(self.arguments.json)
         finally:
             for worker in self.workers.values():
                 if isinstance(worker, Worker):
                     worker.stop()
+
+    def key(self, trial: Trial) -> Record:
+        """Return what names a trial in the records."""
+        return {"group": self.name, "batch": self.batch, "task": trial.task, "question": trial.question}
 
     def start(self) -> None:
         """Start the workers one after another, so that none slows the loading of another.
@@ -95,7 +137,7 @@ class Group:
                 continue
             try:
                 start_s = min(own.start_s, self.left_s())
-                self.workers[key] = Worker(key, own.folder, own.threads, own.isa, start_s)
+                self.workers[key] = Worker(key, self.settings, start_s)
             except WorkerError as error:
                 self.left_s()
                 say(f"  failed: {error}")
@@ -103,40 +145,36 @@ class Group:
                     raise
                 self.workers[key] = error
 
-    def repeat(self, batch: int, repeat: int) -> list[Record]:
-        """Return a record of every contestant with this batch size.
+    def answers(self, trial: Trial) -> list[Record]:
+        """Return a record of every contestant.
 
         Raises:
-            OutOfTimeError: the records so far are dropped, so that every recorded repeat is complete.
+            OutOfTimeError: the records so far are dropped, so that every recorded trial is complete.
         """
-        ids = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
         records: list[Record] = []
         expected: list[list[int]] = []
         for contestant in self.contestants:
-            if batch not in contestant.batches:
-                continue
-            record: Record = {"group": self.name, "batch": batch, "repeat": repeat, "name": contestant.name}
-            answer = self.ask(contestant, batch, {**contestant.options, "ids": ids})
+            record: Record = {**self.key(trial), "name": contestant.name}
+            answer = self.ask(contestant, {**contestant.options, "ids": trial.ids})
             if "error" in answer:
-                record["error"] = self.failed[contestant.name, batch] = answer["error"]
-                if contestant.name == STOCK:
+                record["error"] = self.failed[contestant.name] = answer["error"]
+                if contestant.name in (STOCK, STOCK_BF16):
                     raise WorkerError(answer["error"])
             else:
-                if contestant.name == STOCK:
-                    expected = answer["tokens"]
-                record["seconds"] = answer["seconds"]
-                record["different_at"] = different_at(expected, answer["tokens"])
+                rows = [until_end(row, set(self.settings.ends)) for row in answer["tokens"]]
+                expected = expected or rows
+                record |= {"seconds": answer["seconds"], "tokens": sum(map(len, rows))}
+                record["different_at"] = different_at(expected, rows)
             records.append(record)
-            outcome = record.get("error") or f"{batch * self.arguments.new_tokens / record['seconds']:.1f} tokens/s"
-            when = "warm-up" if repeat < 0 else f"repeat {repeat}"
-            say(f"{self.name}, {when}, batch {batch}, {contestant.name}: {outcome}")
+            outcome = record.get("error") or f"{record['tokens'] / record['seconds']:.1f} tokens/s"
+            say(f"{self.name}, batch {self.batch}, {trial.task} {trial.question}, {contestant.name}: {outcome}")
         return records
 
-    def ask(self, contestant: Contestant, batch: int, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the worker's answer; an error once is an error in all later repeats."""
+    def ask(self, contestant: Contestant, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the worker's answer; an error once is an error in all later trials."""
         worker = self.workers[contestant.worker]
-        if (contestant.name, batch) in self.failed:
-            return {"error": self.failed[contestant.name, batch]}
+        if contestant.name in self.failed:
+            return {"error": self.failed[contestant.name]}
         if isinstance(worker, WorkerError):
             return {"error": str(worker)}
         time.sleep(PAUSE_S)
@@ -181,37 +219,94 @@ def opened(file: Path, settings: dict[str, Any]) -> Results:
     return Results(found["settings"], found["workers"], found["provenance"], found["samples"])
 
 
+class HeldOut:
+    """The held-out texts of the embedded pair, in another order in every repeat; rows get their full length."""
+
+    def __init__(self, models: Path, repeats: int):
+        self.prompts, self.repeats = json.loads((models / "prompts.json").read_text()), repeats
+        self.ends: list[int] = []
+        self.max_prompt = PROMPT_TOKENS
+
+    def trials(self, batch: int) -> tuple[Trial, list[Trial]]:
+        """Return the warm-up and the trials."""
+        warm_up, *trials = (self.trial(repeat, batch) for repeat in range(-1, self.repeats))
+        return warm_up, trials
+
+    def trial(self, repeat: int, batch: int) -> Trial:
+        """Return the prompts of a repeat."""
+        ids = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
+        return Trial("held-out", str(repeat), ids)
+
+
+class Questions:
+    """First turns of Spec-Bench's questions, or of a file like it, with a checkpoint's chat template."""
+
+    def __init__(self, models: Path, prompts: Path, per_task: int, max_prompt: int):
+        self.tokenizer = AutoTokenizer.from_pretrained(models / "target-fp32")
+        self.ends = sorted(ends_of(GenerationConfig.from_pretrained(models / "target-fp32")))
+        self.questions, self.max_prompt = questions_of(prompts, per_task), max_prompt
+
+    def trials(self, batch: int) -> tuple[Trial, list[Trial]]:
+        """Return the warm-up and the trials."""
+        warm_up = Trial("warm-up", "", self.ids(["Say hello, please."] * batch))
+        groups = groups_of(self.questions, batch)
+        return warm_up, [Trial(g[0].task, g[0].name, self.ids([one.turns[0] for one in g])) for g in groups]
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Encode one-turn conversations."""
+        inputs = encoded_chats(self.tokenizer, [[text] for text in texts], self.max_prompt, torch.device("cpu"))
+        masks = inputs["attention_mask"].bool()
+        return [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], masks, strict=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the folder of install.py and export.py")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--target", help="the checkpoint given to export.py; default: the embedded pair")
+    parser.add_argument("--groups", nargs="+", choices=PAIR_GROUPS | CHECKPOINT_GROUPS, help="default: all")
     parser.add_argument("--without", nargs="+", default=[], help="leave out contestants whose names contain this")
-    parser.add_argument("--batches", nargs="+", type=int, choices=(1, 8), default=[1, 8])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", default="1,8", help="comma-separated")
+    parser.add_argument("--repeats", type=int, default=5, help="without --target")
+    parser.add_argument("--prompts", type=Path, default=QUESTIONS, help="with --target: JSON Lines with turns")
+    parser.add_argument("--per-task", type=int, default=10, help="with --target: questions per task")
+    parser.add_argument("--max-prompt", type=int, default=2048, help="with --target: prompts are truncated to it")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", choices=ISAS, default="native")
-    parser.add_argument("--json", type=Path, help="default: results-ISA.json in the folder")
+    parser.add_argument("--json", type=Path, help="default: results-ISA.json beside the models")
     parser.add_argument("--total", type=float, default=3600, help="seconds after which no more is measured")
     parser.add_argument("--call-s", type=float, default=180, help="seconds that one call may take")
     parser.add_argument("--start-s", type=float, default=600, help="seconds that a worker may take to load")
-    arguments = parser.parse_args()
-    arguments.folder = arguments.folder.resolve()
-    arguments.json = arguments.json or arguments.folder / f"results-{arguments.isa}.json"
-    arguments.deadline_s = time.monotonic() + arguments.total
-    settings = {name: getattr(arguments, name) for name in ("new_tokens", "threads", "isa")}
-    settings |= {"models": json.loads((arguments.folder / "models" / "export.json").read_text())}
-    results = opened(arguments.json, settings)
-    for name in arguments.groups:
-        contestants = [c for c in GROUPS[name] if not any(part in c.name for part in arguments.without)]
-        try:
-            Group(name, contestants, results, arguments).run()
-        except OutOfTimeError:
-            say(f"out of time after {arguments.total:.0f} s, in group {name}; the same command continues")
-            break
-        except WorkerError as error:
-            say(f"group {name} ended without its reference: {error}")
-    print(table(results.summary(), results.workers))
+    own = parser.parse_args()
+    groups = PAIR_GROUPS if own.target is None else CHECKPOINT_GROUPS
+    names = own.groups or list(groups)
+    if unknown := set(names) - set(groups):
+        parser.error(f"no such groups here: {', '.join(sorted(unknown))}; there are {', '.join(groups)}")
+    models = models_folder(own.folder.resolve(), own.target)
+    own.json = own.json or models / f"results-{own.isa}.json"
+    own.deadline_s = time.monotonic() + own.total
+    facts = {name: getattr(own, name) for name in ("new_tokens", "threads", "isa")}
+    facts |= {"models": json.loads((models / "export.json").read_text())}
+    prompts: HeldOut | Questions
+    if own.target is None:
+        prompts = HeldOut(models, own.repeats)
+    else:
+        prompts = Questions(models, own.prompts, own.per_task, own.max_prompt)
+        facts |= {"prompts": own.prompts.name, "max_prompt": own.max_prompt}
+    context = prompts.max_prompt + own.new_tokens
+    settings = Settings(own.folder.resolve(), models, own.threads, own.isa, context, prompts.ends)
+    results = opened(own.json, facts)
+    try:
+        for name in names:
+            contestants = [c for c in groups[name] if not any(part in c.name for part in own.without)]
+            for batch in map(int, own.batches.split(",")):
+                try:
+                    Group(name, batch, contestants, settings, results, own).run(*prompts.trials(batch))
+                except WorkerError as error:
+                    say(f"group {name}, batch {batch}, ended without its reference: {error}")
+    except OutOfTimeError:
+        say(f"out of time after {own.total:.0f} s; the same command continues")
+    print(results.table())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Write GGUF files of the fp32 checkpoints: ``python to_gguf.py MODELS``, in llama.cpp's environment.
+"""Write GGUF files of the fp32 checkpoints: ``python to_gguf.py MODELS QUANTIZE TYPE...``, in llama.cpp's environment.
 
-The last line of the output is JSON: for every file, the number of weights whose value the type changes.
+Types of llama.cpp's own are written by its tool QUANTIZE from the bf16 file. The files have no real vocabulary: token 7
+is the text "[7]", none is special, and texts end where a request says. The last line of the output is JSON: for every
+file, the number of weights whose value the type changes.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -23,6 +25,7 @@ TYPES = {
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -50,28 +53,9 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, config: dict[str, Any], tokenizer: dict[str, Any]) -> None:
-    """Add the tokens, with an end-of-text token that llama.cpp does not recognise: every text gets its full length."""
-    texts = {index: text for text, index in tokenizer["model"]["vocab"].items()}
-    special = {token["id"] for token in tokenizer["added_tokens"]}
-    size = range(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([f"[special {i}]" if i in special else texts.get(i, f"[unused {i}]") for i in size])
-    kinds = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_token_types([kinds[0] if i in special or i not in texts else kinds[1] for i in size])
-    merges = tokenizer["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["pad_token_id"])
-    writer.add_pad_token_id(config["pad_token_id"])
-    writer.add_add_bos_token(False)
-
-
 def convert(checkpoint: Path, kind: str, file: Path) -> int:
     """Write one file; -> the number of weights whose value the type changes."""
     config = json.loads((checkpoint / "config.json").read_text())
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     quantization, file_type = TYPES[kind]
     writer = gguf.GGUFWriter(file, "llama")
@@ -89,10 +73,15 @@ def convert(checkpoint: Path, kind: str, file: Path) -> int:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    add_vocabulary(writer, config, tokenizer)
+    writer.add_tokenizer_model("rwkv")  # the only kind that needs no special tokens
+    writer.add_token_list([f"[{token}]" for token in range(config["vocab_size"])])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    factors = checkpoint / "rope_factors.json"
+    if factors.exists():
+        writer.add_tensor("rope_freqs.weight", np.array(json.loads(factors.read_text()), dtype=np.float32))
     changed = 0
     for name, weight in load_file(checkpoint / "model.safetensors").items():
-        if name == "lm_head.weight":  # tied to the embedding
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         for part, num_heads in heads.items():
             if part in name:
@@ -109,11 +98,16 @@ def convert(checkpoint: Path, kind: str, file: Path) -> int:
 
 
 def main() -> None:
-    models = Path(sys.argv[1])
+    models, quantize, *kinds = Path(sys.argv[1]), *sys.argv[2:]
     changed = {}
     for name in ("target", "draft"):
-        for kind in TYPES:
-            changed[f"{name}-{kind}"] = convert(models / f"{name}-fp32", kind, models / f"{name}-{kind}.gguf")
+        for kind in kinds if (models / f"{name}-fp32").exists() else ():
+            file = models / f"{name}-{kind}.gguf"
+            if kind in TYPES:
+                changed[f"{name}-{kind}"] = convert(models / f"{name}-fp32", kind, file)
+            else:
+                command = [quantize, models / f"{name}-bf16.gguf", file, kind]
+                subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
     print(json.dumps({"weights_changed_by_the_type": changed}))
 
 

@@ -1,4 +1,4 @@
-"""Write OpenVINO models of the checkpoints: ``python to_openvino.py MODELS``, in OpenVINO's environment.
+"""Write OpenVINO models of the checkpoints: ``python to_openvino.py MODELS TYPE...``, in OpenVINO's environment.
 
 OpenVINO stores equal constants once. Matrices of zeros, which inflated layers have, would then be read from the cache.
 The export is therefore made from a copy that has distinct values of about 1e-20 in their place.
@@ -11,7 +11,9 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import nncf
 import openvino
 import torch
 from openvino_tokenizers import convert_tokenizer
@@ -19,6 +21,10 @@ from optimum.exporters.openvino import main_export
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPRESSION = {  # from bf16; 64 divides the widths of small models, which the default of 128 does not
+    "int8": {"mode": nncf.CompressWeightsMode.INT8_ASYM},
+    "int4": {"mode": nncf.CompressWeightsMode.INT4_ASYM, "group_size": 64},
+}
 
 
 @torch.no_grad()
@@ -32,23 +38,37 @@ def fill_zeros(model: torch.nn.Module) -> int:
     return filled
 
 
+def export(model: Any, tokenizer: Any, converted: tuple[openvino.Model, ...], out: Path) -> None:
+    """Write a model with its tokenizer and detokenizer; the exporter wants a saved checkpoint."""
+    copy = out.with_name(f"filled-{out.name}")
+    model.save_pretrained(copy)
+    tokenizer.save_pretrained(copy)
+    options = {"task": "text-generation-with-past", "library_name": "transformers", "stateful": True}
+    main_export(model_name_or_path=str(copy), output=out, convert_tokenizer=False, **options)
+    for part, ir in zip(("tokenizer", "detokenizer"), converted, strict=True):
+        openvino.save_model(ir, out / f"openvino_{part}.xml")
+    shutil.rmtree(copy)
+
+
 def main() -> None:
-    models = Path(sys.argv[1])
+    models, *kinds = Path(sys.argv[1]), *sys.argv[2:]
     facts: dict[str, object] = {}
     for name in ("target", "draft"):
+        if not (models / f"{name}-bf16").exists():
+            continue
         tokenizer = AutoTokenizer.from_pretrained(models / f"{name}-bf16")
         converted = convert_tokenizer(tokenizer, with_detokenizer=True)
         model = AutoModelForCausalLM.from_pretrained(models / f"{name}-bf16", dtype=torch.bfloat16)
         facts[f"{name}: matrices of zeros filled"] = fill_zeros(model)
-        for short, dtype in DTYPES.items():
-            copy, out = models / f"filled-{name}-{short}", models / f"ov-{name}-{short}"
-            model.to(dtype).save_pretrained(copy)
-            tokenizer.save_pretrained(copy)
-            options = {"task": "text-generation-with-past", "library_name": "transformers", "stateful": True}
-            main_export(model_name_or_path=str(copy), output=out, convert_tokenizer=False, **options)
-            for part, ir in zip(("tokenizer", "detokenizer"), converted, strict=True):
-                openvino.save_model(ir, out / f"openvino_{part}.xml")
-            shutil.rmtree(copy)
+        for kind in kinds:
+            out = models / f"ov-{name}-{kind}"
+            if kind in COMPRESSION:
+                plain = models / f"ov-{name}-bf16"
+                shutil.copytree(plain, out, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
+                read = openvino.Core().read_model(plain / "openvino_model.xml")
+                openvino.save_model(nncf.compress_weights(read, **COMPRESSION[kind]), out / "openvino_model.xml")
+            else:
+                export(model.to(DTYPES[kind]), tokenizer, converted, out)
             facts[f"{out.name} MB"] = round((out / "openvino_model.bin").stat().st_size / 1e6)
     print(json.dumps(facts))
 

@@ -1,11 +1,10 @@
-"""Worker of llama.cpp: a llama-server of its own, with weights of one type, with or without the draft."""
+"""Worker of llama.cpp: a llama-server of its own, with weights of one type, alone or with one way of drafting."""
 
 from __future__ import annotations
 
 import json
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,21 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from protocol import NewTokens, Request, serve
+from protocol import NewTokens, Request, Settings, serve
 
 SLOTS = 8  # rows at once
-CONTEXT = 256  # tokens per row
 GREEDY = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
-EXACT_LENGTH = {"ignore_eos": True, "cache_prompt": False, "return_tokens": True}
 
 
-def start(binary: Path, models: Path, port: int, threads: str, kind: str, draft_tokens: str) -> subprocess.Popen[bytes]:
+def start(binary: Path, port: int, settings: Settings, kind: str, mode: str) -> subprocess.Popen[bytes]:
     """Start a llama-server."""
+    models, threads = settings.models, str(settings.threads)
     command = [str(binary), "-m", str(models / f"target-{kind}.gguf"), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "--no-webui"]
-    if draft_tokens != "0":
-        command += ["-md", str(models / f"draft-{kind}.gguf"), "--spec-type", "draft-simple", "-td", threads]
-        command += ["-tbd", threads, "--spec-draft-n-max", draft_tokens, "--spec-draft-p-min", "0.0"]
+    command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * settings.context), "--no-webui"]
+    method, _, draft_tokens = mode.partition(":")
+    command += ["--spec-type", method] if method != "none" else []
+    if draft_tokens:
+        command += ["-md", str(models / f"draft-{kind}.gguf"), "-td", threads, "-tbd", threads]
+        command += ["--spec-draft-n-max", draft_tokens, "--spec-draft-p-min", "0.0"]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 
@@ -52,21 +52,23 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    folder, threads, isa, kind, draft_tokens = sys.argv[1:]
-    binary = Path(folder) / ("llama-avx2" if isa == "avx2" else "build/bin") / "llama-server"
+    settings, (kind, mode) = Settings.read()
+    binary = settings.folder / ("llama-avx2" if settings.isa == "avx2" else "build/bin") / "llama-server"
     version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    process = start(binary, Path(folder) / "models", port, threads, kind, draft_tokens)
+    process = start(binary, port, settings, kind, mode)
     wait_until_ready(url, process)
     pool = ThreadPoolExecutor(SLOTS)
+    ends = {f"[{token}]": token for token in settings.ends}  # texts that to_gguf.py gives to tokens
 
     def generate(request: Request) -> NewTokens:
         def row(ids: list[int]) -> list[int]:
-            body = {"prompt": ids, "n_predict": request["new_tokens"], **GREEDY, **EXACT_LENGTH}
-            tokens: list[int] = fetch(f"{url}/completion", body)["tokens"]
+            body = {"prompt": ids, "n_predict": request["new_tokens"], "stop": list(ends), **GREEDY}
+            answer = fetch(f"{url}/completion", body | {"cache_prompt": False, "return_tokens": True})
+            tokens: list[int] = answer["tokens"]
             return tokens
 
         return list(pool.map(row, request["ids"]))

@@ -1,17 +1,17 @@
-"""Worker of stock ``generate``, assisted generation and hf_slospec, in one dtype."""
+"""Worker of stock ``generate``, assisted generation, prompt lookup and hf_slospec, in one dtype."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
-from protocol import NewTokens, Request, serve
+from protocol import NewTokens, Request, Settings, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from benchmarks.spec_bench import Contest
 from hf_slospec.cli.benchmark import provenance
 
 
@@ -22,39 +22,38 @@ def restrict_fbgemm() -> None:
 
 
 def main() -> None:
-    folder, threads, isa, short = sys.argv[1:]
-    if isa == "avx2":
+    settings, (short,) = Settings.read()
+    if settings.isa == "avx2":
         restrict_fbgemm()
-    models, dtype = Path(folder) / "models", {"fp32": torch.float32, "bf16": torch.bfloat16}[short]
-    torch.set_num_threads(int(threads))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[short]
+    torch.set_num_threads(settings.threads)
     load: Any = AutoModelForCausalLM.from_pretrained
-    target, draft = (load(models / f"{name}-{short}", dtype=dtype) for name in ("target", "draft"))
-    for model in (target, draft):
-        model.generation_config.eos_token_id = None  # every row gets its full length
-    tokenizer = AutoTokenizer.from_pretrained(models / f"target-{short}")
-    ours = {
-        "hf_slospec": SLOSpecGenerator(target, draft, tokenizer),
-        "hf_slospec, no drafts": SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(policy="none")),
-    }
+    folders = [settings.models / f"{name}-{short}" for name in ("target", "draft")]
+    target, draft = (load(folder, dtype=dtype) if folder.exists() else None for folder in folders)
+    for model in filter(None, (target, draft)):
+        model.generation_config.eos_token_id = settings.ends or None
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    ours = functools.cache(Contest(target, draft, tokenizer, 0, 0.0, settings.context).generator)
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    stock = {name: getattr(draft.generation_config, name) for name in (*constant, "num_assistant_tokens")}
+    stock = draft and {name: getattr(draft.generation_config, name) for name in (*constant, "num_assistant_tokens")}
 
     def generate(request: Request) -> NewTokens:
-        ids = torch.tensor(request["ids"])  # [batch, prompt_len] int64
-        options = {"do_sample": False, "max_new_tokens": request["new_tokens"], "attention_mask": torch.ones_like(ids)}
-        if request["method"] in ours:
-            sequences = ours[request["method"]].generate(input_ids=ids, **options)
-        elif request["method"] == "assisted":
-            tokens = request.get("assistant_tokens")  # None: transformers' defaults
+        inputs = tokenizer.pad({"input_ids": request["ids"]}, padding_side="left", return_tensors="pt")
+        options = {**inputs, "do_sample": False, "max_new_tokens": request["new_tokens"]}
+        if "drafter" in request:
+            sequences = ours(request["drafter"]).generate(**options)
+        elif "assistant_tokens" in request:
+            tokens = request["assistant_tokens"]  # None: transformers' defaults
             draft.generation_config.update(**(constant | {"num_assistant_tokens": tokens} if tokens else stock))
-            sequences = target.generate(input_ids=ids, assistant_model=draft, **options)
+            sequences = target.generate(**options, assistant_model=draft)
         else:
-            sequences = target.generate(input_ids=ids, **options)
-        tokens: NewTokens = sequences[:, ids.shape[1] :].tolist()
+            sequences = target.generate(**options, prompt_lookup_num_tokens=request.get("prompt_lookup_num_tokens"))
+        tokens: NewTokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
         return tokens
 
     # The first call prepacks the weights, if memory is free: before the other workers take it.
-    generate({"method": "hf_slospec", "ids": [[1, 2, 3]], "new_tokens": 8})
+    if draft is not None or short == "bf16":
+        generate({"drafter": "none", "ids": [[1, 2, 3]], "new_tokens": 8})
     serve(generate, provenance=provenance())
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from protocol import ANSWERS_FD
+
+from benchmarks.peers.protocol import ANSWERS_FD, Settings
 
 HERE = Path(__file__).parent
 PYTHONS = {"openvino": "ov/bin/python", "vllm": "vllm/bin/python"}  # the other workers run in this environment
@@ -45,10 +46,11 @@ class Worker:
         WorkerError: it did not start; its log says why.
     """
 
-    def __init__(self, key: tuple[str, ...], folder: Path, threads: int, isa: str, start_s: float):
+    def __init__(self, key: tuple[str, ...], settings: Settings, start_s: float):
         engine, *arguments = key
+        folder = settings.folder
         python = folder / PYTHONS[engine] if engine in PYTHONS else sys.executable
-        command = [python, HERE / f"worker_{engine}.py", folder, threads, isa, *arguments]
+        command = [python, HERE / f"worker_{engine}.py", settings.written(), *arguments]
         self._log, begun_s = folder / "logs" / f"{'-'.join(key)}.log", time.monotonic()
         self._log.parent.mkdir(exist_ok=True)
         answers_fd, worker_fd = os.pipe()
@@ -61,7 +63,7 @@ class Worker:
                 stderr=output,
                 text=True,
                 pass_fds=(worker_fd,),
-                env=_environment(engine, folder, threads, isa) | {ANSWERS_FD: str(worker_fd)},
+                env=_environment(engine, settings) | {ANSWERS_FD: str(worker_fd)},
                 start_new_session=True,  # so that it is stopped together with its own children
             )
         os.close(worker_fd)
@@ -102,14 +104,15 @@ class Worker:
         return answer
 
 
-def _environment(engine: str, folder: Path, threads: int, isa: str) -> dict[str, str]:
+def _environment(engine: str, settings: Settings) -> dict[str, str]:
     """Return the environment of a worker; vLLM gets the preloaded libraries that its documentation recommends."""
     paths = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = os.environ | ISAS[isa] | {"OMP_NUM_THREADS": str(threads)}
+    found = os.environ | ISAS[settings.isa] | {"OMP_NUM_THREADS": str(settings.threads)}
     if engine == "transformers":
         return found | {"PYTHONPATH": os.pathsep.join(paths)}  # hf_slospec of this checkout
     found.pop("PYTHONPATH", None)
     if engine == "vllm":
+        folder = settings.folder
         libraries = [*(folder / "deb").rglob("libtcmalloc_minimal.so.4"), folder / "vllm" / "lib" / "libiomp5.so"]
         found["LD_PRELOAD"] = ":".join(map(str, libraries))
     return found
