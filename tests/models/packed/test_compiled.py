@@ -104,7 +104,10 @@ def test_hidden_states_for_a_drafter() -> None:
         with cache.temporary([9]) as (sequence,):
             parts = [chain(each, sequence, list(range(3, 12)))]
             outputs.append(each.outputs(cache.pool, parts, torch.tensor([8]), (0, 2)))
-    assert packed.compiled[0, 2] == "compiled"
+        with cache.temporary([9]) as (sequence,):  # a chunk of a prompt
+            parts = [chain(each, sequence, list(range(3, 12)))]
+            assert each.forward(cache.pool, parts, torch.tensor([], dtype=torch.int64)).shape == (0, 101)
+    assert packed.compiled[0, 2] == packed.compiled[()] == "compiled"
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
