@@ -28,7 +28,7 @@ from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
 FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
-MEASURE_S = {"target": 5.0, "draft": 1.0}
+MEASURE_S = {"target": 2.0, "draft": 0.5}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
 
