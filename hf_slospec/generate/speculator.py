@@ -185,7 +185,7 @@ class Speculator:
 
     @property
     def forwards(self) -> dict[str, str]:
-        """How the models' forwards are computed: "compiled", or "eager" with the reason, by "target" and "draft"."""
+        """Path of the models' forwards, "compiled" or "eager" with the reason, by "target" and "draft"."""
         target, *drafts = self.models
         layers = self.method.feature_layers if self.max_nodes else ()
         return dict(

@@ -104,6 +104,7 @@ class PackedModel:
         self.captured = CapturedForwards(model, cuda_graphs and can_replay)
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
+        self._compiled_state = self.fingerprint.state  # that of the model which compiled forwards compute
         _packed_models.add(self)
 
     def forget_cache(self) -> None:
@@ -116,7 +117,6 @@ class PackedModel:
         """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
         if has_changed := self.fingerprint.renew(is_idle):
             self.prepacked.renew()
-            self.compiled.renew()
         self.captured.renew()
         return has_changed
 
@@ -278,6 +278,9 @@ class PackedModel:
     ) -> Any:
         if self.fingerprint.is_behind:
             self.renew()
+        if self._compiled_state != self.fingerprint.state:  # another user of the fingerprint may have renewed it
+            self._compiled_state = self.fingerprint.state
+            self.compiled.renew()
         self.prepacked.need(not self.compiled.is_used)
         rope_lengths = self.rope.lengths(parts)
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,9 +170,27 @@ def test_changed_modules_are_computed_eagerly(model: Any) -> None:
     assert ours.stats().forwards == {"target": "compiled"}
 
 
-def test_a_setting_that_the_graph_lacks_is_found_by_comparison(
-    model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("is_running", [False, True])
+def test_changes_between_requests_are_noticed(model: Any, is_running: bool) -> None:
+    """Also those that other users of the model notice first."""
+    changes = [
+        lambda: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1.0),
+        lambda: model.model.layers[0].register_forward_hook(lambda module, inputs, out: out * -1.0),
+    ]
+    ids = rows()["input_ids"][:1]
+    ours, other = generator(model), generator(model)
+    with ours if is_running else contextlib.nullcontext():
+        for change in [lambda: None, *changes]:
+            change()
+            expected = model.generate(ids, **OPTIONS, do_sample=False).tolist()
+            assert other.generate(ids, **OPTIONS, do_sample=False).tolist() == expected
+            if is_running:
+                assert [*ids[0].tolist(), *ours.submit(ids[0], **OPTIONS).result(60).token_ids] == expected[0]
+            else:
+                assert ours.generate(ids, **OPTIONS, do_sample=False).tolist() == expected
+
+
+def test_a_setting_that_the_graph_lacks_is_found_by_comparison(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The graph is that of a new model of the class and config; this one computes something else."""
     ours = generator(model)
     generated(ours.generate)

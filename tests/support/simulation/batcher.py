@@ -300,7 +300,7 @@ class Simulation:
         return is_short
 
     def _check_counts(self, server: Server) -> None:
-        stats = server.telemetry.stats(0, 0, 0, 0, 0, None)
+        stats = server.telemetry.stats(0, 0, 0, 0, 0, None, {})
         reasons = [own.handle.request for own in self.submitted if own.server is server]
         done = [request for request in reasons if request.finish_reason in ("stop", "length")]
         assert stats.finished.get("length", 0) + stats.finished.get("stop", 0) == len(done)
