@@ -185,6 +185,20 @@ PEER = "batch | engine | of stock, fp32 | hf_slospec is | lowest-highest repeat 
 
 
 @table
+def peers_checkpoint() -> str:
+    """Contestants of all groups by task; what is in every group is listed once for each."""
+    rows = result("peers-smollm2-135m-cpu-2core-bf16-batch1.json")["summary"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = []
+    for group, name in dict.fromkeys((row["group"], row["name"]) for row in rows):
+        cells = [find(rows, group=group, name=name, task=task) for task in tasks]
+        low, high = cells[-1]["interval"]
+        overall = f"{ratio(cells[-1]['speedup'])} ({low:.2f}-{high:.2f})"
+        lines.append([group.split("-")[0], name, *(ratio(cell["speedup"]) for cell in cells[:-1]), overall])
+    return markdown(" | ".join(["beside", "contestant", *tasks]), lines)
+
+
+@table
 def peers_batch1() -> str:
     return markdown(PEER, peer_rows(PEERS.format(1, "")))
 
