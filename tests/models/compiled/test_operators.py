@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from hf_slospec.models.linear.cpu_kernel_choice import SIZES, Choice
 from hf_slospec.models.linear.cpu_kernels import PACKING, works
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, TREES, case
 
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
 SPANS = [(7, 1, BRANCHING), (0, 3, CHAIN), (5, 1, ROOT), (130, 70, ROOT)]  # committed, in a chain, the tree at its end
 SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 8, 8), (4, 1, 80, 72)]  # query heads, KV heads, key_dim, value_dim
 OPTIONS = {

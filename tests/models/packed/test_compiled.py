@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,8 @@ from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.twin import Description
 from tests.support.toys.tiny_models import tiny_model
 
-FAMILIES = ["llama", "gemma3", "gpt2", "mixtral"]  # grouped heads; windows; weights as [inputs, outputs]; experts
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
+FAMILIES = ["llama", "gemma3", "gpt2"]  # grouped heads; windows; weights as [inputs, outputs]
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
 
 
