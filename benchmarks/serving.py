@@ -65,7 +65,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 CLASSES = {"tight": (0.4, 0.8, 15.0), "middling": (0.4, 1.2, 30.0), "relaxed": (0.2, 3.0, 100.0)}  # at batch 8
 ADASERVE_CLASSES = {"code": (0.6, 1.2, 50.0), "chat": (0.2, 5 / 3, 100.0), "summary": (0.2, 5.0, 300.0)}  # at batch 1
 PROMPT_TOKENS, NEW_TOKENS = (16, 64), (16, 64)
-BATCH = 8  # of plain decoding, whose throughput is a load of 1
+BATCH = 8  # requests of plain decoding, whose throughput is a load of 1
 DRAFTER = "suffix+lookup"  # for a named target without an assistant
 Json = Annotated[Path | None, typer.Option("--json")]
 Size = Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")]
@@ -79,8 +79,8 @@ class Texts:
     classes: dict[str, tuple[float, float, float]]  # as CLASSES
     prompts: dict[str, list[list[int]]]  # token ids, by class
     slo_batch: int  # batch of plain decoding whose time per token is the unit of the SLOs
-    new_tokens: tuple[int, int]  # of an answer
-    mean_new: float  # of answers
+    new_tokens: tuple[int, int]  # least and greatest length of an answer
+    mean_new: float  # mean length of answers
     excerpt: tuple[int, int] | None = None  # lengths of excerpts that are prompts; None: whole prompts, real answers
 
     @property

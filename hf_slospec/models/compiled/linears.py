@@ -25,7 +25,7 @@ class _Made(NamedTuple):
 
     state: State
     digest: Digest
-    num_bytes: int  # of the packed copy
+    num_bytes: int  # bytes of the packed copy
 
 
 class JoinedLinears:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.models.device.machine import digest, kept_file, machine, write_atomically
+from hf_slospec.models.inspection.properties import config_values
 from hf_slospec.models.packed.model import PackedModel
 
 MAX_S = 1e4  # maximum seconds of a forward in a profile
@@ -58,11 +59,10 @@ class Profile(BaseModel):
 def identity(packed: PackedModel) -> dict[str, Any]:
     """Return what costs depend on: the model, the settings of its packed forwards and the machine."""
     model = packed.model
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     modules = Counter(type(module).__qualname__ for module in model.modules())  # adapters, quantised linears
     return {
         "class": type(model).__name__,
-        "config": digest(config),
+        "config": digest(config_values(model.config)),
         "modules": digest(sorted(modules.items())),
         "dtype": str(model.get_input_embeddings().weight.dtype),
         "attention": packed.backend.__name__,

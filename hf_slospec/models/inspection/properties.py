@@ -24,6 +24,11 @@ FORWARD_ERRORS = (
 )
 
 
+def config_values(config: Any) -> dict[str, Any]:
+    """Return what a config says of the model itself, without where it came from."""
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+
+
 def vocab_size(model: Any) -> int:
     """Return the size of the vocabulary in the model's config."""
     return int(model.config.get_text_config().vocab_size)

@@ -25,7 +25,7 @@ from hf_slospec.models.device.machine import kept_file, write_atomically
 from hf_slospec.models.packed import twin
 from hf_slospec.models.packed.twin import Description, Interface, export_graph
 
-NICENESS = 5  # of a compilation beside a running model: it gets a fourth of a busy core
+NICENESS = 5  # a compilation beside a running model then gets a fourth of a busy core
 MAX_PACKAGES = 64  # kept packages; each has some megabytes
 RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
 
@@ -40,7 +40,7 @@ class Job:
     niceness: int
 
     @classmethod
-    def of(cls, description: Description, niceness: int = 0) -> Job:
+    def of(cls, description: Description, niceness: int) -> Job:
         """Return the job for a model on this machine.
 
         Raises:

@@ -34,7 +34,7 @@ from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.inspection.model_changes import Fingerprint
-from hf_slospec.models.inspection.properties import hidden_states, input_device, vocab_size, watching_autocast
+from hf_slospec.models.inspection.properties import input_device, vocab_size, watching_autocast
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -45,7 +45,7 @@ from hf_slospec.models.packed.compiled import CompiledForwards
 from hf_slospec.models.packed.inputs import DraftLevel, Inputs, Outputs
 from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS
 from hf_slospec.models.packed.probe import probe_layers, refuse_by_declaration
-from hf_slospec.models.packed.running import run_model
+from hf_slospec.models.packed.running import packed_outputs
 
 
 class PackedModel:
@@ -104,7 +104,7 @@ class PackedModel:
         self.captured = CapturedForwards(model, cuda_graphs and can_replay)
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
-        self._compiled_state = self.fingerprint.state  # that of the model which compiled forwards compute
+        self._state = self.fingerprint.state  # that which the copies of weights were made from
         _packed_models.add(self)
 
     def forget_cache(self) -> None:
@@ -115,10 +115,17 @@ class PackedModel:
 
     def renew(self, is_idle: bool = True) -> bool:
         """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
-        if has_changed := self.fingerprint.renew(is_idle):
-            self.prepacked.renew()
+        has_changed = self.fingerprint.renew(is_idle)
+        self._take_in_changes()
         self.captured.renew()
         return has_changed
+
+    def _take_in_changes(self) -> None:
+        """Update what was made of weights and modules; another user of the fingerprint may have renewed it."""
+        if self._state != self.fingerprint.state:
+            self._state = self.fingerprint.state
+            self.prepacked.renew()
+            self.compiled.renew()
 
     def _why_not_compiled(self, prepack: Prepack) -> str | None:
         if self.has_states:
@@ -278,9 +285,7 @@ class PackedModel:
     ) -> Any:
         if self.fingerprint.is_behind:
             self.renew()
-        if self._compiled_state != self.fingerprint.state:  # another user of the fingerprint may have renewed it
-            self._compiled_state = self.fingerprint.state
-            self.compiled.renew()
+        self._take_in_changes()
         self.prepacked.need(not self.compiled.is_used)
         rope_lengths = self.rope.lengths(parts)
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
@@ -331,16 +336,9 @@ class PackedModel:
             forward = GatheredForward(pool, batch, inputs.position_ids)
         else:
             forward = PackedForward(pool, batch, self.backend, self.layers, inputs.position_ids, spans)
-        options: dict[str, Any] = {"logits_to_keep": inputs.logit_rows} if self._keeps_logits else {}
-        if inputs.feature_layers:
-            options["output_hidden_states"] = list(inputs.feature_layers)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
-        output = run_model(self.model, forward, **tokens, position_ids=inputs.position_ids, **options)
-        logits = output.logits[0]
-        if not self._keeps_logits:
-            logits = logits[inputs.logit_rows.to(logits.device)]
-        features = hidden_states(output, inputs.feature_layers, self.device) if inputs.feature_layers else None
-        return Outputs(logits, features)
+        arguments = inputs.position_ids, inputs.logit_rows, inputs.feature_layers, self._keeps_logits
+        return packed_outputs(self.model, forward, tokens, *arguments)
 
 
 _packed_models: WeakSet[PackedModel] = WeakSet()

@@ -7,10 +7,35 @@ from typing import Any
 import torch
 
 from hf_slospec.models.attention import MaskSource, Positions, active_forward, given_positions, own_attention
-from hf_slospec.models.inspection.properties import _arguments, given_position_ids
+from hf_slospec.models.inspection.properties import _arguments, given_position_ids, hidden_states
+from hf_slospec.models.packed.inputs import Outputs
 
 # Mask builders return a 4D mask unchanged, and packed attention does not read it.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+
+
+def packed_outputs(
+    model: Any,
+    forward: Any,
+    tokens: dict[str, torch.Tensor],
+    position_ids: torch.Tensor,  # [1, num_tokens] int64
+    logit_rows: torch.Tensor,  # [num_logits] int64
+    feature_layers: tuple[int, ...],
+    keeps_logits: bool,
+) -> Outputs:
+    """Run the model for a packed batch; return the logits of some tokens, and hidden states of all.
+
+    ``tokens`` are ``input_ids`` or ``inputs_embeds``; ``keeps_logits``: the model's forward takes ``logits_to_keep``.
+    """
+    options: dict[str, Any] = {"logits_to_keep": logit_rows} if keeps_logits else {}
+    if feature_layers:
+        options["output_hidden_states"] = list(feature_layers)
+    output = run_model(model, forward, **tokens, position_ids=position_ids, **options)
+    logits = output.logits[0]
+    if not keeps_logits:
+        logits = logits[logit_rows.to(logits.device)]
+    features = hidden_states(output, feature_layers, position_ids.device) if feature_layers else None
+    return Outputs(logits, features)
 
 
 def run_model(

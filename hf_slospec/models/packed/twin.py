@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_slospec.models.attention import AttentionLayer, Positions
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.inspection.layer_classes import plain_class
-from hf_slospec.models.inspection.properties import hidden_states
-from hf_slospec.models.packed.running import run_model
+from hf_slospec.models.inspection.properties import config_values
+from hf_slospec.models.packed.running import packed_outputs
 
 LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
 MIN_SIZE, MAX_TOKENS = 2, 2**20  # tokens and logits of a forward; the compiler makes another graph for 1
@@ -58,7 +58,7 @@ class Description:
 
     def identity(self) -> dict[str, Any]:
         """Return what tells this graph from others, as values for JSON."""
-        config = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        config = config_values(self.config)
         name = f"{self.model_class.__module__}.{self.model_class.__qualname__}"
         layers = [str(layer) for layer in self.layers]
         return {"class": name, "config": config, "modules": self.modules, "tensors": self.tensors, "layers": layers} | {
@@ -170,15 +170,10 @@ class _Step(nn.Module):
         """Return logits [num_logits, vocab], and features [num_tokens, num_feature_layers * hidden] if any."""
         self.context[:], described, twin = [context], self._description, self._twin[0]
         forward = TracedForward(context, described.layers, position_ids)
-        options: dict[str, Any] = {"logits_to_keep": logit_rows} if described.keeps_logits else {}
-        if described.feature_layers:
-            options["output_hidden_states"] = list(described.feature_layers)
+        arguments = position_ids, logit_rows, described.feature_layers, described.keeps_logits
         with nn.utils.stateless._reparametrize_module(twin, dict(zip(self.weights, weights, strict=True))):
-            output = run_model(twin, forward, input_ids=input_ids, position_ids=position_ids, **options)
-        logits = output.logits[0] if described.keeps_logits else output.logits[0][logit_rows]
-        if not described.feature_layers:
-            return (logits,)
-        return logits, hidden_states(output, described.feature_layers, logits.device)
+            outputs = packed_outputs(twin, forward, {"input_ids": input_ids}, *arguments)
+        return tuple(tensor for tensor in outputs if tensor is not None)
 
 
 @torch.no_grad()

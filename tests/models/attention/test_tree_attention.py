@@ -13,21 +13,13 @@ from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import signature
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, case
+from tests.support.oracles.attention_rows import BRANCHING, CHAIN, OPTIONS, ROOT, TOLERANCE, case
 from tests.support.stand_ins.triton import tree_attention_stand_in
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")
 SPANS = [(7, 1, BRANCHING), (0, 3, CHAIN), (5, 1, ROOT)]  # tokens committed, tokens of a chain, the tree at its end
 SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 8, 8)]  # query heads, KV heads, key_dim, value_dim
-OPTIONS = {
-    "plain": {},
-    "window": dict(window=6, softcap=2.0),
-    "narrow": dict(window=1),
-    "sinks": dict(has_sinks=True),
-    "chunks": dict(chunk=4, has_sinks=True),
-}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def check(spans, heads, dtype, is_padded=False, window=None, softcap=None, has_sinks=False, chunk=None, kernel=None):  # type: ignore[no-untyped-def]

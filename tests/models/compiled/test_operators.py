@@ -16,19 +16,11 @@ from hf_slospec.models.compiled import operators
 from hf_slospec.models.compiled.plan import plan_for_operators
 from hf_slospec.models.linear.cpu_kernel_choice import SIZES, Choice
 from hf_slospec.models.linear.cpu_kernels import PACKING, works
-from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, TREES, case
+from tests.support.oracles.attention_rows import BRANCHING, CHAIN, OPTIONS, ROOT, TOLERANCE, TREES, case
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
 SPANS = [(7, 1, BRANCHING), (0, 3, CHAIN), (5, 1, ROOT), (130, 70, ROOT)]  # committed, in a chain, the tree at its end
 SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 8, 8), (4, 1, 80, 72)]  # query heads, KV heads, key_dim, value_dim
-OPTIONS = {
-    "plain": {},
-    "window": dict(window=6, softcap=2.0),
-    "narrow": dict(window=1),
-    "sinks": dict(has_sinks=True),
-    "chunks": dict(chunk=4, has_sinks=True),
-}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,8 @@ import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models.packed import compile_job, compiled
 from hf_slospec.models.packed.compile_job import Job
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.model import PackedModel, _packed_models
+from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.packed.twin import Description
 from tests.support.toys.tiny_models import tiny_model
 
@@ -71,16 +72,6 @@ def generator(model: Any, compile: Any = "wait") -> SLOSpecGenerator:
     return SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(compile=compile))
 
 
-def path(model: Any) -> str:
-    return next(packed for packed in PackedModel_of(model)).compiled[()]
-
-
-def PackedModel_of(model: Any) -> list[PackedModel]:  # noqa: N802
-    from hf_slospec.models.packed.model import _packed_models
-
-    return [packed for packed in _packed_models if packed.model is model]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_stock_generate(family: str) -> None:
     model = tiny_model(family)
@@ -99,8 +90,6 @@ def test_a_draft_model_is_compiled_too() -> None:
 def test_hidden_states_for_a_drafter() -> None:
     model = tiny_model("llama")
     packed, eager = PackedModel(model, compile="wait"), PackedModel(model)
-    from hf_slospec.models.packed.tree_mask import chain
-
     outputs = []
     for each in (packed, eager):
         cache = each.kv_cache
@@ -216,7 +205,7 @@ def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any)
         ours = generator(model)
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
-        PackedModel_of(model)[0].forget_cache()
+        next(packed for packed in _packed_models if packed.model is model).forget_cache()
     assert len(attempts) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,16 @@ TREES = [
     TokenTree(np.arange(6), np.array([-1, 0, 0, 1, 1, 3]), np.array([0, 1, 1, 2, 2, 3]), np.ones(6)),
     TokenTree(np.arange(4), np.array([-1, 0, 1, 2]), np.array([0, 1, 2, 3]), np.ones(4)),
 ]
+
+# Rules that a kernel is tried with, and its errors relative to the largest value.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": dict(window=6, softcap=2.0),
+    "narrow": dict(window=1),
+    "sinks": dict(has_sinks=True),
+    "chunks": dict(chunk=4, has_sinks=True),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True)
