@@ -99,8 +99,12 @@ def during_streams(
 
 
 def replica_processes() -> list[psutil.Process]:
-    own = psutil.Process().children(recursive=True)
-    return [one for one in own if any("Replica" in part and ":Model" in part for part in one.cmdline())]
+    replicas = list[psutil.Process]()
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, or a zombie
+            if any("Replica" in part and ":Model" in part for part in one.cmdline()):
+                replicas.append(one)
+    return replicas
 
 
 def num_running(url: str) -> int:
