@@ -55,7 +55,7 @@ def test_generate(
 ) -> None:
     inputs = smollm2.encoded(texts_of(questions, batch))
     expected = stock(smollm2, inputs, max_new_tokens=16, **options)
-    for drafter in DRAFTERS if batch == 1 else DRAFTERS[-1:]:
+    for drafter in DRAFTERS if options is GREEDY and batch == 1 else DRAFTERS[-1:]:
         ours = SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter=drafter, config=ALWAYS)
         torch.manual_seed(7)
         assert torch.equal(ours.generate(**inputs, max_new_tokens=16, **options), expected), drafter

@@ -9,6 +9,10 @@
 #include <ATen/native/quantized/PackedParams.h>
 #include <torch/library.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -18,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -238,31 +243,59 @@ inline vec exp_of(vec x) {
   return is_tiny < -87.0f ? vec{} : p * power;
 }
 
-// out[r][0:BLOCK] += sum over i of a[r][i] * b[i][0:BLOCK], for ROWS rows.
-template <int ROWS>
-inline void add_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t n, float* out,
+// Elements of a product's factors: one float, or a pair of bf16 numbers where the CPU multiplies such pairs.
+typedef uint32_t pair;
+#ifdef __AVX512BF16__
+constexpr bool HAS_PAIRS = true;
+inline vec add_products(vec sum, pair a, vec b) {
+  const __m512i factors = _mm512_set1_epi32(int(a));
+  return _mm512_dpbf16_ps(sum, (__m512bh)factors, (__m512bh)b);
+}
+inline void store_rounded(pair* to, vec v) {
+  const __m256bh halves = _mm512_cvtneps_pbh(v);
+  std::memcpy(to, &halves, sizeof halves);
+}
+#else
+constexpr bool HAS_PAIRS = false;
+inline vec add_products(vec, pair, vec) { return vec{}; }
+inline void store_rounded(pair*, vec) {}
+#endif
+inline vec add_products(vec sum, float a, vec b) { return sum + a * b; }
+
+// As many sums as the CPU's registers hold: MAX_R times MAX_C vectors.
+#ifdef __AVX512F__
+constexpr int MAX_R = 6, MAX_C = 4;
+#else
+constexpr int MAX_R = 6, MAX_C = 1;
+#endif
+
+// out[r][0:BLOCK] += sum over i of a[r][i] * b[i][0:BLOCK], for R rows.
+template <int R, typename E>
+inline void add_rows(const E* a, int64_t a_stride, const E* b, int64_t b_stride, int64_t n, float* out,
                      int64_t out_stride) {
-  vec sums[ROWS][4];
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 4; ++c) sums[r][c] = load(out + r * out_stride + c * WIDTH);
-  for (int64_t i = 0; i < n; ++i) {
-    vec x[4];
-    for (int c = 0; c < 4; ++c) x[c] = load(b + i * b_stride + c * WIDTH);
-    for (int r = 0; r < ROWS; ++r) {
-      const float factor = a[r * a_stride + i];
-      for (int c = 0; c < 4; ++c) sums[r][c] += factor * x[c];
+  for (int64_t column = 0; column < BLOCK; column += MAX_C * WIDTH) {
+    vec sums[R][MAX_C];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < MAX_C; ++c) sums[r][c] = load(out + r * out_stride + column + c * WIDTH);
+    for (int64_t i = 0; i < n; ++i) {
+      vec x[MAX_C];
+      for (int c = 0; c < MAX_C; ++c) std::memcpy(&x[c], b + i * b_stride + column + c * WIDTH, sizeof x[c]);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < MAX_C; ++c) sums[r][c] = add_products(sums[r][c], a[r * a_stride + i], x[c]);
     }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < MAX_C; ++c) store(out + r * out_stride + column + c * WIDTH, sums[r][c]);
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 4; ++c) store(out + r * out_stride + c * WIDTH, sums[r][c]);
 }
 
-inline void add_product(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t n,
-                        float* out, int64_t out_stride) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-    add_rows<4>(a + r * a_stride, a_stride, b, b_stride, n, out + r * out_stride, out_stride);
-  for (; r < rows; ++r) add_rows<1>(a + r * a_stride, a_stride, b, b_stride, n, out + r * out_stride, out_stride);
+// The same for any number of rows.
+template <int R = MAX_R, typename E>
+inline void add_product(int64_t rows, const E* a, int64_t a_stride, const E* b, int64_t b_stride, int64_t n, float* out,
+                        int64_t out_stride) {
+  for (; rows >= R; rows -= R, a += R * a_stride, out += R * out_stride)
+    add_rows<R>(a, a_stride, b, b_stride, n, out, out_stride);
+  if constexpr (R > 1)
+    if (rows) add_product<R - 1>(rows, a, a_stride, b, b_stride, n, out, out_stride);
 }
 
 // Some tokens of one sequence.
@@ -299,10 +332,53 @@ void stage(const Tensor& fresh, Tensor& stored, const Tensor& sequences) {
   }
 }
 
+// Writes n keys, [n, dim], as [dim / elements of E, BLOCK]; columns behind the keys are copies of the last one.
+template <typename T, typename E>
+inline void pack_keys(const T* from, int64_t stride, int64_t n, int64_t dim, E* to) {
+  constexpr int64_t SIZE = std::is_same_v<E, pair> ? 2 : 1;  // elements of T in one of E
+  for (int64_t j = 0; j < n; j += WIDTH)
+    for (int64_t d = 0; d < dim; d += SIZE * WIDTH) {
+      vec rows[WIDTH];
+      for (int64_t i = 0; i < WIDTH; ++i) {
+        const T* key = from + std::min(j + i, n - 1) * stride + d;
+        if constexpr (SIZE == 2) {
+          rows[i] = vec{};
+          std::memcpy(&rows[i], key, std::min<int64_t>(sizeof(vec), (dim - d) * sizeof(T)));
+        } else {
+          rows[i] = load_some(key, dim - d);
+        }
+      }
+      transpose<WIDTH / 2>(rows);
+      for (int64_t i = 0; i < std::min(WIDTH, (dim - d + SIZE - 1) / SIZE); ++i)
+        std::memcpy(to + (d / SIZE + i) * BLOCK + j, &rows[i], sizeof(vec));
+    }
+}
+
+// Writes n values, [n, dim], as [n / elements of E, width].
+template <typename T, typename E>
+inline void pack_values(const T* from, int64_t stride, int64_t n, int64_t dim, E* to, int64_t width) {
+  for (int64_t d = 0; d < dim; d += WIDTH)
+    if constexpr (std::is_same_v<E, pair>) {
+      for (int64_t j = 0; j < n; j += 2) {
+        const vec lower = load_some(from + j * stride + d, dim - d);
+        const vec upper = j + 1 < n ? load_some(from + (j + 1) * stride + d, dim - d) : vec{};
+        uvec low, high;
+        std::memcpy(&low, &lower, sizeof low);
+        std::memcpy(&high, &upper, sizeof high);
+        const uvec both = low >> 16 | high;  // bf16 is the upper half of a float
+        std::memcpy(to + j / 2 * width + d, &both, sizeof both);
+      }
+    } else {
+      for (int64_t j = 0; j < n; ++j) store(to + j * width + d, load_some(from + j * stride + d, dim - d));
+    }
+}
+
 // Attention of one tile's tokens, for the query heads of one KV head; scores and sums in fp32, softmax block by block.
 template <typename T>
 void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, const Rules& rules, const Tile& tile,
                  int64_t kv_head, Tensor& out, std::vector<float>& buffer) {
+  using E = std::conditional_t<HAS_PAIRS && std::is_same_v<T, at::BFloat16>, pair, float>;
+  constexpr int64_t SIZE = std::is_same_v<E, pair> ? 2 : 1;  // elements of T in one of E
   const int64_t dim = query.size(3), value_dim = layer.values.size(2), groups = query.size(1) / layer.keys.size(1);
   const int64_t start = tile.sequence[START], prefix_len = tile.sequence[PREFIX_LEN];
   const int64_t first = tile.sequence[FIRST_TOKEN] + tile.offset, num_rows = tile.num_tokens * groups;
@@ -318,62 +394,57 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
   if (rules.window) low = std::max(low, prefix_len - rules.window + 1);
   if (rules.chunk) low = std::max(low, prefix_len / rules.chunk * rules.chunk);
 
-  const int64_t value_width = rounded_up(value_dim);
-  buffer.assign(num_rows * (dim + BLOCK + value_width + 2) + BLOCK * (dim + value_width), 0.0f);
-  float* queries = buffer.data();                    // [num_rows, dim], scaled
-  float* keys = queries + num_rows * dim;            // [dim, BLOCK]
-  float* values = keys + dim * BLOCK;                // [BLOCK, value_width]
-  float* scores = values + BLOCK * value_width;      // [num_rows, BLOCK]
+  const int64_t value_width = rounded_up(value_dim), query_width = (dim + SIZE - 1) / SIZE;
+  buffer.assign(num_rows * (query_width + 2 * BLOCK + value_width + 2) + BLOCK * (query_width + value_width), 0.0f);
+  float* scores = buffer.data();                     // [num_rows, BLOCK]
   float* sums = scores + num_rows * BLOCK;           // [num_rows, value_width]
   float* tops = sums + num_rows * value_width;       // [num_rows], largest score so far
   float* totals = tops + num_rows;                   // [num_rows], sum of weights so far
+  E* weights = reinterpret_cast<E*>(totals + num_rows);  // [num_rows, BLOCK / SIZE]
+  E* queries = weights + num_rows * BLOCK;           // [num_rows, query_width]
+  E* keys = queries + num_rows * query_width;        // [query_width, BLOCK]
+  E* values = keys + query_width * BLOCK;            // [BLOCK / SIZE, value_width]
   constexpr float NONE = -std::numeric_limits<float>::infinity();
 
   const T* query_data = query.const_data_ptr<T>();
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t head = kv_head * groups + row % groups;
     const T* from = query_data + head * query.stride(1) + (first + row / groups) * query.stride(2);
-    for (int64_t d = 0; d < dim; ++d) queries[row * dim + d] = float(from[d]) * float(rules.scaling);
+    if constexpr (SIZE == 2)
+      std::memcpy(queries + row * query_width, from, dim * sizeof(T));
+    else
+      for (int64_t d = 0; d < dim; ++d) queries[row * query_width + d] = float(from[d]);
     tops[row] = rules.sinks ? rules.sinks[head] : NONE;
     totals[row] = rules.sinks ? 1.0f : 0.0f;
   }
-  const T* key_data = layer.keys.const_data_ptr<T>() + kv_head * layer.keys.stride(1);
-  const T* value_data = layer.values.const_data_ptr<T>() + kv_head * layer.values.stride(1);
+  const T* key_data = layer.keys.const_data_ptr<T>() + kv_head * layer.keys.stride(1) + start * layer.keys.stride(0);
+  const T* value_data =
+      layer.values.const_data_ptr<T>() + kv_head * layer.values.stride(1) + start * layer.values.stride(0);
   for (int64_t begin = low; begin < num_keys; begin += BLOCK) {
     const int64_t n = std::min(BLOCK, num_keys - begin);
-    for (int64_t j = 0; j < n; j += WIDTH)
-      for (int64_t d = 0; d < dim; d += WIDTH) {
-        vec rows[WIDTH];
-        for (int64_t i = 0; i < WIDTH; ++i) {
-          const T* from = key_data + (start + begin + std::min(j + i, n - 1)) * layer.keys.stride(0);
-          rows[i] = load_some(from + d, dim - d);
-        }
-        transpose<WIDTH / 2>(rows);
-        for (int64_t i = 0; i < std::min(WIDTH, dim - d); ++i) store(keys + (d + i) * BLOCK + j, rows[i]);
-      }
-    for (int64_t j = 0; j < n; ++j) {
-      const T* from = value_data + (start + begin + j) * layer.values.stride(0);
-      for (int64_t d = 0; d < value_dim; d += WIDTH) store(values + j * value_width + d, load_some(from + d, value_dim - d));
-    }
+    pack_keys(key_data + begin * layer.keys.stride(0), layer.keys.stride(0), n, dim, keys);
+    pack_values(value_data + begin * layer.values.stride(0), layer.values.stride(0), n, value_dim, values, value_width);
     std::fill(scores, scores + num_rows * BLOCK, 0.0f);
-    add_product(num_rows, queries, dim, keys, BLOCK, dim, scores, BLOCK);
+    add_product(num_rows, queries, query_width, keys, BLOCK, query_width, scores, BLOCK);
     for (int64_t row = 0; row < num_rows; ++row) {
       float* score = scores + row * BLOCK;
+      E* weight = weights + row * (BLOCK / SIZE);
       const int64_t token = row / groups;
+      for (int64_t c = 0; c < BLOCK; c += WIDTH) store(score + c, load(score + c) * float(rules.scaling));
       if (rules.softcap)
         for (int64_t j = 0; j < n; ++j) score[j] = float(rules.softcap) * std::tanh(score[j] / float(rules.softcap));
-      for (int64_t j = std::max<int64_t>(0, prefix_len - begin); j < n; ++j) {
-        const int64_t staged = begin + j - prefix_len;
-        const bool is_seen = is_chain ? staged <= tile.offset + token : mask[(first + token) * mask_width + staged];
-        if (!is_seen) score[j] = NONE;
-      }
+      int64_t num_seen = n;  // keys from here on are not seen
+      if (is_chain) num_seen = std::clamp<int64_t>(prefix_len + tile.offset + token + 1 - begin, 0, n);
+      else
+        for (int64_t j = std::max<int64_t>(0, prefix_len - begin); j < n; ++j)
+          if (!mask[(first + token) * mask_width + begin + j - prefix_len]) score[j] = NONE;
       for (int64_t j = 0; by_position && j < n; ++j) {
         const int64_t key = begin + j, position = positions[first + token];
         const int64_t key_position = key < prefix_len ? key : staged_positions[key - prefix_len];
         if (rules.window && position - key_position >= rules.window) score[j] = NONE;
         if (rules.chunk && position / rules.chunk != key_position / rules.chunk) score[j] = NONE;
       }
-      std::fill(score + n, score + BLOCK, NONE);
+      std::fill(score + num_seen, score + BLOCK, NONE);
       vec largest = load(score);
       for (int64_t c = WIDTH; c < BLOCK; c += WIDTH) {
         const vec next = load(score + c);
@@ -382,14 +453,17 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
       float top = tops[row];
       for (int64_t i = 0; i < WIDTH; ++i) top = std::max(top, largest[i]);
       if (top == NONE) {  // the row has seen no key yet
-        std::fill(score, score + BLOCK, 0.0f);
+        std::fill(weight, weight + BLOCK / SIZE, E{});
         continue;
       }
       vec total = {};
       for (int64_t c = 0; c < BLOCK; c += WIDTH) {
-        const vec weights = exp_of(load(score + c) - top);
-        total += weights;
-        store(score + c, weights);
+        const vec exponentials = exp_of(load(score + c) - top);
+        total += exponentials;
+        if constexpr (SIZE == 2)
+          store_rounded(weight + c / SIZE, exponentials);
+        else
+          store(weight + c, exponentials);
       }
       if (top != tops[row]) {
         const float kept = std::exp(tops[row] - top);
@@ -401,7 +475,7 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
       for (int64_t i = 0; i < WIDTH; ++i) totals[row] += total[i];
     }
     for (int64_t d = 0; d < value_width; d += BLOCK)
-      add_product(num_rows, scores, BLOCK, values + d, value_width, n, sums + d, value_width);
+      add_product(num_rows, weights, BLOCK / SIZE, values + d, value_width, (n + SIZE - 1) / SIZE, sums + d, value_width);
   }
   T* out_data = out.mutable_data_ptr<T>();
   for (int64_t row = 0; row < num_rows; ++row) {

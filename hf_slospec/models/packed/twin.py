@@ -114,7 +114,6 @@ class TracedForward:
         index, layer = self._layers[self._layer_of[id(key), id(value)]]
         is_first = index not in self._staged
         self._staged.add(index)
-        query, key, value = (tensor.contiguous() for tensor in (query, key, value))
         attended: torch.Tensor = torch.ops.hf_slospec.attend(
             query, key, value, self._context, index, is_first, rules.scaling,
             layer.window or 0, layer.chunk or 0, rules.softcap or 0.0, rules.sinks,

@@ -20,7 +20,7 @@ from tests.support.oracles.attention_rows import BRANCHING, CHAIN, OPTIONS, ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
 SPANS = [(7, 1, BRANCHING), (0, 3, CHAIN), (5, 1, ROOT), (130, 70, ROOT)]  # committed, in a chain, the tree at its end
-SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 8, 8), (4, 1, 80, 72)]  # query heads, KV heads, key_dim, value_dim
+SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 7, 5), (4, 1, 80, 72)]  # query heads, KV heads, key_dim, value_dim
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +62,9 @@ def test_attention(heads: tuple[int, int, int, int], options: dict[str, object])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_in_half_precision(dtype: torch.dtype) -> None:
-    check(SPANS, SHAPES[0], dtype, has_sinks=True)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_attention_in_half_precision(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    check(SPANS, heads, dtype, has_sinks=True)
 
 
 @settings(max_examples=60)
@@ -71,9 +72,12 @@ def test_attention_in_half_precision(dtype: torch.dtype) -> None:
     st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90), st.sampled_from(TREES)), min_size=1, max_size=6),
     st.sampled_from(SHAPES),
     st.sampled_from(list(OPTIONS.values())),
+    st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_attention_of_any_batch(spans: list[tuple[int, int, object]], heads: tuple[int, ...], options: dict) -> None:
-    check(spans, heads, **options)
+def test_attention_of_any_batch(
+    spans: list[tuple[int, int, object]], heads: tuple[int, ...], options: dict, dtype: torch.dtype
+) -> None:
+    check(spans, heads, dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
