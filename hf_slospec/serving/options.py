@@ -102,7 +102,7 @@ class ModelOptions(InputModel):
 
     @property
     def name(self) -> str:
-        """Name of the target; the last part of a folder's path."""
+        """Name of the target; the last part of the path of a folder or GGUF file."""
         if self.target is None:
             return EMBEDDED
-        return os.path.basename(os.path.abspath(self.target)) if os.path.isdir(self.target) else self.target
+        return os.path.basename(os.path.abspath(self.target)) if os.path.exists(self.target) else self.target

@@ -38,11 +38,13 @@ def test_names_mean_those_of_the_embedded_target(drafter: str | None) -> None:
     assert not isinstance(method, AssistantMethod) or method.assistant is pair.draft
 
 
-def test_a_target_alone_is_drafted_for_by_its_own_text() -> None:
+def test_a_target_alone_is_drafted_for_by_its_own_text(tmp_path: Path) -> None:
     folder = str(FOLDER / "target")
     assert ModelOptions(target=folder).parts == ["lookup"] and ModelOptions(
         target=folder, assistant="org/draft"
     ).parts == ["assistant"]
+    (file := tmp_path / "model.gguf").touch()
+    assert ModelOptions(target=str(file)).name == "model.gguf"
     assert ModelOptions(target=folder).name == "target" and ModelOptions(target="org/name").name == "org/name"
     assert ModelOptions().parts == ["assistant"]
 
