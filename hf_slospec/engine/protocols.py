@@ -113,6 +113,11 @@ class Target(ABC):
         """Forwards so far with one-off costs, such as the capture of a CUDA graph."""
         return 0
 
+    @property
+    def path(self) -> str:
+        """Name of the way in which forwards are computed now; times of one say nothing about another."""
+        return ""
+
     @abstractmethod
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()

@@ -48,6 +48,7 @@ class Engine(Generic[S]):
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # further steps without drafting
         self._lent_slots = 0  # slots of the drafter that the target uses
+        self._path = target.path  # on which the costs were learned
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
@@ -206,6 +207,9 @@ class Engine(Generic[S]):
     def _learn(
         self, event: StepEvent, schedule: Schedule, decisions: StepDecisions, accepted: Sequence[Sequence[int]]
     ) -> None:
+        if self.target.path != self._path:
+            self._path = self.target.path
+            self.costs.forget()
         self.costs.observe(event)
         decisions.observe(accepted[: len(schedule.decoding)], event.phases)
         self.scheduler.observe(event)

@@ -292,6 +292,10 @@ class StepCosts:
         if step.num_drafted_for and step.num_catch_up <= MAX_CATCH_UP * step.num_drafted_for:
             self._observe_draft(step)
 
+    def forget(self) -> None:
+        """Drop the correction of forwards, as they are computed in another way; the next step sets it anew."""
+        self._verify_correction = SizeCorrection()
+
     def _observe_verify(self, step: StepEvent) -> None:
         num_tokens = step.num_tokens
         profiled_s = self.verify.at(num_tokens, max(step.num_decoding, 1), step.num_keys)

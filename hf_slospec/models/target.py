@@ -80,6 +80,10 @@ class PackedTarget(Target):
     def num_one_off_forwards(self) -> int:
         return self.sequences.packed.num_one_off_forwards
 
+    @property
+    def path(self) -> str:
+        return "compiled" if self.sequences.packed.compiled.is_used else "eager"
+
     def give_features(self, reader: Drafter) -> None:
         """Give a drafter its ``feature_layers``' hidden states of every token that is committed from now on."""
         self._reader = reader

@@ -183,6 +183,28 @@ def test_the_seconds_of_a_step_go_to_its_phases() -> None:
     assert engine.scheduler.running[0].metrics().phases.total_s == clock.now_s
 
 
+def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> None:
+    target = markov_model(np.random.default_rng(4), VOCAB)
+    clock = Clock()
+
+    class Switching(ToyTarget):
+        path = "eager"
+
+        def verify(self, *arguments: object) -> list[Callable[[int], int]]:
+            clock.now_s += {"eager": 2.0, "compiled": 1.2}[self.path]
+            return super().verify(*arguments)
+
+    toy = Switching(greedy(target))
+    request = Request(0, RequestParams([0, 1], 200))
+    engine = engine_of([request], toy, ToyDrafter(target), WholeTrees(Plan(0, 1)), clock)
+    for _ in range(100):
+        engine.step()
+    assert engine.costs.verify_at(1) > 1.5
+    toy.path = "compiled"
+    engine.step()
+    assert engine.costs.verify_at(1) == pytest.approx(1.2, rel=0.05)
+
+
 def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
     request = Request(0, RequestParams([0, 1], 1, (Stage(1e-9),)))

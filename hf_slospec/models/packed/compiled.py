@@ -82,6 +82,11 @@ class CompiledForwards:
         """Return whether a package is loaded and computes forwards."""
         return self.why_not is None and any(package.is_ready for package in self._packages.values())
 
+    @property
+    def num_compared(self) -> int:
+        """Number of forwards that were compared with eager ones since the last change of the model."""
+        return sum(sum(package.num_compared.values()) for package in self._packages.values())
+
     def renew(self) -> None:
         """Take in changes of weights and modules: compiled forwards are compared with eager ones again."""
         if self._preconditions is None:
@@ -174,7 +179,7 @@ class _Package:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._graph: _Graph | None = None
-        self._num_compared = {False: 0, True: 0}  # by whether the batch has a tree
+        self.num_compared = {False: 0, True: 0}  # by whether the batch has a tree
         try:
             self._job = Job.of(description, 0 if waits else NICENESS)
             if waits and self._job.interface is None and self._job.failure is None:
@@ -214,7 +219,7 @@ class _Package:
         """Take in changes of the model, which ``description`` describes as it is now."""
         same = description.identity() == self._identity
         self._change = None if same else "the model was changed since it was compiled"
-        self._num_compared = dict.fromkeys(self._num_compared, 0)
+        self.num_compared = dict.fromkeys(self.num_compared, 0)
         if same and self._graph is not None:
             self._graph.renew()
 
@@ -244,9 +249,9 @@ class _Package:
             self._refuse(f"the compiled forward failed with {error!r}")
             return None
         has_tree = not all(span.is_chain for span in batch.spans)
-        if eager is None or not len(outputs.logits) or self._num_compared[has_tree] >= NUM_COMPARED:
+        if eager is None or not len(outputs.logits) or self.num_compared[has_tree] >= NUM_COMPARED:
             return outputs
-        self._num_compared[has_tree] += 1
+        self.num_compared[has_tree] += 1
         expected = eager()
         tolerance = FP32_TOLERANCE if self._dtypes == {torch.float32} else tolerance_in(self._dtypes)
         pairs = zip(outputs, expected, strict=True)

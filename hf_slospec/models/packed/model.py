@@ -224,9 +224,12 @@ class PackedModel:
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Number of forwards that took longer than later ones of their size will: captures and those before them."""
+        """Number of forwards that took longer than later ones of their size will.
+
+        They are captures, the forwards before them, and forwards that were computed twice to be compared.
+        """
         counts = self.captured.counts
-        return counts.captures + counts.eager
+        return counts.captures + counts.eager + self.compiled.num_compared
 
     def forward(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor) -> torch.Tensor:
         """Stage the K/V of all parts' tokens and return the logits of some of them; see :meth:`outputs`.
