@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from hf_slospec.algo.tree import FloatArray, TokenTree
+from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request
 
@@ -206,6 +206,11 @@ class Drafter(ABC):
         return ()
 
     @property
+    def num_successors(self) -> int:
+        """Most probable next tokens that the drafter reads for every verified node; 0: none."""
+        return 0
+
+    @property
     def num_one_off_forwards(self) -> int:
         """Forwards so far with one-off costs, such as the capture of a CUDA graph."""
         return 0
@@ -244,6 +249,17 @@ class Drafter(ABC):
         Args:
             begin: index in ``request.tokens`` of the first token; the token after the last one is known as well.
             features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states concatenated.
+        """
+
+    def take_successors(self, request: Request, tree: TokenTree, successors: IntArray, probs: FloatArray) -> None:
+        """Take the target's most probable tokens after every node of a verified tree, before its choice is known.
+
+        The logits are the target's, before any processor. A request whose prefill ends has a tree of its root alone.
+
+        Args:
+            tree: the tree; its root is the request's last token.
+            successors: [num_nodes, num_successors], most probable first; as many as the vocabulary if that has fewer.
+            probs: [num_nodes, num_successors] f64, their probabilities.
         """
 
     def read_kv_of(self, sequences: Any) -> None:

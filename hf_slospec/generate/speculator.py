@@ -143,8 +143,8 @@ class Speculator:
 
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
         """Return the parts of an engine, with the policy of ``config`` if one is given."""
-        if self.max_nodes and self.method.feature_layers:
-            target.give_features(drafter)
+        if self.max_nodes:
+            target.inform(drafter)
         drafter.read_kv_of(target.sequences)
         return Parts(target, drafter, self.policy(costs, config), costs, self.target.ranks.clock)
 

@@ -278,6 +278,21 @@ class RequestSamplers:
         return torch.cat(all_choices) if all_choices else NO_CHOICES, choosers
 
 
+def most_probable(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most probable tokens of every row, best first, and their probabilities.
+
+    Args:
+        logits: [num_rows, vocab].
+        number: tokens per row; all if the vocabulary is smaller.
+
+    Returns:
+        [num_rows, number] int64, and as many probabilities f64 in [0, 1]; 0 where a row holds NaN.
+    """
+    top = logits.topk(min(number, logits.shape[-1]))
+    logprobs = top.values.double() - logits.float().logsumexp(-1, keepdim=True).double()
+    return top.indices, logprobs.exp().nan_to_num(nan=0.0).clamp(max=1.0)
+
+
 def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:
     """Return pending choices for choosers that need nothing from the device."""
     return NO_CHOICES, lambda _: choosers

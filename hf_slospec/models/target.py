@@ -20,7 +20,7 @@ from hf_slospec.models.packed.agreement import relative_error
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.prefilled_prompts import Prefilled
 from hf_slospec.models.packed.trial import tolerance
-from hf_slospec.models.sampling import PendingChoices
+from hf_slospec.models.sampling import PendingChoices, most_probable
 from hf_slospec.models.sequences.prefix_reuse import MIN_SHARED
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
@@ -72,7 +72,8 @@ class PackedTarget(Target):
         """
         self.sampler, self.holds_finished, self._own_slots = sampler, holds_finished, max_slots
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
-        self._reader: Drafter | None = None
+        self._reader: Drafter | None = None  # of features
+        self._recycler: Drafter | None = None  # of successors
         self._features: torch.Tensor | None = None  # [num_tokens, num_features], of the verified packed batch
         self._begins: dict[Request, int] = {}  # index of a request's first token in the verified packed batch
 
@@ -80,9 +81,14 @@ class PackedTarget(Target):
     def num_one_off_forwards(self) -> int:
         return self.sequences.packed.num_one_off_forwards
 
-    def give_features(self, reader: Drafter) -> None:
-        """Give a drafter its ``feature_layers``' hidden states of every token that is committed from now on."""
-        self._reader = reader
+    def inform(self, drafter: Drafter) -> None:
+        """Give a drafter what it asks for from now on.
+
+        These are its ``feature_layers``' hidden states of every committed token, and the ``num_successors`` most
+        probable tokens after every verified node.
+        """
+        self._reader = drafter if drafter.feature_layers else None
+        self._recycler = drafter if drafter.num_successors else None
 
     def lend(self, num_slots: int) -> None:
         if self._own_slots is not None:
@@ -130,8 +136,12 @@ class PackedTarget(Target):
         for request, read in zip(read_rows, per_request_logits, strict=True):
             if (reader := request.params.prompt_reader) is not None and len(read):
                 reader.take(read)
+        recycler = self._recycler if requests else None
+        successors = () if recycler is None else most_probable(logits, recycler.num_successors)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
+        if recycler is not None:
+            _pass_on(recycler, requests, trees, *successors)
         if not whole:
             return choosers
         roots = np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist()
@@ -254,3 +264,14 @@ class PackedTarget(Target):
             assert self.sequences.num_cached(request) == request.kv.num_cached, "num_cached is not what has K/V"
         if not self.holds_finished:
             self.sequences.check(requests)
+
+
+def _pass_on(drafter: Drafter, requests: Sequence[Request], trees: Sequence[TokenTree], *columns: torch.Tensor) -> None:
+    """Give a drafter the most probable tokens after every node, and their probabilities.
+
+    ``columns``: both, [num_nodes of all trees, num_successors].
+    """
+    ends = np.cumsum([tree.num_nodes for tree in trees])[:-1]
+    per_request = (np.split(column.cpu().numpy(), ends) for column in columns)
+    for request, tree, successors, probs in zip(requests, trees, *per_request, strict=True):
+        drafter.take_successors(request, tree, successors, probs)
