@@ -133,10 +133,12 @@ class HybridDrafter(Drafter):
     def num_successors(self) -> int:
         return max(source.drafter.num_successors for source in self._sources)
 
-    def take_successors(self, request: Request, tree: TokenTree, successors: IntArray, probs: FloatArray) -> None:
+    def take_successors(
+        self, request: Request, begin: int, tree: TokenTree, successors: IntArray, probs: FloatArray
+    ) -> None:
         for source in self._sources:
             if number := source.drafter.num_successors:
-                source.drafter.take_successors(request, tree, successors[:, :number], probs[:, :number])
+                source.drafter.take_successors(request, begin, tree, successors[:, :number], probs[:, :number])
 
     def read_kv_of(self, sequences: Any) -> None:
         for source in self._sources:

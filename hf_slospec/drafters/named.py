@@ -50,7 +50,9 @@ def _mtp(target: Any, shares_texts: bool) -> DraftMethod:
 NAMED = {
     "lookup": NamedDrafter("the request's own text (prompt lookup)", _lookup),
     "suffix": NamedDrafter("suffix trees of texts (extra suffix)", _suffix),
-    "recycling": NamedDrafter("what the target found probable after the same token before (token recycling)", _recycling),
+    "recycling": NamedDrafter(
+        "what the target found probable after the same token before (token recycling)", _recycling
+    ),
     "mtp": NamedDrafter("the multi-token prediction layer that the target was published with", _mtp, has_model=True),
 }
 NAMES = ", ".join(NAMED)  # for error messages

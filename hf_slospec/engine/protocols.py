@@ -251,13 +251,17 @@ class Drafter(ABC):
             features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states concatenated.
         """
 
-    def take_successors(self, request: Request, tree: TokenTree, successors: IntArray, probs: FloatArray) -> None:
-        """Take the target's most probable tokens after every node of a verified tree, before its choice is known.
+    def take_successors(
+        self, request: Request, begin: int, tree: TokenTree, successors: IntArray, probs: FloatArray
+    ) -> None:
+        """Take the target's most probable tokens after every node of a tree, while it is verified.
 
-        The logits are the target's, before any processor. A request whose prefill ends has a tree of its root alone.
+        They are the target's before any processor. Prompt tokens come as chains, as they are prefilled; of long
+        prompts and reused prefixes, not all do.
 
         Args:
-            tree: the tree; its root is the request's last token.
+            begin: index in ``request.tokens`` of the tree's root.
+            tree: the verified tree, with nodes that will be rejected, or a chain of prompt tokens.
             successors: [num_nodes, num_successors], most probable first; as many as the vocabulary if that has fewer.
             probs: [num_nodes, num_successors] f64, their probabilities.
         """

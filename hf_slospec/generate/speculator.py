@@ -27,7 +27,8 @@ from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
-FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
+# A level of drafting without a model takes the host's time. This is a first guess, which measured steps correct.
+HOST_LEVEL = ForwardCost(LatencyCurve((1,), (2e-5,)), per_request_s=2e-5)
 MEASURE_S = {"target": 2.0, "draft": 0.5}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
@@ -103,7 +104,7 @@ class Speculator:
             return self.draft.cost
         target = self.target.packed
         if self._level is None or self._level[0] is not target:
-            self._level = target, self.method.measure_level(target, MEASURE_S["draft"]) or FREE
+            self._level = target, self.method.measure_level(target, MEASURE_S["draft"]) or HOST_LEVEL
         return self._level[1]
 
     def _replace_cost(self, old: ForwardCost, cost: ForwardCost) -> None:

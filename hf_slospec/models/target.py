@@ -28,6 +28,8 @@ from hf_slospec.models.sequences.request_sequences import RequestSequences
 WHOLE_TOLERANCE = 4.0
 
 Rows = npt.NDArray[np.int64]  # [num_rows] of a packed batch
+# Prompt tokens per forward whose successors a drafter reads; the logits of each cost as much as those of a node.
+MAX_PROMPT_ROWS = 512
 NO_ROWS: Rows = np.empty(0, np.int64)
 
 
@@ -47,6 +49,15 @@ class _Committed(NamedTuple):
     request: Request
     begin: int  # index of the first one in the request's tokens
     indices: Sequence[int]  # among the request's tokens in the packed batch
+
+
+class _Recycled(NamedTuple):
+    """Tokens of a request, the most probable ones after which a drafter reads."""
+
+    request: Request
+    begin: int  # index of the root in the request's tokens
+    tree: TokenTree
+    rows: Rows  # of the nodes in the packed batch
 
 
 class PackedTarget(Target):
@@ -122,8 +133,10 @@ class PackedTarget(Target):
             self._begins[chunk.request] = begin
             read_rows[chunk.request] = self._rows_to_read(chunk.request, begin, len(tokens))
             begin += len(tokens)
-        num_chosen = sum(map(len, logit_rows))  # the rows that tokens are chosen from; those for prompt readers follow
-        wanted = np.concatenate([NO_ROWS, *logit_rows, *read_rows.values()])
+        prompts = self._prompts_to_recycle(requests, chunks)
+        # Rows of prompts whose successors are read, rows that tokens are chosen from, and rows for prompt readers.
+        wanted = np.concatenate([NO_ROWS, *(part.rows for part in prompts), *logit_rows, *read_rows.values()])
+        num_prompt, num_chosen = sum(part.tree.num_nodes for part in prompts), sum(map(len, logit_rows))
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
             logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
@@ -131,17 +144,20 @@ class PackedTarget(Target):
             for request in whole:
                 self.sequences.of(request).truncate(0)
             raise
-        logits, prompt_logits = logits[:num_chosen], logits[num_chosen:]
+        recycled, prompt_logits = logits[: num_prompt + num_chosen], logits[num_prompt + num_chosen :]
+        logits = recycled[num_prompt:]
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
         for request, read in zip(read_rows, per_request_logits, strict=True):
             if (reader := request.params.prompt_reader) is not None and len(read):
                 reader.take(read)
-        recycler = self._recycler if requests else None
-        successors = () if recycler is None else most_probable(logits, recycler.num_successors)
+        recycler = self._recycler
+        successors = () if recycler is None else most_probable(recycled, recycler.num_successors)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
         if recycler is not None:
-            _pass_on(recycler, requests, trees, *successors)
+            roots = [len(request.tokens) - 1 for request in requests]
+            verified = map(_Recycled, requests, roots, trees, logit_rows)
+            _recycle(recycler, [*prompts, *verified], *successors)
         if not whole:
             return choosers
         roots = np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist()
@@ -149,6 +165,23 @@ class PackedTarget(Target):
             chooser if (expected := whole.get(request)) is None else self._checked(chooser, logits[root], expected)
             for request, chooser, root in zip(requests, choosers, roots, strict=True)
         ]
+
+    def _prompts_to_recycle(self, requests: Sequence[Request], chunks: Sequence[Chunk]) -> list[_Recycled]:
+        """Return the last tokens of prompts in the packed batch, as chains, if the drafter reads successors."""
+        if self._recycler is None:
+            return []
+        lengths = {request: len(self.sequences.uncached(request)) - 1 for request in requests}
+        lengths |= {chunk.request: chunk.num_tokens for chunk in chunks}
+        lengths = {request: length for request, length in lengths.items() if length}
+        prompts = []
+        for request, length in lengths.items():
+            num_cached, num_rows = self.sequences.num_cached(request), min(length, MAX_PROMPT_ROWS // len(lengths))
+            if num_rows:
+                begin, end = num_cached + length - num_rows, num_cached + length
+                tree = TokenTree.chain(request.tokens[begin], request.tokens[begin + 1 : end], 1.0)
+                rows = self._begins[request] + np.arange(length - num_rows, length)
+                prompts.append(_Recycled(request, begin, tree, rows))
+        return prompts
 
     def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
         """Return the rows whose logits the prompt reader takes; the request's rows begin at ``begin``."""
@@ -266,12 +299,12 @@ class PackedTarget(Target):
             self.sequences.check(requests)
 
 
-def _pass_on(drafter: Drafter, requests: Sequence[Request], trees: Sequence[TokenTree], *columns: torch.Tensor) -> None:
+def _recycle(drafter: Drafter, parts: Sequence[_Recycled], *columns: torch.Tensor) -> None:
     """Give a drafter the most probable tokens after every node, and their probabilities.
 
-    ``columns``: both, [num_nodes of all trees, num_successors].
+    ``columns``: both, [num_nodes of all parts, num_successors].
     """
-    ends = np.cumsum([tree.num_nodes for tree in trees])[:-1]
-    per_request = (np.split(column.cpu().numpy(), ends) for column in columns)
-    for request, tree, successors, probs in zip(requests, trees, *per_request, strict=True):
-        drafter.take_successors(request, tree, successors, probs)
+    ends = np.cumsum([part.tree.num_nodes for part in parts])[:-1]
+    per_part = [np.split(column.cpu().numpy(), ends) for column in columns]
+    for part, successors, probs in zip(parts, *per_part, strict=False):  # a split of nothing has one part
+        drafter.take_successors(part.request, part.begin, part.tree, successors, probs)
