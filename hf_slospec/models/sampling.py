@@ -286,11 +286,10 @@ def most_probable(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torc
         number: tokens per row; all if the vocabulary is smaller.
 
     Returns:
-        [num_rows, number] int64, and as many probabilities f64 in [0, 1]; 0 where a row holds NaN.
+        [num_rows, number] int64, and as many probabilities f32; 0 where a row holds NaN.
     """
-    top = logits.topk(min(number, logits.shape[-1]))
-    logprobs = top.values.double() - logits.float().logsumexp(-1, keepdim=True).double()
-    return top.indices, logprobs.exp().nan_to_num(nan=0.0).clamp(max=1.0)
+    top = logits.softmax(-1, dtype=torch.float32).topk(min(number, logits.shape[-1]))
+    return top.indices, top.values.nan_to_num(nan=0.0)
 
 
 def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:

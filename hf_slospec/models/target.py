@@ -299,12 +299,12 @@ class PackedTarget(Target):
             self.sequences.check(requests)
 
 
-def _recycle(drafter: Drafter, parts: Sequence[_Recycled], *columns: torch.Tensor) -> None:
+def _recycle(drafter: Drafter, parts: Sequence[_Recycled], tokens: torch.Tensor, probs: torch.Tensor) -> None:
     """Give a drafter the most probable tokens after every node, and their probabilities.
 
-    ``columns``: both, [num_nodes of all parts, num_successors].
+    ``tokens`` and ``probs``: [num_nodes of all parts, num_successors].
     """
     ends = np.cumsum([part.tree.num_nodes for part in parts])[:-1]
-    per_part = [np.split(column.cpu().numpy(), ends) for column in columns]
-    for part, successors, probs in zip(parts, *per_part, strict=False):  # a split of nothing has one part
-        drafter.take_successors(part.request, part.begin, part.tree, successors, probs)
+    columns = (np.split(column, ends) for column in (tokens.cpu().numpy(), probs.cpu().double().numpy()))
+    for part, *per_part in zip(parts, *columns, strict=False):  # a split of nothing has one part
+        drafter.take_successors(part.request, part.begin, part.tree, *per_part)
