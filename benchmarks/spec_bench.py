@@ -44,11 +44,11 @@ CHAT = "MT-bench"
 STOCK, STATIC = "stock", "stock, static cache, compiled"
 LOOKUPS = (3, 5, 10)  # constants of stock's prompt lookup
 ASSISTED = (3, 5, 10)  # constants of stock's assisted generation
-DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix")
+DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix", "recycling", "lookup+recycling")
 OURS = "hf_slospec, "
 BATCHER = " in the batcher"
 NUM_RESAMPLES = 2000
-COLOURS = ("#767676", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#CC79A7")  # Okabe and Ito's
+COLOURS = ("#767676", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#CC79A7", "#D55E00")  # Okabe and Ito's
 
 
 class Question(NamedTuple):

@@ -1,51 +1,70 @@
-"""Token trees from the independent distributions that block drafters predict for the next positions."""
+"""Token trees of the most probable paths, from the probabilities of the tokens that may follow a node."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
 
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 
+# Distinct tokens that may follow a node, and their probabilities in [0, 1], which never rise.
+Candidates = tuple[Sequence[int], Sequence[float]]
+Following = Callable[[int, int, int], Candidates]  # depth of a node, its parent's token, its token -> candidates
+
 
 def best_first_tree(root_token: int, tokens: IntArray, probs: FloatArray, max_nodes: int) -> TokenTree:
     """Return the tree of the most probable prefixes; the probability of a prefix is the product over its tokens.
 
-    No other tree with as many nodes has a larger sum of path probabilities (DDTree). Each prefix taken adds two to the
-    heap: the same prefix with the next candidate for its last position, and the prefix extended by the first candidate
-    for the following position. Prefixes of probability 0 are left out.
+    The candidates of a position are the same after every prefix, as block drafters predict them (DDTree).
 
     Args:
         root_token: last committed token.
         tokens: [depth, num_candidates] int64, distinct candidates for every position after the root.
         probs: [depth, num_candidates] f64 in [0, 1], never rising along a row.
         max_nodes: maximum number of nodes, root not counted.
+    """
+    assert tokens.shape == probs.shape and tokens.ndim == 2
+    levels = list(zip(tokens.tolist(), probs.tolist(), strict=True))  # Python floats are faster to compare than numpy's
+    return grown_tree(-1, root_token, lambda depth, above, token: levels[depth], len(levels), max_nodes)
+
+
+def grown_tree(above_root: int, root_token: int, following: Following, max_depth: int, max_nodes: int) -> TokenTree:
+    """Return the tree of the most probable paths; the probability of a path is the product over its tokens.
+
+    No other tree with as many nodes has a larger sum of path probabilities. Each node taken adds two to the heap: its
+    parent's next candidate, and its own first one. Nodes of path probability 0 are left out.
+
+    Args:
+        above_root: the token before the root; only ``following`` reads it.
+        root_token: last committed token.
+        following: returns the candidates after a node; it is called once per node that is taken.
+        max_depth: maximum depth of a node.
+        max_nodes: maximum number of nodes, root not counted.
 
     Returns:
         The tree with its nodes in canonical order: path probability descending, depth ascending, then order of the
         parent and rank among the candidates.
     """
-    assert tokens.shape == probs.shape and tokens.ndim == 2
-    depth, num_candidates = tokens.shape
-    levels = probs.tolist()  # single Python floats are faster to compare than numpy's
-    parents, depths, path_probs, ranks = [-1], [0], [1.0], [-1]
-    heap: list[tuple[float, int, int, int, float]] = []  # -path probability, depth, parent, rank, parent's probability
-    if depth and num_candidates:
-        heap.append((-levels[0][0], 1, 0, 0, 1.0))
-    while heap and len(parents) <= max_nodes:
-        negative, level, parent, rank, parent_prob = heappop(heap)
+    tokens, parents, depths, path_probs = [root_token], [-1], [0], [1.0]
+    candidates = [following(0, above_root, root_token) if max_depth > 0 else ((), ())]  # by node
+    heap: list[tuple[float, int, int, int]] = []  # -path probability, depth, parent, rank
+    if candidates[0][0]:
+        heap.append((-candidates[0][1][0], 1, 0, 0))
+    while heap and len(tokens) <= max_nodes:
+        negative, depth, parent, rank = heappop(heap)
         if not negative < 0.0:
             break
-        node = len(parents)
+        node, (siblings, probs) = len(tokens), candidates[parent]
+        token = siblings[rank]
+        tokens.append(token)
         parents.append(parent)
-        depths.append(level)
+        depths.append(depth)
         path_probs.append(-negative)
-        ranks.append(rank)
-        if rank + 1 < num_candidates:
-            heappush(heap, (-parent_prob * levels[level - 1][rank + 1], level, parent, rank + 1, parent_prob))
-        if level < depth:
-            heappush(heap, (negative * levels[level][0], level + 1, node, 0, -negative))
-    chosen = tokens[np.array(depths[1:], dtype=np.int64) - 1, np.array(ranks[1:], dtype=np.int64)]
-    tree_tokens = np.concatenate(([root_token], chosen)).astype(np.int64)
-    return TokenTree(tree_tokens, np.array(parents), np.array(depths), np.array(path_probs))
+        if rank + 1 < len(siblings):
+            heappush(heap, (-path_probs[parent] * probs[rank + 1], depth, parent, rank + 1))
+        candidates.append(following(depth, tokens[parent], token) if depth < max_depth else ((), ()))
+        if candidates[node][0]:
+            heappush(heap, (negative * candidates[node][1][0], depth + 1, node, 0))
+    return TokenTree(np.array(tokens), np.array(parents), np.array(depths), np.array(path_probs))

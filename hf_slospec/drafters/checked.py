@@ -15,7 +15,8 @@ from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.packed.model import PackedModel
 
-METHODS = ("release", "take_features", "read_kv_of", "reuse", "relieve", "close")  # passed on to the user's drafter
+# Passed on to the user's drafter.
+METHODS = ("release", "take_features", "take_successors", "read_kv_of", "reuse", "relieve", "close")
 
 
 class CheckedDrafter(Drafter):
@@ -53,6 +54,10 @@ class CheckedDrafter(Drafter):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(getattr(self.drafter, "feature_layers", ()))
+
+    @property
+    def num_successors(self) -> int:
+        return int(getattr(self.drafter, "num_successors", 0))
 
     @property
     def num_one_off_forwards(self) -> int:

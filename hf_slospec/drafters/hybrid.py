@@ -13,7 +13,7 @@ import numpy as np
 from hf_slospec.algo.acceptance import Acceptance, Prediction
 from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.algo.merge import merge_forests
-from hf_slospec.algo.tree import ROOT, FloatArray, Forest, TokenTree
+from hf_slospec.algo.tree import ROOT, FloatArray, Forest, IntArray, TokenTree
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
@@ -128,6 +128,17 @@ class HybridDrafter(Drafter):
     def take_features(self, request: Request, begin: int, features: Any) -> None:
         for reader in self._readers:
             reader.take_features(request, begin, features)
+
+    @property
+    def num_successors(self) -> int:
+        return max(source.drafter.num_successors for source in self._sources)
+
+    def take_successors(
+        self, request: Request, begin: int, tree: TokenTree, successors: IntArray, probs: FloatArray
+    ) -> None:
+        for source in self._sources:
+            if number := source.drafter.num_successors:
+                source.drafter.take_successors(request, begin, tree, successors[:, :number], probs[:, :number])
 
     def read_kv_of(self, sequences: Any) -> None:
         for source in self._sources:

@@ -96,7 +96,8 @@ def load_drafter(
     Args:
         source: one of
 
-            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``);
+            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``); ``"recycling"``: the target's
+              own candidates of earlier steps;
             - ``"mtp"``: the multi-token prediction layer that the target was published with;
             - a folder or Hub repository of a trained head (EAGLE-3 in three layouts, DFlash, MTP) or of a smaller
               causal LM, known by its config and tensors; safetensors only;
@@ -107,7 +108,7 @@ def load_drafter(
         tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer can draft. Both are
             loaded from the models' folders or repositories if they are needed and not given.
         assistant_tokenizer: the causal LM's.
-        share_texts: suffix trees also hold the outputs of other requests with the same ``cache_salt``.
+        share_texts: ``"suffix"`` and ``"recycling"`` also draft from other requests with the same ``cache_salt``.
         allow_missing: accept a causal LM whose files lack tensors or have unexpected ones.
 
     Returns:

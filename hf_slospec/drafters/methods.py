@@ -44,7 +44,7 @@ class DraftMethod:
         """Raise IncompatibleDraftError unless it can draft for this target on its present device, in its dtype."""
 
     def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
-        """Measure one level of drafting that ``model`` does not run; None if a level costs next to nothing.
+        """Measure one level of drafting that ``model`` does not run; None if it takes only the host's time.
 
         The caller must hold the target's lock.
         """

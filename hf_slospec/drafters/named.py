@@ -34,6 +34,12 @@ def _suffix(target: Any, shares_texts: bool) -> DraftMethod:
     return SuffixMethod(shares_texts)
 
 
+def _recycling(target: Any, shares_texts: bool) -> DraftMethod:
+    from hf_slospec.drafters.recycling import RecyclingMethod
+
+    return RecyclingMethod(shares_texts)
+
+
 def _mtp(target: Any, shares_texts: bool) -> DraftMethod:
     from hf_slospec.drafters.head import HeadMethod
     from hf_slospec.drafters.heads.loading import load_mtp
@@ -44,6 +50,9 @@ def _mtp(target: Any, shares_texts: bool) -> DraftMethod:
 NAMED = {
     "lookup": NamedDrafter("the request's own text (prompt lookup)", _lookup),
     "suffix": NamedDrafter("suffix trees of texts (extra suffix)", _suffix),
+    "recycling": NamedDrafter(
+        "what the target found probable after the same token before (token recycling)", _recycling
+    ),
     "mtp": NamedDrafter("the multi-token prediction layer that the target was published with", _mtp, has_model=True),
 }
 NAMES = ", ".join(NAMED)  # for error messages

@@ -138,7 +138,7 @@ class DraftCorrection:
         self._sums = [self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0]
 
     def __call__(self, profiled_s: FloatArray) -> FloatArray:
-        """Return corrected seconds; a profiled 0, as of prompt lookup, stays 0."""
+        """Return corrected seconds; a profiled 0 stays 0."""
         return np.where(profiled_s > 0.0, self.constant_s + self.factor * profiled_s, 0.0)
 
     def at(self, profiled_s: float) -> float:

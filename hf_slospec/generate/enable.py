@@ -41,9 +41,9 @@ def enable(
         model: a loaded transformers causal LM, or a PEFT model around one.
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
-        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"mtp"``, a folder or Hub
-            repository of a trained head or a smaller model, a loaded model, or several of these (``"lookup+mtp"``, or a
-            list); or an object of your own that proposes token trees, see :class:`Drafter`.
+        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"recycling"``, ``"mtp"``,
+            a folder or Hub repository of a trained head or a smaller model, a loaded model, or several of these
+            (``"lookup+mtp"``, or a list); or an object of your own that proposes token trees, see :class:`Drafter`.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         make_policy: makes a policy of your own, see :class:`Policy`, in place of the config's: called with the config
             and the :class:`StepCosts` of the models for every call.

@@ -27,7 +27,8 @@ from hf_slospec.models.target import PackedTarget, Sampler
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 
-FREE = ForwardCost(LatencyCurve((1,), (0.0,)))  # drafting without a model
+# A level of drafting without a model takes the host's time. This is a first guess, which measured steps correct.
+HOST_LEVEL = ForwardCost(LatencyCurve((1,), (2e-5,)), per_request_s=2e-5)
 MEASURE_S = {"target": 2.0, "draft": 0.5}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
@@ -103,7 +104,7 @@ class Speculator:
             return self.draft.cost
         target = self.target.packed
         if self._level is None or self._level[0] is not target:
-            self._level = target, self.method.measure_level(target, MEASURE_S["draft"]) or FREE
+            self._level = target, self.method.measure_level(target, MEASURE_S["draft"]) or HOST_LEVEL
         return self._level[1]
 
     def _replace_cost(self, old: ForwardCost, cost: ForwardCost) -> None:
@@ -143,8 +144,8 @@ class Speculator:
 
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
         """Return the parts of an engine, with the policy of ``config`` if one is given."""
-        if self.max_nodes and self.method.feature_layers:
-            target.give_features(drafter)
+        if self.max_nodes:
+            target.inform(drafter)
         drafter.read_kv_of(target.sequences)
         return Parts(target, drafter, self.policy(costs, config), costs, self.target.ranks.clock)
 

@@ -278,6 +278,20 @@ class RequestSamplers:
         return torch.cat(all_choices) if all_choices else NO_CHOICES, choosers
 
 
+def most_probable(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most probable tokens of every row, best first, and their probabilities.
+
+    Args:
+        logits: [num_rows, vocab].
+        number: tokens per row; all if the vocabulary is smaller.
+
+    Returns:
+        [num_rows, number] int64, and as many probabilities f32; 0 where a row holds NaN.
+    """
+    top = logits.softmax(-1, dtype=torch.float32).topk(min(number, logits.shape[-1]))
+    return top.indices, top.values.nan_to_num(nan=0.0)
+
+
 def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:
     """Return pending choices for choosers that need nothing from the device."""
     return NO_CHOICES, lambda _: choosers

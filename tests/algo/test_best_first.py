@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.best_first import best_first_tree
+from hf_slospec.algo.best_first import best_first_tree, grown_tree
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from tests.support.toys.trees import SEEDS, TIED, path_to
 
@@ -106,3 +106,29 @@ def test_trees_of_eight_requests_take_milliseconds(is_tied: bool) -> None:
         seconds.append(time.perf_counter() - begun_s)
     assert all(tree.num_nodes == 65 for tree in trees)
     assert min(seconds) < 0.05  # measured: about 2 ms; the bound is for busy machines
+
+
+@given(seed=SEEDS, depth=st.integers(0, 3), max_nodes=st.integers(0, 40), is_tied=st.booleans())
+@settings(deadline=None)
+def test_candidates_may_depend_on_the_path(seed: int, depth: int, max_nodes: int, is_tied: bool) -> None:
+    rng = np.random.default_rng(seed)
+    tables = {pair: random_block(rng, 1, 3, is_tied) for pair in itertools.product(range(-1, 13), range(13))}
+
+    def following(level: int, above: int, token: int) -> tuple[list[int], list[float]]:
+        tokens, probs = tables[above, token]
+        return tokens[0].tolist(), probs[0].tolist()
+
+    paths, layer = dict[tuple[int, ...], float](), {(-1, 7): 1.0}  # all of them, behind the root and what precedes it
+    for level in range(depth):
+        layer = {
+            (*path, token): path_prob * prob
+            for path, path_prob in layer.items()
+            for token, prob in zip(*following(level, *path[-2:]), strict=True)
+            if path_prob * prob > 0.0
+        }
+        paths |= layer
+    tree = grown_tree(-1, 7, following, depth, max_nodes)
+    tree.check()
+    found = {(-1, 7, *path_to(tree, node)): tree.path_probs[node] for node in range(1, tree.num_nodes)}
+    assert found.items() <= paths.items()
+    assert list(found.values()) == sorted(paths.values(), reverse=True)[:max_nodes]

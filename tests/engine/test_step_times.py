@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.step_times import PATIENCE, DraftCorrection, SizeCorrection, StepCosts
+from hf_slospec.generate.speculator import HOST_LEVEL
 
 POINTS = st.dictionaries(st.integers(1, 600), st.floats(0.001, 10.0), min_size=1, max_size=8)
 SIZES = dict(num_requests=st.integers(1, 64), depth=st.integers(0, 8), width=st.integers(1, 8))
@@ -98,6 +99,15 @@ def test_drafting_is_a_constant_and_a_factor(constant_s: float, factor: float) -
             drafts.observe(profiled_s, constant_s + factor * profiled_s)
     expected = [constant_s + factor * profiled_s for profiled_s in (0.5, 5.0, 8.0)]
     assert drafts(np.array([0.5, 5.0, 8.0])) == pytest.approx(expected, rel=0.12)
+
+
+@pytest.mark.parametrize("draft_s", [1e-4, 0.02])
+def test_the_time_of_drafting_without_a_model_is_learned(draft_s: float) -> None:
+    costs = StepCosts(of_tokens((1,), (0.02,)), HOST_LEVEL)
+    for _ in range(30):
+        for levels in (2, 5):
+            costs.observe(step(PhaseTimes(draft_s, 0.0, 0.02, 0.0), levels=levels))
+    assert costs.draft_s(2, np.array([0, 2, 5]), 2) == pytest.approx([0.0, draft_s, draft_s], rel=0.3)
 
 
 def test_the_first_level_catches_up_and_each_further_one_forwards_a_beam() -> None:

@@ -14,8 +14,12 @@ from hf_slospec.algo.depth import DepthControl
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.step import Engine
 from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.generate.speculator import HOST_LEVEL
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
 from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of
@@ -27,6 +31,7 @@ from tests.support.toys.models import (
     ToyTarget,
     engine_of,
     greedy,
+    new_costs,
     one_hot,
 )
 from tests.support.toys.trees import NextProbs, chain, markov_model
@@ -83,6 +88,26 @@ def test_auto_stops_drafting_what_is_never_taken() -> None:
     num_looks = sum(event.depth > 0 for event in events[100:])
     assert num_looks * DepthControl.MIN_GAP <= len(events[100:])
     assert len(events) == 400
+
+
+@pytest.mark.parametrize(("draft_s", "pays"), [(0.1, True), (20.0, False)])
+def test_auto_stops_drafting_without_a_model_that_takes_longer_than_it_gains(draft_s: float, pays: bool) -> None:
+    target, clock, config = markov_model(np.random.default_rng(2), VOCAB), Clock(), SLOSpecConfig(max_depth=4)
+
+    class Slow(ToyDrafter):
+        def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+            clock.now_s += draft_s
+            return super().draft(requests, plan)
+
+    drafter, step_costs = (
+        Slow(lambda tokens: one_hot(target(tokens).argmax())),
+        StepCosts(new_costs().verify, HOST_LEVEL),
+    )
+    scheduler = StaticScheduler([Request(0, RequestParams([0, 1], 600))])
+    policy = new_policy(config, step_costs, SpeculationHistory(config))
+    events = run(Engine(ToyTarget(greedy(target)), drafter, policy, scheduler, step_costs, clock))
+    num_drafted = sum(event.depth > 0 for event in events[-50:])
+    assert num_drafted == 50 if pays else num_drafted <= 50 / DepthControl.MIN_GAP
 
 
 def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
