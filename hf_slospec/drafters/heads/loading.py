@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -12,16 +13,20 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_slospec.drafters.heads.checkpoint import Checkpoint, open_checkpoint
-from hf_slospec.drafters.heads.dflash import DFlashHead
-from hf_slospec.drafters.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
+from hf_slospec.drafters.heads.dflash import DFlashHead, default_block_layers
+from hf_slospec.drafters.heads.dspark import MARKOV_KINDS, DSparkHead
+from hf_slospec.drafters.heads.eagle3 import SLIDING, Eagle3Head, Eagle3Settings, default_feature_layers
 from hf_slospec.drafters.heads.head import DraftHead, own_modules
 from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
 from hf_slospec.drafters.heads.unsupported import refuse_unsupported_head
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, SLOSpecError, UnsupportedModelError
 from hf_slospec.models.inspection.checkpoints import listed, not_finite
 from hf_slospec.models.inspection.properties import input_device, vocab_size
+
+logger = logging.getLogger(__name__)
 
 MTP_PREFIX = "mtp."
 # Tensors that are not read: copies of the target's modules, and computed buffers.
@@ -31,6 +36,11 @@ IGNORED = (
     "rotary_emb.inv_freq",
     "midlayer.self_attn.rotary_emb.inv_freq",
 )
+# Settings of block heads that speculators writes beside those of the layers.
+BLOCK_SETTINGS = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sample_from_anchor")
+BLOCK_SETTINGS += ("sliding_window_non_causal", "markov_rank", "markov_head_type", "enable_confidence_head")
+BLOCK_SETTINGS += ("confidence_head_with_markov",)
+MARKOV = re.compile(r"^(markov_w[12]|gate_proj|joint_proj)\.")  # ModelOpt's names, without the module's
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 Head = TypeVar("Head", bound=DraftHead | DFlashHead)
 
@@ -103,12 +113,14 @@ def _is_speculators_eagle3(checkpoint: Checkpoint) -> bool:
 
 def _load_speculators_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
     config = checkpoint.config
+    _check_verifier(checkpoint, target)
     layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
-    return _load_eagle3(checkpoint, target, config["transformer_layer_config"], config, layer_ids)
+    return _load_eagle3(checkpoint, target, _fields_of_layers(checkpoint.source, config), config, layer_ids)
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
-    is_one = checkpoint.is_named("eagle3") or "midlayer.hidden_norm.weight" in checkpoint.files
+    names = {name.removeprefix("model.") for name in checkpoint.files}
+    is_one = checkpoint.is_named("eagle3") or "midlayer.hidden_norm.weight" in names
     return is_one and "speculators_model_type" not in checkpoint.config
 
 
@@ -136,33 +148,121 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
     return _filled(checkpoint, target, lambda: MtpHead(target), tensors, IncompatibleDraftError)
 
 
-def _is_dflash(checkpoint: Checkpoint) -> bool:
-    return checkpoint.is_named("dflash") or "dflash_config" in checkpoint.config
+def _is_block(checkpoint: Checkpoint) -> bool:
+    kind = checkpoint.config.get("speculators_model_type")
+    if kind is not None:
+        return kind in ("dflash", "dspark")
+    is_named = checkpoint.is_named("dflash", "dspark") or "dflash_config" in checkpoint.config
+    return is_named or any("markov_w1." in name for name in checkpoint.files)
 
 
-def _load_dflash(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
+def _load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     source, fields = checkpoint.source, checkpoint.config
-    _check_vocabulary(source, fields.get("vocab_size"), target)
+    is_published_by_speculators = "speculators_model_type" in fields
+    tensors = {MARKOV.sub(r"markov_head.\1.", name): tensor for name, tensor in _tensors(checkpoint).items()}
+    if is_published_by_speculators:
+        _check_verifier(checkpoint, target)
+        settings = {name: fields[name] for name in BLOCK_SETTINGS if name in fields}
+        fields = _fields_of_layers(source, fields) | settings
+    projector = str((fields.get("dflash_config") or {}).get("projector_type") or "dflash").lower()
+    if projector not in ("dflash", "dspark"):
+        raise UnsupportedModelError(f"{source} has a projector of type {projector!r}; dflash and dspark can be loaded")
+    sequential = _sequential_settings(source, fields, tensors)
+    is_sequential = bool(sequential["markov_rank"] or sequential["enable_confidence_head"])
+    is_dspark = is_sequential or projector == "dspark" or checkpoint.is_named("dspark")
+    # Publishers of DSpark but speculators leave the setting out, and predict from the root on.
+    fields = {"sample_from_anchor": is_dspark and not is_published_by_speculators} | fields | sequential
     unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     config = _read_config(source, Qwen3Config, unread | {"target_hidden_size": _hidden_size(target)})
-    tensors = {name: tensor for name, tensor in checkpoint.read().items() if name not in IGNORED}
-    has_embeddings, has_lm_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    _check_vocabulary(source, config.vocab_size, target)
+    num_layers, options = _num_layers(target), unread | (unread.get("dflash_config") or {})
+    if is_published_by_speculators and not options.get("aux_hidden_state_layer_ids"):
+        config.aux_hidden_state_layer_ids = default_feature_layers(num_layers)
+    elif not options.get("target_layer_ids"):
+        config.target_layer_ids = default_block_layers(num_layers, config.num_hidden_layers)
+
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    target_ids = None
+    if (draft_vocab := int(options.get("draft_vocab_size") or config.vocab_size)) != config.vocab_size:
+        target_ids = _target_ids(source, d2t, t2d, draft_vocab, config.vocab_size)
+    if is_published_by_speculators:  # copies of the target's, which its own classes replace, too
+        tensors.pop("embed_tokens.weight", None)
+        if target_ids is None:
+            tensors.pop("lm_head.weight", None)
+    has_embeddings, has_lm_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors or target_ids is not None
     if not has_embeddings:
-        _check_embeddings(source, config.hidden_size, target)
+        _check_shared(source, "embeddings", config.hidden_size, target)
+    if not has_lm_head:
+        _check_shared(source, "lm_head", config.hidden_size, target)
 
     def build() -> DFlashHead:
         embeddings = None if has_embeddings else target.get_input_embeddings()
-        return DFlashHead(config, embeddings, None if has_lm_head else target.get_output_embeddings())
+        kind = DSparkHead if is_sequential else DFlashHead
+        return kind(config, embeddings, None if has_lm_head else target.get_output_embeddings())
 
     head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
-    _check_layers(source, head.feature_layers, _num_layers(target))
+    _check_layers(source, head.feature_layers, num_layers)
+    if target_ids is not None:
+        head.set_vocabulary(target_ids.to(input_device(target)))
     return head
+
+
+def _sequential_settings(
+    source: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, int | str | bool]:
+    """Return the settings of a block head's Markov and confidence heads, known by their tensors.
+
+    Raises:
+        UnsupportedModelError: the config has other settings.
+    """
+    embeds, proj = tensors.get("markov_head.markov_w1.weight"), tensors.get("confidence_head.proj.weight")
+    rank = 0 if embeds is None else embeds.shape[1]
+    kinds = (kind for part, kind in MARKOV_KINDS.items() if f"markov_head.{part}.weight" in tensors)
+    found = {
+        "markov_rank": rank,
+        "markov_head_type": next(kinds, "vanilla"),
+        "enable_confidence_head": proj is not None,
+        "confidence_head_with_markov": proj is not None and "norm.weight" in tensors
+        and proj.shape[1] != len(tensors["norm.weight"]),
+    }  # fmt: skip
+    options = fields | (fields.get("dflash_config") or {})
+    applies = {"markov_head_type": rank > 0, "confidence_head_with_markov": proj is not None}
+    for name, value in found.items():
+        if applies.get(name, True) and options.get(name) not in (None, value):
+            raise UnsupportedModelError(
+                f"{source} has {name} {options[name]!r} in its config, and tensors of {name} {value!r}"
+            )
+    return found
+
+
+def _fields_of_layers(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the layers' config of speculators, which is saved without the defaults of its class."""
+    nested: Any = fields.get("transformer_layer_config")
+    if not isinstance(nested, Mapping):
+        raise UnsupportedModelError(f"{source} has no transformer_layer_config in its config")
+    kind = nested.get("model_type", "qwen3")
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(f"{source} has layers of type {kind!r}, which transformers does not know")
+    own: dict[str, Any] = _read_config(source, CONFIG_MAPPING[kind], nested).to_dict()
+    return own
+
+
+def _check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
+    """Warn if a head of speculators names another class of target; shapes are checked with the tensors."""
+    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    names = [str(name) for name in verifier.get("architectures") or ()]
+    families = {name.split("For")[0] for name in (type(target).__name__, *(target.config.architectures or ()))}
+    if names and not any(name.split("For")[0] in families for name in names):
+        logger.warning(
+            "%s was trained with %s, a %s; this target is a %s: it may accept few of its proposals",
+            checkpoint.source, verifier.get("name_or_path"), ", ".join(names), type(target).__name__,
+        )  # fmt: skip
 
 
 LAYOUTS = (
     Layout("EAGLE-3 in the layout of speculators", _is_speculators_eagle3, _load_speculators_eagle3),
     Layout("EAGLE-3 (LlamaForCausalLMEagle3)", _is_eagle3, _load_published_eagle3),
-    Layout("DFlash", _is_dflash, _load_dflash),
+    Layout("DFlash and DSpark", _is_block, _load_block),
     Layout("an MTP layer (mtp.*)", _is_mtp, _load_mtp),
 )
 
@@ -170,7 +270,7 @@ LAYOUTS = (
 def _load_eagle3(
     checkpoint: Checkpoint,
     target: PreTrainedModel,
-    layer: Mapping[str, Any],
+    layers: Mapping[str, Any],
     options: Mapping[str, Any],
     feature_layers: list[int] | None,
 ) -> Eagle3Head:
@@ -179,38 +279,42 @@ def _load_eagle3(
     Args:
         checkpoint: the head's.
         target: the model that it drafts for.
-        layer: fields of the layer's config.
+        layers: fields of the layers' config.
         options: fields of the head's config.
         feature_layers: numbered as in output_hidden_states; None: the default ones.
     """
     source, num_layers = checkpoint.source, _num_layers(target)
-    config = _config_of_layer(source, layer)
+    config = _config_of_layers(source, layers)
     _check_vocabulary(source, config.vocab_size, target)
-    layers = default_feature_layers(num_layers) if feature_layers is None else tuple(feature_layers)
-    _check_layers(source, layers, num_layers)
+    read = default_feature_layers(num_layers) if feature_layers is None else tuple(feature_layers)
+    _check_layers(source, read, num_layers)
 
-    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in checkpoint.read().items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in IGNORED}
+    tensors = _with_midlayer(_tensors(checkpoint))
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     draft_vocab = int(options.get("draft_vocab_size") or config.vocab_size)
     target_ids = _target_ids(source, d2t, t2d, draft_vocab, config.vocab_size)
     settings = Eagle3Settings(
-        layers,
+        read,
         _hidden_size(target),
         draft_vocab,
         norm_before_residual=bool(options.get("norm_before_residual")),
         norm_output=bool(options.get("norm_output")),
         norm_before_fc=bool(options.get("norm_before_fc")) or "input_norm.weight" in tensors,
         fc_norm=bool(options.get("fc_norm")) or "fc_norm.0.weight" in tensors,
+        fc_bias="fc.bias" in tensors,
     )
-    has_embeddings = "embed_tokens.weight" in tensors
+    # A reduced vocabulary needs an output layer of its own.
+    has_embeddings, has_lm_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors or target_ids is not None
     _check_features(source, settings, tensors)
     if not has_embeddings:
-        _check_embeddings(source, config.hidden_size, target)
+        _check_shared(source, "embeddings", config.hidden_size, target)
+    if not has_lm_head:
+        _check_shared(source, "lm_head", config.hidden_size, target)
 
     def build() -> Eagle3Head:
         embeddings = nn.Embedding(config.vocab_size, config.hidden_size) if has_embeddings else None
-        return Eagle3Head(config, settings, embeddings or target.get_input_embeddings())
+        lm_head = None if has_lm_head else target.get_output_embeddings()
+        return Eagle3Head(config, settings, embeddings or target.get_input_embeddings(), lm_head)
 
     head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
     if target_ids is not None:
@@ -218,28 +322,33 @@ def _load_eagle3(
     return head
 
 
-def _config_of_layer(source: str, fields: Mapping[str, Any]) -> LlamaConfig:
-    if (kind := fields.get("model_type", "llama")) != "llama":
-        raise UnsupportedModelError(f"{source} has a layer of type {kind!r}; only Llama layers can be loaded")
-    if (num_layers := fields.get("num_hidden_layers", 1)) != 1:
-        raise UnsupportedModelError(f"{source} has {num_layers} layers; only heads of one layer can be loaded")
-    _check_window(source, fields)
-    config: LlamaConfig = _read_config(source, LlamaConfig, {**fields, "sliding_window": None})
-    rope: Any = config.rope_parameters
+def _with_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of an EAGLE-3 head with the first layer's named ``midlayer`` and others' as in plain layers."""
+    has_midlayer = any(name.startswith("midlayer.") for name in tensors)
+    renamed = {}
+    for name, tensor in tensors.items():
+        if not has_midlayer:
+            name = re.sub(r"^layers\.0\.", "midlayer.", name)
+        # SGLang's name of the only norm before the attention of later layers.
+        plain = re.sub(r"^(layers\.\d+)\.hidden_norm\.", r"\1.input_layernorm.", name)
+        renamed[name if plain in tensors else plain] = tensor
+    return renamed
+
+
+def _config_of_layers(source: str, fields: Mapping[str, Any]) -> LlamaConfig | Qwen3Config:
+    kind = fields.get("model_type", "llama")
+    if kind not in ("llama", "qwen3"):
+        raise UnsupportedModelError(f"{source} has layers of type {kind!r}; only Llama and Qwen3 layers can be loaded")
+    config: Any = _read_config(source, Qwen3Config if kind == "qwen3" else LlamaConfig, fields)
+    # A window counts in layers that the config names only, as for the publishers' classes.
+    if SLIDING not in (getattr(config, "layer_types", None) or ()):
+        config.sliding_window = None
+    elif getattr(config, "sliding_window", None) is None:
+        raise UnsupportedModelError(f"{source} has layers with a sliding window, and no sliding_window in its config")
+    rope = config.rope_parameters
     if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
         raise UnsupportedModelError(f"{source} has rotary embeddings of unknown type {rope['rope_type']!r}")
     return config
-
-
-def _check_window(source: str, fields: Mapping[str, Any]) -> None:
-    """Refuse a layer with a sliding window, which the kinds of layers tell where the config names them."""
-    kinds, window = fields.get("layer_types"), fields.get("sliding_window")
-    slides = window is not None and fields.get("use_sliding_window", True)
-    if "sliding_attention" in kinds if kinds else slides:
-        raise UnsupportedModelError(
-            f"{source} has a layer with a sliding window of {window} tokens; only heads that attend to all tokens can "
-            "be loaded"
-        )
 
 
 def _read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
@@ -263,12 +372,17 @@ def _check_layers(source: str, layers: tuple[int, ...], num_layers: int) -> None
         )
 
 
-def _check_embeddings(source: str, size: int, target: PreTrainedModel) -> None:
+def _check_shared(source: str, what: str, size: int, target: PreTrainedModel) -> None:
     if size != _hidden_size(target):
         raise IncompatibleDraftError(
-            f"{source} has a hidden size of {size} and no embeddings of its own; the target's have "
-            f"{_hidden_size(target)}"
+            f"{source} has a hidden size of {size} and no {what} of its own; the target's have {_hidden_size(target)}"
         )
+
+
+def _tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the tensors to load, without the prefix ``model.`` that some publishers give to all but the lm_head."""
+    tensors = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read().items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in IGNORED}
 
 
 def _check_features(source: str, settings: Eagle3Settings, tensors: Mapping[str, torch.Tensor]) -> None:
