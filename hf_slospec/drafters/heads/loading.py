@@ -189,7 +189,10 @@ def _load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
         tensors.pop("embed_tokens.weight", None)
         if target_ids is None:
             tensors.pop("lm_head.weight", None)
-    has_embeddings, has_lm_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors or target_ids is not None
+    has_embeddings, has_lm_head = (
+        "embed_tokens.weight" in tensors,
+        "lm_head.weight" in tensors or target_ids is not None,
+    )
     if not has_embeddings:
         _check_shared(source, "embeddings", config.hidden_size, target)
     if not has_lm_head:
@@ -304,7 +307,10 @@ def _load_eagle3(
         fc_bias="fc.bias" in tensors,
     )
     # A reduced vocabulary needs an output layer of its own.
-    has_embeddings, has_lm_head = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors or target_ids is not None
+    has_embeddings, has_lm_head = (
+        "embed_tokens.weight" in tensors,
+        "lm_head.weight" in tensors or target_ids is not None,
+    )
     _check_features(source, settings, tensors)
     if not has_embeddings:
         _check_shared(source, "embeddings", config.hidden_size, target)
@@ -323,7 +329,7 @@ def _load_eagle3(
 
 
 def _with_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of an EAGLE-3 head with the first layer's named ``midlayer`` and others' as in plain layers."""
+    """Return the tensors of an EAGLE-3 head with the first layer named ``midlayer`` and plain names in others."""
     has_midlayer = any(name.startswith("midlayer.") for name in tensors)
     renamed = {}
     for name, tensor in tensors.items():
