@@ -37,9 +37,11 @@ IGNORED = (
     "midlayer.self_attn.rotary_emb.inv_freq",
 )
 # Settings of block heads that speculators writes beside those of the layers.
-BLOCK_SETTINGS = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sample_from_anchor")
-BLOCK_SETTINGS += ("sliding_window_non_causal", "markov_rank", "markov_head_type", "enable_confidence_head")
-BLOCK_SETTINGS += ("confidence_head_with_markov",)
+BLOCK_SETTINGS = (
+    "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sample_from_anchor",
+    "sliding_window_non_causal", "markov_rank", "markov_head_type", "enable_confidence_head",
+    "confidence_head_with_markov",
+)  # fmt: skip
 MARKOV = re.compile(r"^(markov_w[12]|gate_proj|joint_proj)\.")  # ModelOpt's names, without the module's
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 Head = TypeVar("Head", bound=DraftHead | DFlashHead)
@@ -210,9 +212,7 @@ def _load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     return head
 
 
-def _sequential_settings(
-    source: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, int | str | bool]:
+def _sequential_settings(source: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the settings of a block head's Markov and confidence heads, known by their tensors.
 
     Raises:
@@ -221,14 +221,14 @@ def _sequential_settings(
     embeds, proj = tensors.get("markov_head.markov_w1.weight"), tensors.get("confidence_head.proj.weight")
     rank = 0 if embeds is None else embeds.shape[1]
     kinds = (kind for part, kind in MARKOV_KINDS.items() if f"markov_head.{part}.weight" in tensors)
-    found = {
+    found: dict[str, Any] = {
         "markov_rank": rank,
         "markov_head_type": next(kinds, "vanilla"),
         "enable_confidence_head": proj is not None,
         "confidence_head_with_markov": proj is not None and "norm.weight" in tensors
         and proj.shape[1] != len(tensors["norm.weight"]),
     }  # fmt: skip
-    options = fields | (fields.get("dflash_config") or {})
+    options = {**fields, **(fields.get("dflash_config") or {})}
     applies = {"markov_head_type": rank > 0, "confidence_head_with_markov": proj is not None}
     for name, value in found.items():
         if applies.get(name, True) and options.get(name) not in (None, value):
@@ -341,7 +341,7 @@ def _with_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return renamed
 
 
-def _config_of_layers(source: str, fields: Mapping[str, Any]) -> LlamaConfig | Qwen3Config:
+def _config_of_layers(source: str, fields: Mapping[str, Any]) -> Any:
     kind = fields.get("model_type", "llama")
     if kind not in ("llama", "qwen3"):
         raise UnsupportedModelError(f"{source} has layers of type {kind!r}; only Llama and Qwen3 layers can be loaded")

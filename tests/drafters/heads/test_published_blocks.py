@@ -57,6 +57,7 @@ def test_packed_forwards_are_those_of_plain_ones(name: str, tmp_path: Path) -> N
     check_by_trial(PackedModel(load_head(folder_of(CASES[name], tmp_path), target_of("llama"))))
 
 
+@torch.no_grad()
 def test_siblings_have_children_of_their_own(tmp_path: Path) -> None:
     case = CASES["deepspec"]
     head: Any = load_head(folder_of(case, tmp_path), target_of("llama"))
