@@ -105,7 +105,8 @@ class Eagle3Head(DraftHead):
         self.layers = nn.ModuleDict({str(index): LAYERS[config.model_type](config, index) for index in later})
         self.norm = LlamaRMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, settings.draft_vocab_size, bias=False) if lm_head is None else lm_head
-        self.rotary_emb = LlamaRotaryEmbedding(self.config)
+        either: Any = config  # the class is the same for both families
+        self.rotary_emb = LlamaRotaryEmbedding(either)
         self.register_buffer("target_ids", None, persistent=False)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:

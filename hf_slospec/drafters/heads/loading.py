@@ -251,7 +251,7 @@ def _fields_of_layers(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
-    """Warn if a head of speculators names another class of target; shapes are checked with the tensors."""
+    """Log a warning if a head of speculators names another class of target; tensors show other shapes."""
     verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
     names = [str(name) for name in verifier.get("architectures") or ()]
     families = {name.split("For")[0] for name in (type(target).__name__, *(target.config.architectures or ()))}
