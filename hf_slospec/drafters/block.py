@@ -1,4 +1,4 @@
-"""Drafting with heads that predict a block of tokens at a time (DFlash, DSpark)."""
+"""Drafting with heads that predict a block of tokens at a time (DFlash, DFlash2, DSpark)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hf_slospec.algo.best_first import best_first_tree
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.features import FeatureDrafter
-from hf_slospec.drafters.heads.dflash import DFlashHead
-from hf_slospec.drafters.heads.dspark import DSparkHead
+from hf_slospec.drafters.heads.dflash import DFlashHead, SequentialHead
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
@@ -81,13 +80,13 @@ class BlockDrafter(FeatureDrafter):
             sequence.length += length
 
 
-class MarkovDrafter(BlockDrafter):
-    """Drafts trees by beam search over one forward of a block, whose logits depend on the parent's token as well."""
+class SequentialBlockDrafter(BlockDrafter):
+    """Drafts trees of a :class:`SequentialHead` by beam search over one forward of a block."""
 
     @property
-    def head(self) -> DSparkHead:
+    def head(self) -> SequentialHead:
         """The network."""
-        head: DSparkHead = self.packed.model
+        head: SequentialHead = self.packed.model
         return head
 
     def _rows(self, num_requests: int, depth: int) -> torch.Tensor:

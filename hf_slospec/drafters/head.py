@@ -12,10 +12,9 @@ import torch
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
-from hf_slospec.drafters.block import BlockDrafter, MarkovDrafter
+from hf_slospec.drafters.block import BlockDrafter, SequentialBlockDrafter
 from hf_slospec.drafters.features import FeatureDrafter
-from hf_slospec.drafters.heads.dflash import DFlashHead
-from hf_slospec.drafters.heads.dspark import DSparkHead
+from hf_slospec.drafters.heads.dflash import DFlashHead, SequentialHead
 from hf_slospec.drafters.heads.head import DraftHead
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
@@ -110,7 +109,7 @@ class HeadDrafter(FeatureDrafter):
 
 @dataclass(frozen=True, repr=False)
 class HeadMethod(DraftMethod):
-    """A trained head that reads hidden states of the target: EAGLE-3, MTP, DFlash or DSpark."""
+    """A trained head that reads hidden states of the target: EAGLE-3, MTP, DFlash, DFlash2 or DSpark."""
 
     head: DraftHead | DFlashHead
 
@@ -144,6 +143,6 @@ class HeadMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        block = MarkovDrafter if isinstance(self.head, DSparkHead) else BlockDrafter
+        block = SequentialBlockDrafter if isinstance(self.head, SequentialHead) else BlockDrafter
         make = block if isinstance(self.head, DFlashHead) else HeadDrafter
         return make(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)

@@ -30,7 +30,6 @@ from hf_slospec.generate.enable import decoder_of
 from tests.drafters.heads.checkpoints import (
     GROUPED,
     HIDDEN,
-    eagle3_fields,
     eagle3_tensors,
     published_config,
     speculators_config,
@@ -291,8 +290,6 @@ NOT_LOADED: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda folder: other_format(folder, dict(dflash_config={"projector_type": "domino"}), "fc.weight"),
         "a Domino head",
     ),
-    "dflash2": (lambda folder: other_format(folder, dict(architectures=["DFlash2DraftModel"]), "fc.weight"),
-                "a DFlash2 head"),
     "mlp speculator": (
         lambda folder: other_format(folder, dict(architectures=["MLPSpeculatorPreTrainedModel"]), "head.0.weight"),
         "an MLP speculator",

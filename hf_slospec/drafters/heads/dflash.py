@@ -22,6 +22,7 @@ KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal
 KNOWN |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping", "use_swa", "swa_window_size"}
 KNOWN |= {"sample_from_anchor", "query_zero_predicts_next", "projector_type", "num_anchors"}
 KNOWN |= {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+KNOWN |= {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 
 
 class DFlashHead(PreTrainedModel):
@@ -41,6 +42,7 @@ class DFlashHead(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
+    layer_class: ClassVar[type[Qwen3DecoderLayer]] = Qwen3DecoderLayer
 
     def __init__(self, config: Qwen3Config, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
         """Make a head with random weights.
@@ -71,8 +73,8 @@ class DFlashHead(PreTrainedModel):
         self.is_windowed = "sliding_attention" in (config.layer_types or ())
         is_causal = self._setting("causal", self._setting("is_causal", self._setting("causal_head")))
         self.sees_later = not is_causal
-        self.sees_later_in_window = is_causal is not None and not is_causal
-        self.sees_later_in_window |= bool(self._setting("sliding_window_non_causal"))
+        is_causal = not self._setting("sliding_window_non_causal") if is_causal is None else is_causal
+        self.sees_later_in_window = not is_causal
         # None: the factor of the embeddings themselves, if they apply one.
         scale = self._setting("input_embedding_scale", None if self._setting("causal_head") else 1.0)
         self.embedding_scale = None if scale is None else float(scale)
@@ -83,7 +85,7 @@ class DFlashHead(PreTrainedModel):
         self.target_hidden_size = int(getattr(config, "target_hidden_size", hidden))
         self.fc = nn.Linear(len(self.feature_layers) * self.target_hidden_size, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=eps)
-        self.layers = nn.ModuleList([Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, index) for index in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(hidden, eps=eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, hidden) if embed_tokens is None else None
@@ -177,6 +179,11 @@ class DFlashHead(PreTrainedModel):
             values = attention.v_proj(combined).view(per_head).transpose(1, 2)
             past_key_values.update(keys * cos + rotate_half(keys) * sin, values, index)
 
+    def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        """Return further arguments of the layers, by the ids of block tokens, [batch, num_tokens] int64."""
+        del input_ids
+        return {}
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of block tokens, scaled by the head's factor.
 
@@ -234,7 +241,7 @@ class DFlashHead(PreTrainedModel):
         states = self.embed(input_ids)
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
-        position_embeddings = self.rotary_emb(states, position_ids)
+        position_embeddings, options = self.rotary_emb(states, position_ids), self.layer_options(input_ids)
         for layer, attention in zip(self.layers, self._attentions, strict=True):
             mask = _causal_mask(states, attention.sliding_window) if attention_mask is None else attention_mask
             states = layer(
@@ -243,9 +250,48 @@ class DFlashHead(PreTrainedModel):
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
+                **options,
             )
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(logits=self.outputs(self.norm(states[:, rows])))
+
+
+class SequentialHead(DFlashHead):
+    """Base of block heads whose predictions also depend on the token before.
+
+    One forward returns the logits and states of all positions of a block. What follows, position by position, depends
+    on the token before, so that siblings of a tree have children with probabilities of their own.
+    """
+
+    is_recurrent: bool = False  # nodes have states
+
+    @property
+    def output_size(self) -> int:
+        return int(self.draft_vocab_size + self.config.hidden_size)
+
+    def outputs(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits and states, concatenated."""
+        return torch.cat((self.logits(states), states), dim=-1)
+
+    def initial_states(self, num_rows: int) -> torch.Tensor:
+        """Return the states of roots.  -> [num_rows, 1, rank]"""
+        raise NotImplementedError
+
+    def after(
+        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return logits of nodes' children, the children's states, and log probabilities that a child is accepted.
+
+        Args:
+            tokens: [num_rows, beam] int64, ids of the target.
+            outputs: [num_rows, output_size], of the block token that predicts the children.
+            states: [num_rows, beam, rank]; None unless nodes have states.
+
+        Returns:
+            [num_rows, beam, draft_vocab], [num_rows, beam, rank] or None, and [num_rows, beam] f32 or None if the head
+            does not predict it.
+        """
+        raise NotImplementedError
 
 
 def default_block_layers(num_target_layers: int, num_layers: int) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.drafters.heads.dflash import SequentialHead
 
 MARKOV_KINDS = {"gate_proj": "gated", "joint_proj": "rnn"}  # by the tensor that only this kind has; others: vanilla
 
@@ -61,11 +61,8 @@ class ConfidenceHead(nn.Module):
         return logsigmoid(self.proj(features)[..., 0].float())
 
 
-class DSparkHead(DFlashHead):
+class DSparkHead(SequentialHead):
     """DFlash network with a Markov head, a confidence head or both.
-
-    One forward returns the logits and states of all positions of a block. What follows, position by position, depends
-    on the token before, so that siblings of a tree have children with probabilities of their own.
 
     The config has ``markov_rank`` (0: no Markov head), ``markov_head_type``, ``enable_confidence_head`` and
     ``confidence_head_with_markov`` besides the settings of DFlash.
@@ -79,26 +76,13 @@ class DSparkHead(DFlashHead):
         self.markov_head: MarkovHead | None = None
         if rank:
             self.markov_head = MarkovHead(config.vocab_size, self.draft_vocab_size, hidden, rank, kind)
+        self.is_recurrent = kind == "rnn" and rank > 0
         self.confidence_head: ConfidenceHead | None = None
         self.reads_embeds = bool(config.confidence_head_with_markov)
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(hidden + rank if self.reads_embeds else hidden)
 
-    @property
-    def output_size(self) -> int:
-        return int(self.draft_vocab_size + self.config.hidden_size)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Return whether nodes have states."""
-        return self.markov_head is not None and self.markov_head.kind == "rnn"
-
-    def outputs(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits and states, concatenated."""
-        return torch.cat((self.logits(states), states), dim=-1)
-
     def initial_states(self, num_rows: int) -> torch.Tensor:
-        """Return the states of roots.  -> [num_rows, 1, rank]"""
         assert self.markov_head is not None
         weight = self.markov_head.markov_w1.weight
         return weight.new_zeros(num_rows, 1, weight.shape[1])
@@ -106,17 +90,6 @@ class DSparkHead(DFlashHead):
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return logits of nodes' children, the children's states, and log probabilities that a child is accepted.
-
-        Args:
-            tokens: [num_rows, beam] int64, ids of the target.
-            outputs: [num_rows, output_size], of the block token that predicts the children.
-            states: [num_rows, beam, rank], see :class:`MarkovHead`.
-
-        Returns:
-            [num_rows, beam, draft_vocab], [num_rows, beam, rank] or None, and [num_rows, beam] f32 or None without a
-            confidence head.
-        """
         logits, hidden = (
             part[:, None].expand(-1, tokens.shape[1], -1)
             for part in outputs.tensor_split((self.draft_vocab_size,), dim=-1)

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_slospec.drafters.heads.checkpoint import Checkpoint, open_checkpoint
 from hf_slospec.drafters.heads.dflash import DFlashHead, default_block_layers
+from hf_slospec.drafters.heads.dflash2 import DFlash2Head
 from hf_slospec.drafters.heads.dspark import MARKOV_KINDS, DSparkHead
 from hf_slospec.drafters.heads.eagle3 import SLIDING, Eagle3Head, Eagle3Settings, default_feature_layers
 from hf_slospec.drafters.heads.head import DraftHead, own_modules
@@ -40,9 +41,15 @@ IGNORED = (
 BLOCK_SETTINGS = (
     "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sample_from_anchor",
     "sliding_window_non_causal", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov",
+    "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+    "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
+DFLASH2_DEFAULTS = {
+    "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
+    "sliding_window_non_causal": True,
+}  # fmt: skip
 MARKOV = re.compile(r"^(markov_w[12]|gate_proj|joint_proj)\.")  # ModelOpt's names, without the module's
+CODEBOOK = re.compile(r"^(candidate_selector\.\w+_codebook)\.weight$")  # z-lab's names, of embeddings
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 Head = TypeVar("Head", bound=DraftHead | DFlashHead)
 
@@ -153,15 +160,16 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
 def _is_block(checkpoint: Checkpoint) -> bool:
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
-        return kind in ("dflash", "dspark")
+        return kind in ("dflash", "dflash2", "dspark")
     is_named = checkpoint.is_named("dflash", "dspark") or "dflash_config" in checkpoint.config
-    return is_named or any("markov_w1." in name for name in checkpoint.files)
+    return is_named or any("markov_w1." in name or "candidate_selector." in name for name in checkpoint.files)
 
 
 def _load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     source, fields = checkpoint.source, checkpoint.config
     is_published_by_speculators = "speculators_model_type" in fields
     tensors = {MARKOV.sub(r"markov_head.\1.", name): tensor for name, tensor in _tensors(checkpoint).items()}
+    tensors = {CODEBOOK.sub(r"\1", name): tensor for name, tensor in tensors.items()}
     if is_published_by_speculators:
         _check_verifier(checkpoint, target)
         settings = {name: fields[name] for name in BLOCK_SETTINGS if name in fields}
@@ -174,6 +182,10 @@ def _load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     is_dspark = is_sequential or projector == "dspark" or checkpoint.is_named("dspark")
     # Publishers of DSpark but speculators leave the setting out, and predict from the root on.
     fields = {"sample_from_anchor": is_dspark and not is_published_by_speculators} | fields | sequential
+    kind: type[DFlashHead] = DSparkHead if is_sequential else DFlashHead
+    if any(name.startswith("candidate_selector.") for name in tensors):
+        kind, options = DFlash2Head, {**fields, **(fields.get("dflash_config") or {})}
+        fields |= {name: options.get(name, default) for name, default in DFLASH2_DEFAULTS.items()}
     unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     config = _read_config(source, Qwen3Config, unread | {"target_hidden_size": _hidden_size(target)})
     _check_vocabulary(source, config.vocab_size, target)
@@ -202,7 +214,6 @@ def _load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
 
     def build() -> DFlashHead:
         embeddings = None if has_embeddings else target.get_input_embeddings()
-        kind = DSparkHead if is_sequential else DFlashHead
         return kind(config, embeddings, None if has_lm_head else target.get_output_embeddings())
 
     head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
@@ -265,7 +276,7 @@ def _check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
 LAYOUTS = (
     Layout("EAGLE-3 in the layout of speculators", _is_speculators_eagle3, _load_speculators_eagle3),
     Layout("EAGLE-3 (LlamaForCausalLMEagle3)", _is_eagle3, _load_published_eagle3),
-    Layout("DFlash and DSpark", _is_block, _load_block),
+    Layout("DFlash, DFlash2 and DSpark", _is_block, _load_block),
     Layout("an MTP layer (mtp.*)", _is_mtp, _load_mtp),
 )
 

@@ -52,7 +52,13 @@ def block_tensors(markov: str = "", confidence: int = 0, draft_vocab: int = VOCA
             "post_attention_layernorm": (HIDDEN,),
         }  # fmt: skip
         shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    if markov:
+    if markov == "selector":
+        for index, part in ((index, part) for index in range(2) for part in ("attention_conv", "mlp_conv")):
+            shapes[f"layers.{index}.{part}.base_kernel"] = (2, 2, HIDDEN)
+            shapes[f"layers.{index}.{part}.kernel_projection.weight"] = (2 * 2 * HIDDEN // 16, HIDDEN)
+        shapes |= {f"candidate_selector.{part}_codebook": (VOCAB, RANK) for part in ("predecessor", "successor")}
+        shapes |= {"candidate_selector.hidden_projection.weight": (RANK, HIDDEN)}
+    elif markov:
         shapes |= {f"markov_head.{name}": shape for name, shape in MARKOV_TENSORS[markov].items()}
         shapes |= {"markov_head.markov_w1.weight": (VOCAB, RANK), "markov_head.markov_w2.weight": (draft_vocab, RANK)}
     if confidence:
@@ -90,6 +96,7 @@ class Case:
     first_slot: int = 1
     layers: list[tuple[int | None, bool]] = field(default_factory=lambda: [(None, False)] * 2)
     has_own_modules: bool = False  # embeddings and output layer of a whole vocabulary
+    cap: float = 0.0  # of logits of DFlash2, which are halved then
     saved: Callable[[Tensors], Tensors] = lambda tensors: tensors  # the publisher's names
 
     def expected(
@@ -120,7 +127,11 @@ class Case:
             following = {}
             for path, prob in beam.items():
                 read = [root] * (1 + self.first_slot) + list(path)  # the first slot may predict nothing
-                logits, confidence = references.dspark(read, states[: len(read)], lm_head, self.tensors)
+                weights = read, states[: len(read)], lm_head, self.tensors
+                is_dflash2 = self.markov == "selector"
+                logits, confidence = (
+                    references.dflash2(*weights, self.cap) if is_dflash2 else references.dspark(*weights)
+                )
                 best = logits.softmax(-1).topk(plan.width)
                 for own, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                     following[*path, int(ids[index])] = prob * confidence * own
@@ -170,6 +181,12 @@ def without_module(tensors: Tensors) -> Tensors:
     return {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
 
 
+def as_embeddings(tensors: Tensors) -> Tensors:
+    return {f"{name}.weight" if name.endswith("codebook") else name: tensor for name, tensor in tensors.items()}
+
+
+ALL_SLIDING = SLIDING | dict(layer_types=["sliding_attention"] * 2)
+SELECTOR = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=RANK, selector_top_k=4)
 MARKOV = dict(markov_rank=RANK, enable_confidence_head=True, confidence_head_with_markov=True)
 CASES = {
     "speculators dflash": Case(
@@ -206,6 +223,15 @@ CASES = {
     "modelopt": Case(
         flat("DFlashDraftModel", own=dict(markov_rank=RANK, markov_head_type="gated")), block_tensors("gated"), "gated",
         first_slot=0, saved=without_module,
+    ),
+    "dflash2": Case(
+        flat("DFlash2DraftModel", own=SELECTOR | dict(final_logit_softcapping=3.0, output_multiplier=0.5),
+             **ALL_SLIDING),
+        block_tensors("selector"), "selector", layers=[(WINDOW, False)] * 2, cap=3.0, saved=as_embeddings,
+    ),
+    "speculators dflash2": Case(
+        speculators("dflash2", ALL_SLIDING, **SELECTOR), block_tensors("selector"), "selector",
+        layers=[(WINDOW, False)] * 2,
     ),
     "speculators dspark": Case(
         speculators("dspark", draft_vocab_size=DRAFT_VOCAB, sample_from_anchor=True, markov_head_type="gated",

@@ -131,6 +131,21 @@ def block_states(
     Each layer has a window and a flag whether it is causal within the block.
     """
     eps, theta = 1e-6, 10000.0
+
+    def convolved(x: torch.Tensor, kernels: torch.Tensor | None, name: str, side: int) -> torch.Tensor:
+        """Convolve along the block, of heads that do."""
+        if kernels is None:
+            return x
+        base = weights[f"{name}.base_kernel"][side]  # [num_taps, hidden]
+        delta = kernels.view(len(x), 2, len(base), -1)[:, side].repeat_interleave(16, dim=-1)
+        return torch.stack(
+            [sum((base[t] + delta[i, t]) * x[i - t] for t in range(min(i + 1, len(base)))) for i in range(len(x))]
+        )
+
+    def kernels_of(x: torch.Tensor, name: str) -> torch.Tensor | None:
+        own = f"{name}.kernel_projection.weight"
+        return x @ weights[own].T if own in weights else None
+
     context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     positions, states = torch.arange(len(context) + len(embeds)), embeds
     own = positions[len(context) :]
@@ -138,6 +153,8 @@ def block_states(
     for index, (window, is_causal) in enumerate(layers):
         name = f"layers.{index}"
         x = rms_norm(states, weights[f"{name}.input_layernorm.weight"], eps)
+        kernels = kernels_of(x, f"{name}.attention_conv")
+        x = convolved(x, kernels, f"{name}.attention_conv", 0)
         sources = torch.cat((context, x))
         q, k = (
             heads(x, weights, f"{name}.self_attn.q_proj", head_dim),
@@ -150,10 +167,27 @@ def block_states(
         hidden = ((distances < 0) & is_causal) | (distances.abs() >= (window or math.inf))
         scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(head_dim)
         attended = torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
-        states = states + linear(attended, weights, f"{name}.self_attn.o_proj")
+        attended = linear(attended, weights, f"{name}.self_attn.o_proj")
+        states = states + convolved(attended, kernels, f"{name}.attention_conv", 1)
         x = rms_norm(states, weights[f"{name}.post_attention_layernorm.weight"], eps)
-        states = states + mlp(x, weights, f"{name}.mlp")
+        kernels = kernels_of(x, f"{name}.mlp_conv")
+        x = mlp(convolved(x, kernels, f"{name}.mlp_conv", 0), weights, f"{name}.mlp")
+        states = states + convolved(x, kernels, f"{name}.mlp_conv", 1)
     return rms_norm(states, weights["norm.weight"], eps)
+
+
+def dflash2(
+    path: list[int], states: torch.Tensor, lm_head: torch.Tensor, weights: Weights, cap: float = 0.0
+) -> tuple[torch.Tensor, float]:
+    """Return the logits after a path, as :func:`dspark` does: the best 4, scored by the token before."""
+    logits = lm_head @ states[-1]
+    logits = cap * torch.tanh(0.5 * logits / cap) if cap else logits
+    best = logits.topk(4).indices
+    selector = {name.removeprefix("candidate_selector."): own for name, own in weights.items()}
+    context = selector["predecessor_codebook"][path[-1]] * (selector["hidden_projection.weight"] @ states[-1])
+    scored = torch.full_like(logits, -torch.inf)
+    scored[best] = logits[best] + selector["successor_codebook"][best] @ context
+    return scored, 1.0
 
 
 def dspark(

@@ -16,7 +16,16 @@ from hf_slospec.drafters.heads.loading import load_head
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial
 from tests.drafters.heads.checkpoints import HIDDEN, target_of, write
-from tests.drafters.heads.published_blocks import CASES, RANK, Case, block_tensors, deepspec, flat, speculators
+from tests.drafters.heads.published_blocks import (
+    CASES,
+    RANK,
+    SELECTOR,
+    Case,
+    block_tensors,
+    deepspec,
+    flat,
+    speculators,
+)
 from tests.drafters.test_features import texts_of
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
@@ -34,7 +43,7 @@ def test_trees_are_those_of_the_reference(name: str, tmp_path: Path, monkeypatch
     case, target, inputs = CASES[name], target_of("llama"), ragged_prompts(3)
     method = load_drafter(folder_of(case, tmp_path), target)
     assert isinstance(method, HeadMethod) and method.feature_layers == case.features
-    assert method.kind == ("DSpark" if case.markov else "DFlash")
+    assert method.kind == ("DFlash2" if case.markov == "selector" else "DSpark" if case.markov else "DFlash")
     checks = Checks(target, case.expected, texts_of(target, inputs, **GREEDY))
     ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS.model_copy(update=dict(max_depth=6)))
     with checks.on(monkeypatch):
@@ -111,6 +120,11 @@ CONFIDENT = dict(enable_confidence_head=True, confidence_head_with_markov=True)
         (speculators("dflash", dict(model_type="x")), block_tensors(), UnsupportedModelError, "layers of type 'x'"),
         (speculators("dflash", transformer_layer_config=None), block_tensors(), UnsupportedModelError, "has no trans"),
         (speculators("dflash", draft_vocab_size=40), block_tensors(), UnsupportedModelError, "no tensor d2t"),
+        (speculators("dflash2", **SELECTOR | dict(conv_group_size=5)), block_tensors("selector"),
+         UnsupportedModelError, "groups of 5 channels"),
+        (speculators("dflash2", **SELECTOR, block_size=2), block_tensors("selector"), UnsupportedModelError, "needs 3"),
+        (speculators("dflash2", **SELECTOR | dict(selector_rank=9)), block_tensors("selector"),
+         UnsupportedModelError, "predecessor_codebook has shape"),
         (speculators("dflash", aux_hidden_state_layer_ids=[2, 9]), block_tensors(), IncompatibleDraftError, "0 to 8"),
         (speculators("dflash", aux_hidden_state_layer_ids=[2]), block_tensors(), UnsupportedModelError, "fc.weight"),
     ],
