@@ -281,11 +281,6 @@ NOT_LOADED: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda folder: draft_folder_with(folder, {"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}),
         "a DSpark head of DeepSpec with layers of Gemma 4",
     ),
-    "p-eagle": (
-        lambda folder: other_format(folder, published_config(ptd_token_id=3), "fc.weight",
-                                    mask_hidden=torch.ones(1, 1, 3 * HIDDEN)),
-        "a P-EAGLE head",
-    ),
     "domino": (
         lambda folder: other_format(folder, dict(dflash_config={"projector_type": "domino"}), "fc.weight"),
         "a Domino head",

@@ -21,8 +21,6 @@ from hf_slospec.errors import UnsupportedModelError
 KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head"}
 KNOWN |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping", "use_swa", "swa_window_size"}
 KNOWN |= {"sample_from_anchor", "query_zero_predicts_next", "projector_type", "num_anchors"}
-KNOWN |= {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
-KNOWN |= {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 
 
 class DFlashHead(PreTrainedModel):
@@ -42,6 +40,7 @@ class DFlashHead(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
+    known: ClassVar[set[str]] = KNOWN
     layer_class: ClassVar[type[Qwen3DecoderLayer]] = Qwen3DecoderLayer
 
     def __init__(self, config: Qwen3Config, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
@@ -123,7 +122,9 @@ class DFlashHead(PreTrainedModel):
         return default if value is None else value
 
     def _refuse_unsupported(self) -> None:
-        unknown = {name for name, value in (getattr(self.config, "dflash_config", None) or {}).items() if value} - KNOWN
+        unknown = {
+            name for name, value in (getattr(self.config, "dflash_config", None) or {}).items() if value
+        } - self.known
         if unknown:
             raise UnsupportedModelError(f"the {self.kind} head has settings that are not supported: {sorted(unknown)}")
         if self.mask_token_id is None or not self.feature_layers:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from hf_slospec.drafters.heads.dflash import SequentialHead
+from hf_slospec.drafters.heads.dflash import KNOWN, SequentialHead
 from hf_slospec.errors import UnsupportedModelError
 
 
@@ -100,6 +100,7 @@ class DFlash2Head(SequentialHead):
     """
 
     kind: ClassVar[str] = "DFlash2"
+    known = KNOWN | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
     layer_class = DFlash2Layer
 
     def _refuse_unsupported(self) -> None:

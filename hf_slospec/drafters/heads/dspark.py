@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from hf_slospec.drafters.heads.dflash import SequentialHead
+from hf_slospec.drafters.heads.dflash import KNOWN, SequentialHead
 
 MARKOV_KINDS = {"gate_proj": "gated", "joint_proj": "rnn"}  # by the tensor that only this kind has; others: vanilla
 
@@ -69,6 +69,7 @@ class DSparkHead(SequentialHead):
     """
 
     kind: ClassVar[str] = "DSpark"
+    known = KNOWN | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 
     def _add_modules(self) -> None:
         config = self.config

@@ -159,6 +159,36 @@ class Eagle3Head(DraftHead):
         return normed, normed if self.settings.norm_output else hidden
 
 
+class PEagleHead(Eagle3Head):
+    """EAGLE-3 network that predicts several positions in one forward, by mask entries behind the last entry.
+
+    A mask entry takes the embedding of the mask token and a learned feature, and predicts one position later than the
+    entry before it.
+    """
+
+    kind = "P-EAGLE head"
+
+    def __init__(self, *arguments: Any, mask_token_id: int, num_proposals: int):
+        """Make a network with random weights.
+
+        Args:
+            arguments: those of :class:`Eagle3Head`.
+            mask_token_id: id of the target.
+            num_proposals: number of positions that one forward predicts.
+        """
+        super().__init__(*arguments)
+        self.mask_token_id, self.num_proposals = mask_token_id, num_proposals
+        # In a module, as loading takes the head's own modules: [1, 1, features].
+        self.mask_entry = nn.ParameterDict({"hidden": torch.empty(1, 1, self.fc.in_features)})
+
+    def mask_inputs(self, num_entries: int) -> torch.Tensor:
+        """Return the inputs of mask entries, [num_entries, embedding + hidden]."""
+        hidden: torch.Tensor = self.mask_entry["hidden"]
+        token = torch.full((1,), self.mask_token_id, device=hidden.device)
+        inputs = torch.cat((self.embed_tokens(token), self.combine(hidden[0])), dim=-1)
+        return inputs.expand(num_entries, -1)
+
+
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     """Return the default layers of features, for configs that name none: an early, a middle and a late one."""
     return 2, num_layers // 2, num_layers - 3

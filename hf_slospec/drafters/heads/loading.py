@@ -19,7 +19,7 @@ from hf_slospec.drafters.heads.checkpoint import Checkpoint, open_checkpoint
 from hf_slospec.drafters.heads.dflash import DFlashHead, default_block_layers
 from hf_slospec.drafters.heads.dflash2 import DFlash2Head
 from hf_slospec.drafters.heads.dspark import MARKOV_KINDS, DSparkHead
-from hf_slospec.drafters.heads.eagle3 import SLIDING, Eagle3Head, Eagle3Settings, default_feature_layers
+from hf_slospec.drafters.heads.eagle3 import SLIDING, Eagle3Head, Eagle3Settings, PEagleHead, default_feature_layers
 from hf_slospec.drafters.heads.head import DraftHead, own_modules
 from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
 from hf_slospec.drafters.heads.unsupported import refuse_unsupported_head
@@ -44,6 +44,7 @@ BLOCK_SETTINGS = (
     "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
+DEFAULT_PROPOSALS = 8  # positions that P-EAGLE heads are trained to predict, if their config does not tell
 DFLASH2_DEFAULTS = {
     "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
     "sliding_window_non_causal": True,
@@ -117,7 +118,7 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
 
 
 def _is_speculators_eagle3(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("speculators_model_type") == "eagle3"
+    return checkpoint.config.get("speculators_model_type") in ("eagle3", "peagle")
 
 
 def _load_speculators_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
@@ -129,7 +130,7 @@ def _load_speculators_eagle3(checkpoint: Checkpoint, target: PreTrainedModel) ->
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
     names = {name.removeprefix("model.") for name in checkpoint.files}
-    is_one = checkpoint.is_named("eagle3") or "midlayer.hidden_norm.weight" in names
+    is_one = checkpoint.is_named("eagle3") or not names.isdisjoint(("midlayer.hidden_norm.weight", "mask_hidden"))
     return is_one and "speculators_model_type" not in checkpoint.config
 
 
@@ -274,7 +275,7 @@ def _check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
 
 
 LAYOUTS = (
-    Layout("EAGLE-3 in the layout of speculators", _is_speculators_eagle3, _load_speculators_eagle3),
+    Layout("EAGLE-3 and P-EAGLE in the layout of speculators", _is_speculators_eagle3, _load_speculators_eagle3),
     Layout("EAGLE-3 (LlamaForCausalLMEagle3)", _is_eagle3, _load_published_eagle3),
     Layout("DFlash, DFlash2 and DSpark", _is_block, _load_block),
     Layout("an MTP layer (mtp.*)", _is_mtp, _load_mtp),
@@ -328,15 +329,31 @@ def _load_eagle3(
     if not has_lm_head:
         _check_shared(source, "lm_head", config.hidden_size, target)
 
+    masks = _mask_settings(source, options, config.vocab_size) if "mask_hidden" in tensors else None
+    if masks is not None:
+        tensors["mask_entry.hidden"] = tensors.pop("mask_hidden")
+
     def build() -> Eagle3Head:
         embeddings = nn.Embedding(config.vocab_size, config.hidden_size) if has_embeddings else None
         lm_head = None if has_lm_head else target.get_output_embeddings()
-        return Eagle3Head(config, settings, embeddings or target.get_input_embeddings(), lm_head)
+        parts = config, settings, embeddings or target.get_input_embeddings(), lm_head
+        return Eagle3Head(*parts) if masks is None else PEagleHead(*parts, **masks)
 
     head = _filled(checkpoint, target, build, tensors, UnsupportedModelError)
     if target_ids is not None:
         head.set_vocabulary(target_ids.to(input_device(target)))
     return head
+
+
+def _mask_settings(source: str, options: Mapping[str, Any], vocab: int) -> dict[str, int]:
+    """Return the settings of a P-EAGLE head: its mask token, and how many positions its publisher lets it predict."""
+    token = options.get("mask_token_id", options.get("ptd_token_id"))
+    if not isinstance(token, int) or not 0 <= token < vocab:
+        raise UnsupportedModelError(
+            f"{source} is a P-EAGLE head with mask_token_id {token!r} in its config; it must be one of 0 to {vocab - 1}"
+        )
+    methods = (options.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return {"mask_token_id": token, "num_proposals": int(methods[0].get("speculative_tokens") or DEFAULT_PROPOSALS)}
 
 
 def _with_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

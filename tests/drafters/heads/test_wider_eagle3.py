@@ -1,14 +1,16 @@
-"""EAGLE-3 heads of several layers, with Qwen3 layers or sliding windows, against a reference and stock."""
+"""EAGLE-3 heads of several layers, with Qwen3 layers or sliding windows, and P-EAGLE, against a reference and stock."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from hf_slospec import IncompatibleDraftError, SLOSpecGenerator, UnsupportedModelError, load_drafter
+from hf_slospec import IncompatibleDraftError, Plan, SLOSpecGenerator, UnsupportedModelError, load_drafter
 from hf_slospec.drafters.heads.loading import load_head
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial
@@ -23,9 +25,10 @@ from tests.drafters.heads.checkpoints import (
     target_of,
     write,
 )
-from tests.drafters.heads.published_blocks import random_tensors
+from tests.drafters.heads.published_blocks import best_products, random_tensors
 from tests.drafters.heads.test_heads import PROMPT, Reference, assert_same
-from tests.support.toys.feature_heads import DRAFTS_ALWAYS
+from tests.drafters.test_features import texts_of
+from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
 
 WINDOW = 4
@@ -152,3 +155,71 @@ def test_heads_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         load_drafter(write(tmp_path, config, tensors), target_of("llama"))
+
+
+def peagle_tensors(vocab: int) -> Tensors:
+    own = random_tensors({"embed_tokens.weight": (VOCAB, HIDDEN), "mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
+    return (tensors_of(2) if vocab == VOCAB else reduced(tensors_of(2))) | own
+
+
+METHOD = {"proposal_type": "greedy", "speculative_tokens": 4}
+PEAGLE: dict[str, tuple[dict[str, Any], Tensors, int]] = {
+    "speculators": (
+        nested(num_hidden_layers=2) | dict(
+            speculators_model_type="peagle", architectures=["PEagleDraftModel"], mask_token_id=7,
+            speculators_config={"algorithm": "peagle", "proposal_methods": [METHOD]},
+        ), peagle_tensors(DRAFT_VOCAB), 4,
+    ),
+    "specforge": (
+        published_config(architectures=["PEagleDraftModel"], num_hidden_layers=2, draft_vocab_size=VOCAB,
+                         ptd_token_id=7),
+        peagle_tensors(VOCAB), 8,
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def peagle_tree(
+    name: str, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
+) -> dict[tuple[int, ...], float]:
+    """The most probable prefixes of what the entry of the last known feature and the masks behind it predict."""
+    _, weights, num_proposals = PEAGLE[name]
+    depth = min(plan.depth, num_proposals)
+    every = torch.cat((features, weights["mask_hidden"][0].expand(depth - 1, -1)))
+    embeds = weights["embed_tokens.weight"][[*tokens[first + 1 :], *[7] * (depth - 1)]]
+    config = LlamaConfig.from_dict(eagle3_fields())
+    entries = embeds, every @ weights["fc.weight"].T, torch.arange(first, first + len(every))
+    logits, _ = references.eagle3_layers(*entries, weights, config, [None] * 2)
+    ids = torch.arange(len(weights["lm_head.weight"])) + weights.get("d2t", torch.zeros(1, dtype=torch.int64))
+    return best_products(logits[-depth:].softmax(-1), ids, plan)
+
+
+@pytest.mark.parametrize("name", PEAGLE)
+def test_trees_of_peagle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors, _ = PEAGLE[name]
+    target, inputs = target_of("llama"), ragged_prompts(3)
+    method = load_drafter(write(tmp_path, config, tensors), target)
+    assert method.kind == "P-EAGLE head"
+    checks = Checks(target, partial(peagle_tree, name), texts_of(target, inputs, **GREEDY))
+    checks.skips = lambda call: call % 4 == 2
+    ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS.model_copy(update=dict(max_depth=6)))
+    with checks.on(monkeypatch):
+        assert_same_as_stock(target, ours.generate, inputs, **GREEDY)
+    assert checks.num_checked > 4 and not checks.num_unready
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", PEAGLE)
+def test_output_with_peagle(name: str, options: dict[str, Any], batch: int, tmp_path: Path) -> None:
+    target, (config, tensors, _) = target_of("llama"), PEAGLE[name]
+    ours = SLOSpecGenerator(target, drafter=write(tmp_path, config, tensors), config=DRAFTS_ALWAYS)
+    out = assert_same_as_stock(target, ours.generate, ragged_prompts(batch), **options)
+    assert sum(metrics.drafted for metrics in out.slo) > 0
+
+
+def test_peagle_needs_a_mask_token(tmp_path: Path) -> None:
+    config, tensors, _ = PEAGLE["specforge"]
+    for token in (None, VOCAB):
+        with pytest.raises(UnsupportedModelError, match="mask_token_id"):
+            load_drafter(write(tmp_path, config | dict(ptd_token_id=token), tensors), target_of("llama"))
