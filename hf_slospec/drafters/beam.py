@@ -78,7 +78,7 @@ def _coupled(requests: Sequence[Request], level: Level, scores: Scores) -> Beam:
     if vocabulary is not None:
         logits = vocabulary.spread(logits)  # noise and processors are by the target's ids
     logits = coupled(requests, len(level.sizes) - 1, logits, level.path_tokens)
-    return level.extended(Scores(logits, scores.states), None)
+    return level.extended(scores._replace(logits=logits), None)
 
 
 def _trees(requests: Sequence[Request], nodes: torch.Tensor, sizes: Sequence[int]) -> list[TokenTree]:

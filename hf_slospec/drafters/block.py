@@ -1,8 +1,9 @@
-"""Drafting with heads that predict a block of tokens at a time (DFlash)."""
+"""Drafting with heads that predict a block of tokens at a time (DFlash, DFlash2, DSpark)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 
 from hf_slospec.algo.best_first import best_first_tree
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.features import FeatureDrafter
-from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.drafters.heads.dflash import DFlashHead, SequentialHead
+from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
@@ -39,9 +42,28 @@ class BlockDrafter(FeatureDrafter):
         self._process([request for request in requests if self.features.num_waiting(request)])
         self.sequences.reserve(requests)
         parts = [block_tokens(self.head, self.sequences.of(request), request.tokens) for request in requests]
-        logits = self.sequences.forward(parts, block_rows(self.head, len(requests), plan.depth)).logits
-        logits = logits[:, : self.vocab_size].view(len(requests), -1, min(logits.shape[-1], self.vocab_size))
-        return block_trees(requests, logits, plan)
+        outputs = self.sequences.forward(parts, self._rows(len(requests), plan.depth)).logits
+        return self._trees(requests, outputs.view(len(requests), -1, outputs.shape[-1]), plan)
+
+    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
+        """Return the rows of a packed batch of blocks whose outputs trees of this depth need."""
+        return block_rows(self.head, num_requests, depth)
+
+    def _trees(self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan) -> list[TokenTree]:
+        """Return candidate trees of blocks' outputs, [num_requests, depth, output_size]."""
+        return block_trees(requests, self._spread(outputs), plan)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
+        if (vocabulary := self._vocabulary) is not None:
+            return vocabulary.spread(logits)
+        return logits[..., : self.vocab_size]
+
+    @property
+    def _vocabulary(self) -> Vocabulary | None:
+        """Tokens of a reduced vocabulary; None: the head's ids are the target's."""
+        ids = self.head.target_ids
+        return None if ids is None else Vocabulary(ids, self.vocab_size)
 
     def _process(self, requests: Sequence[Request]) -> None:
         """Cache the K/V of all waiting features."""
@@ -56,6 +78,43 @@ class BlockDrafter(FeatureDrafter):
         self.sequences.forward(parts, torch.empty(0, dtype=torch.int64))
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.length += length
+
+
+class SequentialBlockDrafter(BlockDrafter):
+    """Drafts trees of a :class:`SequentialHead` by beam search over one forward of a block."""
+
+    @property
+    def head(self) -> SequentialHead:
+        """The network."""
+        head: SequentialHead = self.packed.model
+        return head
+
+    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
+        # The root's own row begins the states of recurrent heads that predict from the second token on.
+        first = 0 if self.head.is_recurrent else self.head.first_slot
+        return block_rows(self.head, num_requests, depth, first)
+
+    def _trees(self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan) -> list[TokenTree]:
+        states = None
+        if self.head.is_recurrent:
+            states = self.head.initial_states(len(requests))
+            if self.head.first_slot:
+                roots = torch.tensor([[request.tokens[-1]] for request in requests], device=outputs.device)
+                _, states, _ = self.head.after(roots, outputs[:, 0], states)
+                outputs = outputs[:, self.head.first_slot :]
+        plan = replace(plan, depth=min(plan.depth, outputs.shape[1]))
+        run = partial(self._grown, outputs)
+        return beam_search(requests, plan, None, run, outputs.device, states=states)
+
+    def _grown(self, outputs: torch.Tensor, level: Level) -> Beam | Scores:
+        """Return the beam with its next layer, or the scores if the next layer needs noise; see ``Level.grown``."""
+        depth = len(level.sizes) - 1
+        scores = Scores(*self.head.after(level.tokens, outputs[:, depth], level.inherited_states))
+        if level.is_coupled:
+            return scores._replace(logits=self._spread(scores.logits))
+        if (vocabulary := self._vocabulary) is None:
+            scores = scores._replace(logits=scores.logits[..., : self.vocab_size])
+        return level.extended(scores, vocabulary)
 
 
 def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor) -> NewTokens:
@@ -87,14 +146,21 @@ def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence
     return NewTokens(sequence, tokens, positions, mask, windowed_mask=windowed_mask if head.is_windowed else None)
 
 
-def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
+def block_rows(head: DFlashHead, num_requests: int, depth: int, first: int | None = None) -> torch.Tensor:
     """Return the rows of a packed batch of blocks that predict the first ``depth`` positions after the roots.
 
+    Args:
+        head: the network.
+        num_requests: number of blocks.
+        depth: positions to predict; a block predicts ``num_proposals`` at most.
+        first: first token of each block whose row to return; None: the first that predicts.
+
     Returns:
-        [num_requests * min(depth, block_size - 1)] int64, block after block.
+        [num_requests * num_rows] int64, block after block.
     """
-    firsts = head.block_size * torch.arange(num_requests)
-    return (firsts[:, None] + torch.arange(1, min(depth + 1, head.block_size))).flatten()
+    starts = head.block_size * torch.arange(num_requests)
+    slots = torch.arange(head.first_slot if first is None else first, head.first_slot + min(depth, head.num_proposals))
+    return (starts[:, None] + slots).flatten()
 
 
 def block_marginals(

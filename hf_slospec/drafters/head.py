@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.beam import beam_search
-from hf_slospec.drafters.block import BlockDrafter
+from hf_slospec.drafters.block import BlockDrafter, SequentialBlockDrafter, block_trees
 from hf_slospec.drafters.features import FeatureDrafter
-from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.drafters.heads.dflash import DFlashHead, SequentialHead
+from hf_slospec.drafters.heads.eagle3 import PEagleHead
 from hf_slospec.drafters.heads.head import DraftHead
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
@@ -78,8 +80,18 @@ class HeadDrafter(FeatureDrafter):
         grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
         return grown
 
-    def _process(self, requests: Sequence[Request], level: Level | None = None) -> Any:
-        """Cache the entries of all waiting features; return the level's outputs for each request's last entry."""
+    def _process(
+        self, requests: Sequence[Request], level: Level | None = None, masks: torch.Tensor | None = None
+    ) -> Any:
+        """Cache the entries of all waiting features; return the level's outputs for each request's last entry.
+
+        Args:
+            requests: those with features.
+            level: the first level of a beam; None: return the forward's outputs.
+            masks: [num_masks, embedding + hidden], inputs of further entries behind each last one, whose outputs are
+                returned too, and which are not kept.
+        """
+        num_masks = 0 if masks is None else len(masks)
         self.sequences.reserve(requests)
         for request in requests:
             if not self.features.num_waiting(request):  # a step was undone: forward the last entry again
@@ -94,10 +106,15 @@ class HeadDrafter(FeatureDrafter):
         parts = []
         for request, begin, entry_ids, embeds in zip(requests, begins, ids.split(lengths), inputs, strict=True):
             sequence = self.sequences.of(request)
+            if masks is not None:
+                embeds = torch.cat((embeds, masks))
+                entry_ids = pad(entry_ids, (0, num_masks))
             positions = self.packed.clamp_positions(torch.arange(begin, begin + len(embeds)))
             causal = torch.from_numpy(np.tri(len(embeds), dtype=np.bool_))
             parts.append(NewTokens(sequence, entry_ids, positions, causal, embeds, is_chain=True))
-        last_rows = torch.from_numpy(np.cumsum(lengths) - 1)
+        last_rows = torch.from_numpy(np.cumsum(np.array(lengths) + num_masks) - 1)
+        if num_masks:
+            last_rows = (last_rows[:, None] + torch.arange(-num_masks, 1)).flatten()
         if level is None:
             outputs: Any = self.sequences.forward(parts, last_rows)
         else:
@@ -107,9 +124,31 @@ class HeadDrafter(FeatureDrafter):
         return outputs
 
 
+class PEagleDrafter(HeadDrafter):
+    """Trees of the most probable prefixes of what a P-EAGLE head predicts, with one forward for all levels."""
+
+    @property
+    def head(self) -> PEagleHead:
+        """The network."""
+        head: PEagleHead = self.packed.model
+        return head
+
+    def __init__(
+        self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
+    ):
+        """Make a drafter that has no requests yet; see :class:`FeatureDrafter`."""
+        super().__init__(packed, max(max_nodes, packed.model.num_proposals), vocab_size, max_slots, max_kept)
+
+    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        network, depth = HeadNetwork(self.head, self.vocab_size), min(plan.depth, self.head.num_proposals)
+        outputs = self._process(requests, masks=self.head.mask_inputs(depth - 1)).logits
+        logits = network.scores(outputs.view(len(requests), depth, -1)).logits
+        return block_trees(requests, logits if network.vocabulary is None else network.vocabulary.spread(logits), plan)
+
+
 @dataclass(frozen=True, repr=False)
 class HeadMethod(DraftMethod):
-    """A trained head that reads hidden states of the target: EAGLE-3, MTP or DFlash."""
+    """A trained head that reads hidden states of the target: EAGLE-3, P-EAGLE, MTP, DFlash, DFlash2 or DSpark."""
 
     head: DraftHead | DFlashHead
 
@@ -143,5 +182,7 @@ class HeadMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        make = BlockDrafter if isinstance(self.head, DFlashHead) else HeadDrafter
+        block = SequentialBlockDrafter if isinstance(self.head, SequentialHead) else BlockDrafter
+        by_level = PEagleDrafter if isinstance(self.head, PEagleHead) else HeadDrafter
+        make = block if isinstance(self.head, DFlashHead) else by_level
         return make(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)

@@ -21,6 +21,7 @@ class Scores(NamedTuple):
 
     logits: torch.Tensor  # [num_rows, beam, draft_vocab]
     states: torch.Tensor | None = None  # [num_rows, beam, hidden], inputs of the nodes' children
+    log_acceptance: torch.Tensor | None = None  # [num_rows, beam] f32 <= 0, added to the children's path_logprobs
 
 
 class Beam(NamedTuple):
@@ -172,6 +173,8 @@ class Level:
     def extended(self, scores: Scores, vocabulary: Vocabulary | None) -> Beam:
         """Return the beam with its next layer."""
         path_logprobs = _logprobs(self.nodes[:, 2, -self.beam :])
+        if scores.log_acceptance is not None:
+            path_logprobs = path_logprobs + scores.log_acceptance
         tokens, parents, path_logprobs = extend_beam(path_logprobs, scores.logits, self.width)
         if vocabulary is not None:
             tokens = vocabulary.target_ids[tokens]

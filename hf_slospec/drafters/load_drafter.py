@@ -99,8 +99,8 @@ def load_drafter(
             - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``); ``"recycling"``: the target's
               own candidates of earlier steps;
             - ``"mtp"``: the multi-token prediction layer that the target was published with;
-            - a folder or Hub repository of a trained head (EAGLE-3 in three layouts, DFlash, MTP) or of a smaller
-              causal LM, known by its config and tensors; safetensors only;
+            - a folder or Hub repository of a trained head (EAGLE-3, DFlash, DSpark, MTP) or of a smaller causal LM,
+              known by its config and tensors; safetensors only;
             - a loaded causal LM;
             - several of these, as a sequence or joined by ``+``, whose trees are merged: ``"lookup+mtp"``. Only the
               last one may have a model.

@@ -172,8 +172,8 @@ class SharedKVDrafter(Drafter):
     def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
         sequences, states = [self._sequences.of(request) for request in requests], level.inherited_states
         assert states is not None
-        logits, next_states = self._model.scores(self._sequences.cache.pool, sequences, level.tokens, states)
-        return level.grown(Scores(logits[..., : self.vocab_size], next_states))
+        scores = self._model.scores(self._sequences.cache.pool, sequences, level.tokens, states)
+        return level.grown(scores._replace(logits=scores.logits[..., : self.vocab_size]))
 
     def release(self, request: Request) -> None:
         self._last.pop(request, None)

@@ -33,9 +33,9 @@ class ModelOptions(InputModel):
     )
     drafter: str | None = Field(
         None,
-        description=f"What drafts in place of such a model: {NAMES}, a trained head (EAGLE-3, MTP, DFlash) or a draft "
-        "model by name or folder (safetensors only), or a sum such as lookup+mtp. For the embedded target: also "
-        "eagle3, and assistant, its draft model, as in suffix+assistant.",
+        description=f"What drafts in place of such a model: {NAMES}, a trained head (EAGLE-3, MTP, DFlash, DSpark) or "
+        "a draft model by name or folder (safetensors only), or a sum such as lookup+mtp. For the embedded target: "
+        "also eagle3, and assistant, its draft model, as in suffix+assistant.",
     )
     share_texts: bool = Field(
         False,

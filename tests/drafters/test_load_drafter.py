@@ -30,7 +30,6 @@ from hf_slospec.generate.enable import decoder_of
 from tests.drafters.heads.checkpoints import (
     GROUPED,
     HIDDEN,
-    eagle3_fields,
     eagle3_tensors,
     published_config,
     speculators_config,
@@ -275,43 +274,18 @@ def draft_folder_with(folder: Path, config: dict[str, Any], *lacking: str, **ten
 
 
 EAGLE = dict(fc__weight=torch.ones(HIDDEN, 2 * HIDDEN))
-DFLASH = dict(block_size=4, mask_token_id=3, aux_hidden_state_layer_ids=[1, 2], draft_vocab_size=VOCAB)
-SLIDING = eagle3_fields(sliding_window=8, layer_types=["sliding_attention"])
-# Publishers' layouts that are not loaded; the first four were taken for a causal LM or for a head that is loaded.
+# Publishers' layouts that are not loaded; the first was taken for a causal LM.
 NOT_LOADED: dict[str, tuple[Callable[[Path], str], str]] = {
-    "deepspec": (
-        lambda folder: draft_folder_with(
-            folder, {"architectures": ["Qwen3DSparkModel"], "markov_rank": 2}, markov_w1__weight=torch.ones(2)
-        ),
-        "a DSpark or DFlash head of DeepSpec",
-    ),
-    "deepspec dflash": (
-        lambda folder: draft_folder_with(folder, {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}),
-        "a DSpark or DFlash head of DeepSpec",
-    ),
     "eagle": (lambda folder: draft_folder_with(folder, {}, "lm_head.weight", "model.norm.weight", **EAGLE),
               "an EAGLE-1, EAGLE-2 or HASS head"),
-    "sliding": (lambda folder: write(folder / "s", speculators_config(transformer_layer_config=SLIDING),
-                                     eagle3_tensors(set())), "a sliding window of 8 tokens"),
-    "published sliding": (lambda folder: write(folder / "s", published_config(sliding_window=8), eagle3_tensors(set())),
-                          "a sliding window of 8 tokens"),
-    "speculators dflash": (
-        lambda folder: other_format(
-            folder, DFLASH | dict(speculators_model_type="dflash", transformer_layer_config=eagle3_fields(),
-                                  architectures=["DFlashDraftModel"]), "fc.weight"),
-        "a DFlash head of speculators, with its layers in transformer_layer_config",
+    "deepspec for gemma": (
+        lambda folder: draft_folder_with(folder, {"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}),
+        "a DSpark head of DeepSpec with layers of Gemma 4",
     ),
-    "p-eagle": (
-        lambda folder: other_format(folder, published_config(ptd_token_id=3), "fc.weight",
-                                    mask_hidden=torch.ones(1, 1, 3 * HIDDEN)),
-        "a P-EAGLE head",
+    "domino": (
+        lambda folder: other_format(folder, dict(dflash_config={"projector_type": "domino"}), "fc.weight"),
+        "a Domino head",
     ),
-    "specforge dspark": (
-        lambda folder: other_format(folder, dict(dflash_config={"projector_type": "dspark"}), "fc.weight"),
-        "a DSpark head of SpecForge",
-    ),
-    "dflash2": (lambda folder: other_format(folder, dict(architectures=["DFlash2DraftModel"]), "fc.weight"),
-                "a DFlash2 head"),
     "mlp speculator": (
         lambda folder: other_format(folder, dict(architectures=["MLPSpeculatorPreTrainedModel"]), "head.0.weight"),
         "an MLP speculator",
@@ -332,7 +306,7 @@ def test_other_formats_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 def test_heads_without_a_window_that_name_one(tmp_path: Path) -> None:
     """A window that no layer uses, as configs copied from a target's have it."""
-    for changes in (dict(layer_types=["full_attention"]), dict(use_sliding_window=False)):
+    for changes in (dict(layer_types=["full_attention"]), dict(use_sliding_window=False), dict(layer_types=None)):
         path = write(
             tmp_path / next(iter(changes)), published_config(sliding_window=8, **changes), eagle3_tensors(set())
         )

@@ -197,12 +197,12 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
     toy = Switching(greedy(target))
     request = Request(0, RequestParams([0, 1], 200))
     engine = engine_of([request], toy, ToyDrafter(target), WholeTrees(Plan(0, 1)), clock)
-    for _ in range(100):
-        engine.step()
-    assert engine.costs.verify_at(1) > 1.5
+    for _ in range(50):
+        event = engine.step()
+    assert engine.costs.predicted(event).verify_s == pytest.approx(2.0, rel=0.1)
     toy.path = "compiled"
-    engine.step()
-    assert engine.costs.verify_at(1) == pytest.approx(1.2, rel=0.05)
+    event = engine.step()
+    assert engine.costs.predicted(event).verify_s == pytest.approx(1.2, rel=0.05)
 
 
 def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:

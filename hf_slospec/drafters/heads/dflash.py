@@ -18,8 +18,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from hf_slospec.errors import UnsupportedModelError
 
 # Entries of dflash_config that are read here, or that do not change the forward.
-KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal"}
-KNOWN |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head"}
+KNOWN |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping", "use_swa", "swa_window_size"}
+KNOWN |= {"sample_from_anchor", "query_zero_predicts_next", "projector_type", "num_anchors"}
 
 
 class DFlashHead(PreTrainedModel):
@@ -27,7 +28,8 @@ class DFlashHead(PreTrainedModel):
 
     All tokens but the last are the context: every layer caches their K and V, computed from their combined features
     alone. A block is the last token, whose features are not known yet, then mask tokens. Block tokens attend to the
-    context and to each other, and each mask token predicts the token at its position.
+    context and to each other, and each mask token predicts the token at its position. In some heads, each token of the
+    block predicts the token behind it instead.
 
     A forward of ``inputs_embeds`` only caches the K and V of context tokens, without queries and MLPs. A forward of
     ``input_ids`` computes logits of block tokens. Both are packed forwards: context tokens are a prompt of embeddings,
@@ -38,13 +40,15 @@ class DFlashHead(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
+    known: ClassVar[set[str]] = KNOWN
+    layer_class: ClassVar[type[Qwen3DecoderLayer]] = Qwen3DecoderLayer
 
     def __init__(self, config: Qwen3Config, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
         """Make a head with random weights.
 
         Args:
-            config: a Qwen3 config with ``block_size``, ``mask_token_id`` and ``target_layer_ids``, at its top level or
-                in ``dflash_config``.
+            config: a Qwen3 config with ``block_size``, ``mask_token_id`` and ``target_layer_ids`` (numbers of layers)
+                or ``aux_hidden_state_layer_ids`` (of hidden states), at its top level or in ``dflash_config``.
             embed_tokens: the target's embeddings; None: the head has its own.
             lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
 
@@ -54,16 +58,25 @@ class DFlashHead(PreTrainedModel):
         super().__init__(config)
         self.block_size = int(self._setting("block_size", 16))
         self.mask_token_id = self._setting("mask_token_id")
-        layer_ids = self._setting("target_layer_ids")
-        self._refuse_unsupported(layer_ids)
-        # Numbered as in the target's output_hidden_states; the config numbers layers.
-        self.feature_layers = tuple(layer + 1 for layer in layer_ids)
+        if self._setting("use_swa"):
+            config.sliding_window = self._setting("swa_window_size")
+            config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+        # Numbered as in the target's output_hidden_states.
+        outputs_of = self._setting("target_layer_ids") or ()
+        self.feature_layers = tuple(self._setting("aux_hidden_state_layer_ids") or (layer + 1 for layer in outputs_of))
+        self._refuse_unsupported()
+        # Token of the block that makes the first prediction: the root, or else the first mask token.
+        predicts_next = self._setting("query_zero_predicts_next", self._setting("sample_from_anchor"))
+        self.first_slot = 0 if predicts_next else 1
         # sees_later: a block's tokens attend to later ones, in layers without and with a sliding window.
         self.is_windowed = "sliding_attention" in (config.layer_types or ())
-        is_causal = self._setting("causal", self._setting("is_causal"))
+        is_causal = self._setting("causal", self._setting("is_causal", self._setting("causal_head")))
         self.sees_later = not is_causal
-        self.sees_later_in_window = is_causal is not None and not is_causal
-        self.embedding_scale = float(self._setting("input_embedding_scale", 1.0))
+        is_causal = not self._setting("sliding_window_non_causal") if is_causal is None else is_causal
+        self.sees_later_in_window = not is_causal
+        # None: the factor of the embeddings themselves, if they apply one.
+        scale = self._setting("input_embedding_scale", None if self._setting("causal_head") else 1.0)
+        self.embedding_scale = None if scale is None else float(scale)
         self.logit_scale = float(self._setting("output_multiplier", 1.0))
         self.softcap = float(self._setting("final_logit_softcapping", 0.0))
 
@@ -71,15 +84,36 @@ class DFlashHead(PreTrainedModel):
         self.target_hidden_size = int(getattr(config, "target_hidden_size", hidden))
         self.fc = nn.Linear(len(self.feature_layers) * self.target_hidden_size, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=eps)
-        self.layers = nn.ModuleList([Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, index) for index in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(hidden, eps=eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, hidden) if embed_tokens is None else None
-        self.lm_head: Any = nn.Linear(hidden, config.vocab_size, bias=False) if lm_head is None else None
+        self.draft_vocab_size = int(self._setting("draft_vocab_size", config.vocab_size))
+        self.lm_head: Any = nn.Linear(hidden, self.draft_vocab_size, bias=False) if lm_head is None else None
+        self.register_buffer("target_ids", None, persistent=False)
+        self._add_modules()
         self.post_init()  # type: ignore[no-untyped-call]
         # Set after the initialisation, which would overwrite the target's weights.
         self.embed_tokens = self.embed_tokens if embed_tokens is None else embed_tokens
         self.lm_head = self.lm_head if lm_head is None else lm_head
+
+    def _add_modules(self) -> None:
+        """Add the modules of a variant, before weights are initialised."""
+
+    def set_vocabulary(self, target_ids: torch.Tensor) -> None:
+        """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
+        assert target_ids.shape == (self.draft_vocab_size,), "one target id per draft id"
+        self.target_ids = target_ids
+
+    @property
+    def num_proposals(self) -> int:
+        """Number of positions that a block predicts."""
+        return self.block_size - self.first_slot
+
+    @property
+    def output_size(self) -> int:
+        """Number of outputs of a block token."""
+        return self.draft_vocab_size
 
     def _setting(self, name: str, default: Any = None) -> Any:
         """Return an entry of ``dflash_config``, or else of the config; ``default`` if it is missing or None."""
@@ -87,11 +121,13 @@ class DFlashHead(PreTrainedModel):
         value = getattr(self.config, name, None) if value is None else value
         return default if value is None else value
 
-    def _refuse_unsupported(self, layer_ids: Any) -> None:
-        unknown = {name for name, value in (getattr(self.config, "dflash_config", None) or {}).items() if value} - KNOWN
+    def _refuse_unsupported(self) -> None:
+        unknown = {
+            name for name, value in (getattr(self.config, "dflash_config", None) or {}).items() if value
+        } - self.known
         if unknown:
             raise UnsupportedModelError(f"the {self.kind} head has settings that are not supported: {sorted(unknown)}")
-        if self.mask_token_id is None or not layer_ids:
+        if self.mask_token_id is None or not self.feature_layers:
             raise UnsupportedModelError(f"the {self.kind} head's config lacks mask_token_id or target_layer_ids")
         if not 0 <= self.mask_token_id < self.config.vocab_size:
             raise UnsupportedModelError(
@@ -99,6 +135,8 @@ class DFlashHead(PreTrainedModel):
                 f"{self.config.vocab_size} tokens"
             )
         window = self.config.sliding_window
+        if self._setting("use_swa") and window is None:
+            raise UnsupportedModelError(f"the {self.kind} head's config has use_swa, but lacks swa_window_size")
         if window is not None and window < self.block_size:
             raise UnsupportedModelError(
                 f"the {self.kind} head has a sliding window of {window} tokens, fewer than its blocks of "
@@ -142,6 +180,11 @@ class DFlashHead(PreTrainedModel):
             values = attention.v_proj(combined).view(per_head).transpose(1, 2)
             past_key_values.update(keys * cos + rotate_half(keys) * sin, values, index)
 
+    def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        """Return further arguments of the layers, by the ids of block tokens, [batch, num_tokens] int64."""
+        del input_ids
+        return {}
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of block tokens, scaled by the head's factor.
 
@@ -149,15 +192,21 @@ class DFlashHead(PreTrainedModel):
         """
         module = self.get_input_embeddings()
         embeds: torch.Tensor = module(input_ids)
+        if self.embedding_scale is None:
+            return embeds
         scale = self.embedding_scale / getattr(module, "embed_scale", 1.0)  # some targets' embeddings apply a factor
         return embeds if isinstance(scale, float) and scale == 1.0 else embeds * scale
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits of normed states.  [1, num_rows, hidden] -> [1, num_rows, vocab]"""
+        """Return the logits of normed states.  [1, num_rows, hidden] -> [1, num_rows, draft_vocab]"""
         logits: torch.Tensor = self.lm_head(states)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap > 0.0 else logits
+
+    def outputs(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what a forward returns of block tokens' normed states.  -> [1, num_rows, output_size]"""
+        return self.logits(states)
 
     def forward(
         self,
@@ -183,17 +232,17 @@ class DFlashHead(PreTrainedModel):
                 length is the number of rows of zeros to return.
 
         Returns:
-            ``logits`` [batch, num_rows, vocab]; zeros for context tokens.
+            ``logits`` [batch, num_rows, output_size]; zeros for context tokens.
         """
         if inputs_embeds is not None:
             assert isinstance(logits_to_keep, torch.Tensor) and position_ids is not None
             self.cache_context(inputs_embeds, position_ids, past_key_values)
-            return CausalLMOutput(logits=inputs_embeds.new_zeros(1, len(logits_to_keep), self.config.vocab_size))
+            return CausalLMOutput(logits=inputs_embeds.new_zeros(1, len(logits_to_keep), self.output_size))
         assert input_ids is not None
         states = self.embed(input_ids)
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
-        position_embeddings = self.rotary_emb(states, position_ids)
+        position_embeddings, options = self.rotary_emb(states, position_ids), self.layer_options(input_ids)
         for layer, attention in zip(self.layers, self._attentions, strict=True):
             mask = _causal_mask(states, attention.sliding_window) if attention_mask is None else attention_mask
             states = layer(
@@ -202,9 +251,56 @@ class DFlashHead(PreTrainedModel):
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
+                **options,
             )
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutput(logits=self.logits(self.norm(states[:, rows])))
+        return CausalLMOutput(logits=self.outputs(self.norm(states[:, rows])))
+
+
+class SequentialHead(DFlashHead):
+    """Base of block heads whose predictions also depend on the token before.
+
+    One forward returns the logits and states of all positions of a block. What follows, position by position, depends
+    on the token before, so that siblings of a tree have children with probabilities of their own.
+    """
+
+    is_recurrent: bool = False  # nodes have states
+
+    @property
+    def output_size(self) -> int:
+        return int(self.draft_vocab_size + self.config.hidden_size)
+
+    def outputs(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits and states, concatenated."""
+        return torch.cat((self.logits(states), states), dim=-1)
+
+    def initial_states(self, num_rows: int) -> torch.Tensor:
+        """Return the states of roots.  -> [num_rows, 1, rank]"""
+        raise NotImplementedError
+
+    def after(
+        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return logits of nodes' children, the children's states, and log probabilities that a child is accepted.
+
+        Args:
+            tokens: [num_rows, beam] int64, ids of the target.
+            outputs: [num_rows, output_size], of the block token that predicts the children.
+            states: [num_rows, beam, rank]; None unless nodes have states.
+
+        Returns:
+            [num_rows, beam, draft_vocab], [num_rows, beam, rank] or None, and [num_rows, beam] f32 or None if the head
+            does not predict it.
+        """
+        raise NotImplementedError
+
+
+def default_block_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """Return the target's layers whose outputs a head of z-lab reads if its config names none: one per own layer."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + index * span / (num_layers - 1)) for index in range(num_layers)]
 
 
 def _causal_mask(states: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: one Llama layer over token embeddings and combined hidden states of three target layers."""
+"""EAGLE-3 heads: Llama or Qwen3 layers over token embeddings and combined hidden states of some target layers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import LlamaConfig, Qwen3Config
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hf_slospec.drafters.heads.head import DraftHead
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}  # by model_type
 
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """Settings of an EAGLE-3 head, besides the config of its layer."""
+    """Settings of an EAGLE-3 head, besides the config of its layers."""
 
     feature_layers: tuple[int, ...]  # hidden states of the target, numbered as in its output_hidden_states
     target_hidden_size: int
@@ -24,23 +29,25 @@ class Eagle3Settings:
     norm_output: bool = False  # the next level takes the normed hidden state
     norm_before_fc: bool = False  # one norm over the concatenated features, before fc
     fc_norm: bool = False  # one norm for each layer's features, before fc
+    fc_bias: bool = False
 
 
 class Eagle3Layer(nn.Module):
-    """Llama layer whose attention reads an embedding and a hidden state, concatenated."""
+    """Decoder layer whose attention reads an embedding and a hidden state, concatenated."""
 
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool):
+    def __init__(self, config: LlamaConfig | Qwen3Config, norm_before_residual: bool):
         super().__init__()
+        layer = LAYERS[config.model_type](config, 0)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = LlamaRMSNorm(size, eps=eps)
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
-        self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.self_attn = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
             plain = getattr(self.self_attn, name)
             setattr(self.self_attn, name, nn.Linear(2 * size, plain.out_features, bias=plain.bias is not None))
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = layer.mlp
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
         """Return the hidden states before the final norm.
@@ -66,13 +73,20 @@ class Eagle3Head(DraftHead):
 
     kind = "EAGLE-3 head"
 
-    def __init__(self, config: LlamaConfig, settings: Eagle3Settings, embed_tokens: nn.Module):
+    def __init__(
+        self,
+        config: LlamaConfig | Qwen3Config,
+        settings: Eagle3Settings,
+        embed_tokens: nn.Module,
+        lm_head: nn.Module | None = None,
+    ):
         """Make a network with random weights.
 
         Args:
-            config: config of the layer; its ``vocab_size`` is the target's.
+            config: config of the layers; its ``vocab_size`` is the target's.
             settings: the other settings.
-            embed_tokens: embeddings of the layer's hidden size, the target's or the head's own.
+            embed_tokens: embeddings of the layers' hidden size, the target's or the head's own.
+            lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
         """
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -85,11 +99,14 @@ class Eagle3Head(DraftHead):
         if settings.fc_norm:
             norms = [LlamaRMSNorm(settings.target_hidden_size, eps=eps) for _ in range(num_features)]
             self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(features_size, size, bias=False)
+        self.fc = nn.Linear(features_size, size, bias=settings.fc_bias)
         self.midlayer = Eagle3Layer(config, settings.norm_before_residual)
+        later = range(1, config.num_hidden_layers)  # plain layers, named by their numbers
+        self.layers = nn.ModuleDict({str(index): LAYERS[config.model_type](config, index) for index in later})
         self.norm = LlamaRMSNorm(size, eps=eps)
-        self.lm_head = nn.Linear(size, settings.draft_vocab_size, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.lm_head = nn.Linear(size, settings.draft_vocab_size, bias=False) if lm_head is None else lm_head
+        either: Any = config  # the class is the same for both families
+        self.rotary_emb = LlamaRotaryEmbedding(either)
         self.register_buffer("target_ids", None, persistent=False)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
@@ -110,23 +127,66 @@ class Eagle3Head(DraftHead):
         hidden: torch.Tensor = self.fc(features)
         return hidden
 
+    @property
+    def _kinds(self) -> list[str]:
+        """Kinds of the layers."""
+        return list(getattr(self.config, "layer_types", None) or [FULL] * self.config.num_hidden_layers)
+
+    def mask(self, **arguments: Any) -> Any:
+        makers: dict[str, Any] = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+        return {kind: makers[kind](**arguments) for kind in dict.fromkeys(self._kinds)}
+
     def run(
         self,
         embeds: torch.Tensor,
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
         past_key_values: Any,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.midlayer(
-            embeds,
-            hidden,
-            position_embeddings=self.rotary_emb(hidden, position_ids),
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
+        position_embeddings = self.rotary_emb(hidden, position_ids)
+        for index, kind in enumerate(self._kinds):
+            options: dict[str, Any] = dict(
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask[kind],
+                past_key_values=past_key_values,
+            )
+            if self.config.model_type == "llama":  # its layers do not read the window in the config
+                options["sliding_window"] = self.config.sliding_window if kind == SLIDING else None
+            inputs = (hidden,) if index else (embeds, hidden)
+            hidden = (self.layers[str(index)] if index else self.midlayer)(*inputs, **options)
         normed = self.norm(hidden)
         return normed, normed if self.settings.norm_output else hidden
+
+
+class PEagleHead(Eagle3Head):
+    """EAGLE-3 network that predicts several positions in one forward, by mask entries behind the last entry.
+
+    A mask entry takes the embedding of the mask token and a learned feature, and predicts one position later than the
+    entry before it.
+    """
+
+    kind = "P-EAGLE head"
+
+    def __init__(self, *arguments: Any, mask_token_id: int, num_proposals: int):
+        """Make a network with random weights.
+
+        Args:
+            arguments: those of :class:`Eagle3Head`.
+            mask_token_id: id of the target.
+            num_proposals: number of positions that one forward predicts.
+        """
+        super().__init__(*arguments)
+        self.mask_token_id, self.num_proposals = mask_token_id, num_proposals
+        # In a module, as loading takes the head's own modules: [1, 1, features].
+        self.mask_entry = nn.ParameterDict({"hidden": torch.empty(1, 1, self.fc.in_features)})
+
+    def mask_inputs(self, num_entries: int) -> torch.Tensor:
+        """Return the inputs of mask entries, [num_entries, embedding + hidden]."""
+        hidden: torch.Tensor = self.mask_entry["hidden"]
+        token = torch.full((1,), self.mask_token_id, device=hidden.device)
+        inputs = torch.cat((self.embed_tokens(token), self.combine(hidden[0])), dim=-1)
+        return inputs.expand(num_entries, -1)
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class DraftHead(PreTrainedModel):
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
         past_key_values: Any,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states of the logits and the children's hidden states, [1, num_tokens, hidden] each.
 
@@ -67,9 +67,16 @@ class DraftHead(PreTrainedModel):
             hidden: [1, num_tokens, hidden], combined features, or hidden states that the parents' entries returned.
             position_ids: [1, num_tokens] int64.
             past_key_values: cache that the layers update; None: entries attend to each other only.
-            attention_mask: in the form of the attention implementation; None: causal, if that is its default.
+            attention_mask: from :meth:`mask`.
         """
         raise NotImplementedError
+
+    def mask(self, **arguments: Any) -> Any:
+        """Return the layers' masks in the form of the attention implementation; None: causal, if that is its default.
+
+        ``arguments`` are those of transformers' functions that make masks.
+        """
+        return create_causal_mask(**arguments)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of the head's vocabulary.  [num_rows, hidden] -> [num_rows, draft_vocab]"""
@@ -104,7 +111,7 @@ class DraftHead(PreTrainedModel):
         else:
             embeds, hidden = inputs_embeds[..., : -self.hidden_size], inputs_embeds[..., -self.hidden_size :]
         assert position_ids is not None
-        mask: Any = create_causal_mask(
+        mask = self.mask(
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=attention_mask,

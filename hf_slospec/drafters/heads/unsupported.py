@@ -15,7 +15,7 @@ CAUSAL_LMS = {
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     for name in ([names] if isinstance(names, str) else names)
 }
-LOADED = "EAGLE-3 with one Llama layer, DFlash of z-lab and SpecForge, and MTP layers"
+LOADED = "EAGLE-3 and P-EAGLE with Llama or Qwen3 layers, DFlash, DFlash2, DSpark and MTP layers"
 
 
 class Format(NamedTuple):
@@ -64,26 +64,13 @@ def _projects_as(kind: str) -> Callable[[Checkpoint], bool]:
     return lambda checkpoint: str(_section(checkpoint, "dflash_config").get("projector_type")).lower() == kind
 
 
-def _speculators(*kinds: str) -> Callable[[Checkpoint], bool]:
-    return lambda checkpoint: checkpoint.config.get("speculators_model_type") in kinds
-
-
 def _has(*tensors: str) -> Callable[[Checkpoint], bool]:
     return lambda checkpoint: any(name.startswith(tensors) for name in checkpoint.files)
 
 
 FORMATS = (
-    Format("a DSpark or DFlash head of DeepSpec", _named("dsparkmodel")),
-    Format("a DSpark head of speculators", _speculators("dspark")),
-    Format("a DSpark head of SpecForge", _projects_as("dspark")),
-    Format("a DSpark head", _has("markov_head.", "markov_w1.")),
+    Format("a DSpark head of DeepSpec with layers of Gemma 4", _named("gemma4dspark")),
     Format("a Domino head", _projects_as("domino")),
-    Format("a DFlash2 head of speculators", _speculators("dflash2")),
-    Format("a DFlash2 head", _named("dflash2")),
-    Format("a DFlash2 head", _has("candidate_selector.")),
-    Format("a DFlash head of speculators, with its layers in transformer_layer_config", _speculators("dflash")),
-    Format("a P-EAGLE head of speculators", _speculators("peagle", "p_eagle", "p-eagle")),
-    Format("a P-EAGLE head, which drafts several tokens by mask_hidden", _has("mask_hidden", "model.mask_hidden")),
     Format("a Medusa head", _has("medusa_head.")),
     Format("a Medusa head", _named("medusa")),
     Format("a Hydra head", _named("hydra")),

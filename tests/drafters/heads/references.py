@@ -121,3 +121,134 @@ def qwen3_next_mtp(
     shared = mlp(x, weights, f"{own}.shared_expert")
     y = norm(y + (x @ weights[f"{own}.shared_expert_gate.weight"].T).sigmoid() * shared, "norm")
     return y @ lm_head.T, y
+
+
+def block_states(
+    features: torch.Tensor, embeds: torch.Tensor, weights: Weights, layers: list[tuple[int | None, bool]], head_dim: int
+) -> torch.Tensor:
+    """Return the normed states of a block behind a text with these features, [block, hidden].
+
+    Each layer has a window and a flag whether it is causal within the block.
+    """
+    eps, theta = 1e-6, 10000.0
+
+    def convolved(x: torch.Tensor, kernels: torch.Tensor | None, name: str, side: int) -> torch.Tensor:
+        """Convolve along the block, of heads that do."""
+        if kernels is None:
+            return x
+        base = weights[f"{name}.base_kernel"][side]  # [num_taps, hidden]
+        delta = kernels.view(len(x), 2, len(base), -1)[:, side].repeat_interleave(16, dim=-1)
+        return torch.stack(
+            [sum((base[t] + delta[i, t]) * x[i - t] for t in range(min(i + 1, len(base)))) for i in range(len(x))]
+        )
+
+    def kernels_of(x: torch.Tensor, name: str) -> torch.Tensor | None:
+        own = f"{name}.kernel_projection.weight"
+        return x @ weights[own].T if own in weights else None
+
+    context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    positions, states = torch.arange(len(context) + len(embeds)), embeds
+    own = positions[len(context) :]
+    distances = own[:, None] - positions  # from keys to queries
+    for index, (window, is_causal) in enumerate(layers):
+        name = f"layers.{index}"
+        x = rms_norm(states, weights[f"{name}.input_layernorm.weight"], eps)
+        kernels = kernels_of(x, f"{name}.attention_conv")
+        x = convolved(x, kernels, f"{name}.attention_conv", 0)
+        sources = torch.cat((context, x))
+        q, k = (
+            heads(x, weights, f"{name}.self_attn.q_proj", head_dim),
+            heads(sources, weights, f"{name}.self_attn.k_proj", head_dim),
+        )
+        q = rotated(rms_norm(q, weights[f"{name}.self_attn.q_norm.weight"], eps), own, theta, head_dim)
+        k = rotated(rms_norm(k, weights[f"{name}.self_attn.k_norm.weight"], eps), positions, theta, head_dim)
+        v = heads(sources, weights, f"{name}.self_attn.v_proj", head_dim)
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        hidden = ((distances < 0) & is_causal) | (distances.abs() >= (window or math.inf))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(head_dim)
+        attended = torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+        attended = linear(attended, weights, f"{name}.self_attn.o_proj")
+        states = states + convolved(attended, kernels, f"{name}.attention_conv", 1)
+        x = rms_norm(states, weights[f"{name}.post_attention_layernorm.weight"], eps)
+        kernels = kernels_of(x, f"{name}.mlp_conv")
+        x = mlp(convolved(x, kernels, f"{name}.mlp_conv", 0), weights, f"{name}.mlp")
+        states = states + convolved(x, kernels, f"{name}.mlp_conv", 1)
+    return rms_norm(states, weights["norm.weight"], eps)
+
+
+def dflash2(
+    path: list[int], states: torch.Tensor, lm_head: torch.Tensor, weights: Weights, cap: float = 0.0
+) -> tuple[torch.Tensor, float]:
+    """Return the logits after a path, as :func:`dspark` does: the best 4, scored by the token before."""
+    logits = lm_head @ states[-1]
+    logits = cap * torch.tanh(0.5 * logits / cap) if cap else logits
+    best = logits.topk(4).indices
+    selector = {name.removeprefix("candidate_selector."): own for name, own in weights.items()}
+    context = selector["predecessor_codebook"][path[-1]] * (selector["hidden_projection.weight"] @ states[-1])
+    scored = torch.full_like(logits, -torch.inf)
+    scored[best] = logits[best] + selector["successor_codebook"][best] @ context
+    return scored, 1.0
+
+
+def dspark(
+    path: list[int], states: torch.Tensor, lm_head: torch.Tensor, weights: Weights
+) -> tuple[torch.Tensor, float]:
+    """Return the logits after a path from the root on, and the probability that a child is accepted.
+
+    Args:
+        path: ids of the target, one per block token.
+        states: [len(path), hidden], of these block tokens.
+        lm_head: [draft_vocab, hidden].
+        weights: tensors of the Markov and confidence heads.
+    """
+    embeds, state = (
+        weights["markov_head.markov_w1.weight"],
+        torch.zeros(weights["markov_head.markov_w1.weight"].shape[1]),
+    )
+    for token, hidden in zip(path, states, strict=True):
+        latent = embed = embeds[token]
+        if "markov_head.gate_proj.weight" in weights:
+            latent = linear(torch.cat((hidden, embed)), weights, "markov_head.gate_proj").sigmoid() * embed
+        if "markov_head.joint_proj.weight" in weights:
+            joint = linear(torch.cat((state, embed, hidden)), weights, "markov_head.joint_proj")
+            gate, candidate, output = joint.chunk(3)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+            latent = output.tanh()
+    logits, confidence = lm_head @ hidden + weights["markov_head.markov_w2.weight"] @ latent, 1.0
+    if (proj := weights.get("confidence_head.proj.weight")) is not None:
+        features = torch.cat((hidden, embed))[: proj.shape[1]]
+        confidence = float((proj[0] @ features + weights["confidence_head.proj.bias"]).sigmoid())
+    return logits, confidence
+
+
+def eagle3_layers(
+    embeds: torch.Tensor,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    weights: Weights,
+    config: Any,
+    windows: list[int | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and next hidden states, [num_tokens, hidden], of Llama or Qwen3 layers."""
+    eps, size, theta = config.rms_norm_eps, config.head_dim, config.rope_parameters["rope_theta"]
+    distances = positions[:, None] - positions
+    for index, window in enumerate(windows):
+        name = f"layers.{index}"
+        x = rms_norm(hidden if index else embeds, weights[f"{name}.input_layernorm.weight"], eps)
+        if not index:
+            x = torch.cat((x, rms_norm(hidden, weights[f"{name}.hidden_norm.weight"], eps)), dim=-1)
+        q, k, v = (heads(x, weights, f"{name}.self_attn.{part}_proj", size) for part in "qkv")
+        if f"{name}.self_attn.q_norm.weight" in weights:
+            q, k = (
+                rms_norm(part, weights[f"{name}.self_attn.{norm}.weight"], eps)
+                for part, norm in ((q, "q_norm"), (k, "k_norm"))
+            )
+        q, k = (rotated(part, positions, theta, size) for part in (q, k))
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        unseen = (distances < 0) | (distances >= (window or math.inf))
+        scores = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(size)).masked_fill(unseen, -torch.inf)
+        attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+        hidden = hidden + linear(attended, weights, f"{name}.self_attn.o_proj")
+        x = rms_norm(hidden, weights[f"{name}.post_attention_layernorm.weight"], eps)
+        hidden = hidden + mlp(x, weights, f"{name}.mlp")
+    return rms_norm(hidden, weights["norm.weight"], eps) @ weights["lm_head.weight"].T, hidden
