@@ -1,21 +1,52 @@
-"""Answers in OpenAI's form, whole and as the chunks of a stream.
+"""Answers in the form of OpenAI's chats and completions, whole and as the chunks of a stream.
 
 They are plain dicts: OpenAI's types take a millisecond per chunk. The tests parse every answer with these types.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.messages import Parts
 
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
+
+
+class AnswerForm(Protocol):
+    """Form of the answer to one request, whole or as server-sent events."""
+
+    id: str
+    wants_logprobs: bool
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of each choice."""
+
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output."""
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece, which may be the first one of its choice."""
+
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the events after the output."""
+
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the last events of a stream that an error ends, given in OpenAI's form."""
+
+
+def event(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
 
 
 @dataclass
@@ -41,51 +72,29 @@ class Answer:
             for piece in pieces
         ]
         name = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(name) | {"choices": entries, "usage": self.whole_usage(choices)}
+        return self._head(name) | {"choices": entries, "usage": whole_usage(choices)}
 
-    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> dict[str, Any]:
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output: none."""
+        return ""
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
         """Return the chunk of a piece."""
         role = {"role": "assistant"} if is_first else {}
         body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | _delta(piece.parts))]}
         if self.includes_usage:
-            body["usage"] = self.usage(choices) if self.has_continuous_usage else None
-        return self._chunk(body)
+            body["usage"] = usage(choices) if self.has_continuous_usage else None
+        return event(self._chunk(body))
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the last chunk of a stream with ``include_usage``."""
-        return self._chunk({"choices": [], "usage": self.whole_usage(choices)})
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the last chunk of a stream with ``include_usage``, and the end."""
+        if not self.includes_usage:
+            return DONE
+        return event(self._chunk({"choices": [], "usage": whole_usage(choices)})) + DONE
 
-    def whole_usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the final usage, with the measurements of every choice if there are several."""
-        usage = self.usage(choices)
-        if len(choices) > 1:
-            usage["metrics"]["choices"] = [
-                measurements(choice.decoding.metrics) | self._served_by(choice) for choice in choices
-            ]
-        return usage
-
-    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return counts of tokens, and the measurements of the first choice."""
-        firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # the first choice of each prompt
-        prompt = sum(len(choice.prompt) for choice in firsts)
-        cached = sum(choice.decoding.metrics.reused for choice in firsts)
-        completion = sum(len(choice.tokens) for choice in choices)
-        metrics = [choice.decoding.metrics for choice in choices]
-        accepted, drafted = sum(one.accepted for one in metrics), sum(one.drafted for one in metrics)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
-            },
-            "metrics": measurements(metrics[0]) | self._served_by(choices[0]),
-        }  # fmt: skip
-
-    def _served_by(self, choice: Choice) -> dict[str, str]:
-        replica = choice.decoding.replica
-        return {} if replica is None else {"replica": replica}
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the error as an event, and the end."""
+        return event(error) + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -153,6 +162,40 @@ def _delta(parts: Parts) -> dict[str, Any]:
 def _finite(logprob: float) -> float:
     """Return a log probability that JSON can represent."""
     return max(logprob, IMPOSSIBLE)
+
+
+def whole_usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the final usage, with the measurements of every choice if there are several."""
+    final = usage(choices)
+    if len(choices) > 1:
+        final["metrics"]["choices"] = [measurements(choice.decoding.metrics) | _served_by(choice) for choice in choices]
+    return final
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return counts of tokens, and the measurements of the first choice."""
+    firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # the first choice of each prompt
+    prompt = sum(len(choice.prompt) for choice in firsts)
+    cached = sum(choice.decoding.metrics.reused for choice in firsts)
+    completion = sum(len(choice.tokens) for choice in choices)
+    metrics = [choice.decoding.metrics for choice in choices]
+    accepted, drafted = sum(one.accepted for one in metrics), sum(one.drafted for one in metrics)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
+            "reasoning_tokens": sum(choice.num_reasoning for choice in choices),
+        },
+        "metrics": measurements(metrics[0]) | _served_by(choices[0]),
+    }  # fmt: skip
+
+
+def _served_by(choice: Choice) -> dict[str, str]:
+    replica = choice.decoding.replica
+    return {} if replica is None else {"replica": replica}
 
 
 def measurements(metrics: RequestMetrics) -> dict[str, Any]:

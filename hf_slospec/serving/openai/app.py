@@ -14,10 +14,10 @@ from starlette.exceptions import HTTPException
 
 import hf_slospec
 from hf_slospec.serving.openai.access import OwnPagesOnly, ServerSettings
-from hf_slospec.serving.openai.answers import error_body
+from hf_slospec.serving.openai.answers import error_body, event
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, LoadBody, TokenizeBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
-from hf_slospec.serving.openai.completions import Completions, event
+from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
 from hf_slospec.serving.openai.reading import Fault, RequestReader, answer_fault, check_framing
