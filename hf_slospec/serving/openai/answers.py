@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,6 +45,11 @@ class AnswerForm(Protocol):
 def event(body: dict[str, Any]) -> str:
     """Return a server-sent event."""
     return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+def named_event(body: dict[str, Any]) -> str:
+    """Return a server-sent event with the name that its body has as type."""
+    return f"event: {body['type']}\n{event(body)}"
 
 
 DONE = "data: [DONE]\n\n"
@@ -139,6 +145,73 @@ class Answer:
                 for scores in piece.logprobs
             ],
         }
+
+
+Events = Iterator[dict[str, Any]]
+
+
+class BlockAnswer(ABC):
+    """Answer with one choice as a list of blocks, which are reasoning, texts and tool calls in the order of the output.
+
+    The events of a stream build the blocks; whole answers are what they have built.
+    """
+
+    wants_logprobs = False
+
+    def __init__(self, model: str, id: str):
+        self.model, self.id = model, id
+        self.blocks: list[dict[str, Any]] = []
+        self._kind: str | None = None  # of the last block, while more text may follow
+        self.finish_reason: str | None = None
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output."""
+        self.chunk(pieces[0], choices, is_first=True)
+        return self.body(choices)
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece."""
+        return "".join(map(named_event, self._added(piece.parts, piece.finish_reason)))
+
+    def _added(self, parts: Parts, finish_reason: str | None) -> Events:
+        for kind, text in (("reasoning", parts.reasoning), ("text", parts.content)):
+            if text:
+                if kind != self._kind:
+                    yield from self._closed()
+                    self._kind = kind
+                    yield from self.opened(kind)
+                yield from self.extended(kind, text)
+        for call in parts.tool_calls:
+            yield from self._closed()
+            yield from self.called(call["id"], **call["function"])
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            yield from self._closed()
+
+    def _closed(self) -> Events:
+        if self._kind is not None:
+            yield from self.closed(self._kind)
+            self._kind = None
+
+    @abstractmethod
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def opened(self, kind: str) -> Events:
+        """Add an empty block of reasoning or text, and yield its events."""
+
+    @abstractmethod
+    def extended(self, kind: str, text: str) -> Events:
+        """Add text to the last block, and yield its events."""
+
+    @abstractmethod
+    def closed(self, kind: str) -> Events:
+        """Complete the last block, and yield its events."""
+
+    @abstractmethod
+    def called(self, id: str, name: str, arguments: str) -> Events:
+        """Add a tool call, and yield its events; ``arguments`` is JSON."""
 
 
 def _message(parts: Parts) -> dict[str, Any]:

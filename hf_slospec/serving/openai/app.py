@@ -21,6 +21,7 @@ from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
 from hf_slospec.serving.openai.reading import Fault, RequestReader, answer_fault, check_framing
+from hf_slospec.serving.openai.responses import Responses, ResponsesBody
 from hf_slospec.serving.openai.schemas import SchemaCheck
 from hf_slospec.serving.telemetry import Collector
 
@@ -49,6 +50,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     for method, path, endpoint, body in (
         ("POST", "/v1/chat/completions", completions.chat, ChatBody),
         ("POST", "/v1/completions", completions.complete, CompletionBody),
+        ("POST", "/v1/responses", Responses(completions).respond, ResponsesBody),
         ("POST", "/tokenize", small.tokenize, TokenizeBody),
         ("POST", "/detokenize", small.detokenize, DetokenizeBody),
         ("POST", "/load_model", small.load_model, LoadBody),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -407,6 +408,19 @@ def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[
     ]
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
     return schema if max_calls is None else schema | {"maxItems": max_calls}
+
+
+class ForeignBody(BaseModel):
+    """Body of another API's endpoint, which is served as a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @cached_property
+    def chat(self) -> ChatBody:
+        """Return the body as one of a chat; raises pydantic's ValidationError."""
+        raise NotImplementedError
 
 
 class LoadBody(BaseModel):

@@ -26,6 +26,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.serving.openai.access import ServerSettings
 from hf_slospec.serving.openai.answers import error_body
+from hf_slospec.serving.openai.bodies import ForeignBody
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.limits import LimitError
 from hf_slospec.serving.openai.work import BusyError
@@ -95,13 +96,14 @@ class RequestReader:
         self.bounds.check_json(content)
         try:
             body = kind.model_validate_json(content)
+            checked = body.chat if isinstance(body, ForeignBody) else body
         except ValidationError as error:
             faults = error.errors(include_url=False)
             param = ".".join(map(str, faults[0]["loc"])) or None
             message = "; ".join(map(describe_fault, faults[:5]))
             raise Fault(400, error_body(message, "invalid_request_error", param)) from error
         self.check_model(getattr(body, "model", None))
-        self.bounds.check_body(body, self.engine.max_len)
+        self.bounds.check_body(checked, self.engine.max_len)
         return body
 
     def check_model(self, name: str | None) -> None:
