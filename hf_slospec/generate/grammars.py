@@ -66,7 +66,7 @@ class Grammars:
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._end_tokens)
         except ValueError as error:
-            raise InvalidInputError(f"response_format or tool_choice cannot be followed with this tokenizer: {error}") from error
+            raise InvalidInputError(f"output in JSON cannot be followed with this tokenizer: {error}") from error
 
 
 class JSONConstraint(LogitsProcessor):
@@ -94,5 +94,6 @@ class JSONConstraint(LogitsProcessor):
         self._consumed = token_ids
         allowed = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0)
         if self._matcher.is_error():
-            raise InvalidInputError(f"response_format or tools: the schema cannot be followed: {self._matcher.get_error()}")
+            fault = self._matcher.get_error()
+            raise InvalidInputError(f"response_format or tools: the schema cannot be followed: {fault}")
         return scores.masked_fill(~allowed.to(scores.device)[None, : scores.shape[-1]], float("-inf"))

@@ -30,7 +30,10 @@ TOOLS: Any = [
         },
     },
     {"type": "function", "function": {"name": "now"}},
-    {"type": "function", "function": {"name": "later", "parameters": {"properties": {}, "additionalProperties": False}}},
+    {
+        "type": "function",
+        "function": {"name": "later", "parameters": {"properties": {}, "additionalProperties": False}},
+    },
 ]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
