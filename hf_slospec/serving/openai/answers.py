@@ -207,7 +207,7 @@ class BlockAnswer(ABC):
 
     @abstractmethod
     def closed(self, kind: str) -> Events:
-        """Complete the last block, and yield its events."""
+        """End the last block, and yield its events."""
 
     @abstractmethod
     def called(self, id: str, name: str, arguments: str) -> Events:

@@ -289,8 +289,7 @@ class MessageAnswer(BlockAnswer):
                 "cache_creation_input_tokens": 0,
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"thinking_tokens": details["reasoning_tokens"]},
-                "metrics": usage["metrics"],
-            },
+            } | ({} if reason is None else {"metrics": usage["metrics"]}),
         }  # fmt: skip
 
     def opened(self, kind: str) -> Events:
@@ -305,7 +304,7 @@ class MessageAnswer(BlockAnswer):
         yield self._delta({"type": f"{name}_delta", name: text})
 
     def closed(self, kind: str) -> Events:
-        """Complete the last block, and yield its event."""
+        """End the last block, and yield its event."""
         yield self._of_block("content_block_stop")
 
     def called(self, id: str, name: str, arguments: str) -> Events:

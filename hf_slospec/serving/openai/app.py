@@ -58,6 +58,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("POST", "/tokenize", small.tokenize, TokenizeBody),
         ("POST", "/detokenize", small.detokenize, DetokenizeBody),
         ("POST", "/load_model", small.load_model, LoadBody),
+        ("GET", "/tokenizer_info", small.tokenizer_info, None),
         ("GET", "/v1/models", small.models, None),
         ("GET", "/v1/models/{model:path}", small.model, None),
         ("GET", "/health", small.health, None),
@@ -140,6 +141,15 @@ class _SmallEndpoints:
 
     def _detokenized(self, tokens: list[int]) -> Response:
         return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
+
+    async def tokenizer_info(self) -> Response:
+        """Return the tokenizer's class, special tokens and chat template, as vLLM does; raises Fault if it is not wanted."""
+        if not self.settings.tokenizer_info:
+            text = "this server does not describe its tokenizer; start it with --tokenizer-info"
+            raise Fault(404, error_body(text, "not_found_error"))
+        tokenizer = self.engine.tokenizer
+        info = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": tokenizer.model_max_length}
+        return JSONResponse(info | tokenizer.special_tokens_map | {"chat_template": tokenizer.chat_template})
 
     async def load_model(self, request: Request) -> Response:
         """Return that the model is loaded, which ``transformers chat`` asks first."""

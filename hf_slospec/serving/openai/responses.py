@@ -254,7 +254,7 @@ class ResponsesBody(CommonBody, ForeignBody):
             if message["role"] != "assistant" or last.get("role") != "assistant" or "reasoning_content" in message:
                 messages.append(message)
             elif "tool_calls" in message:
-                last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
             elif "content" in last or "tool_calls" in last:
                 messages.append(message)
             else:
@@ -341,7 +341,7 @@ class ResponseAnswer(BlockAnswer):
         return self._numbered("response.output_item.added", output_index=len(self.blocks) - 1, item=item)
 
     def _done_item(self, **fields: Any) -> dict[str, Any]:
-        """Complete the last item, and return its last event."""
+        """End the last item, and return its last event."""
         self.blocks[-1] |= fields
         return self._numbered("response.output_item.done", output_index=len(self.blocks) - 1, item=self.blocks[-1])
 
@@ -361,7 +361,7 @@ class ResponseAnswer(BlockAnswer):
         yield self._of_part(f"response.{TEXTS[kind]}.delta", delta=text, **_logprobs(kind))
 
     def closed(self, kind: str) -> Events:
-        """Complete the last item, and yield its events."""
+        """End the last item, and yield its events."""
         part = _part(kind, self._text)
         yield self._of_part(f"response.{TEXTS[kind]}.done", text=self._text, **_logprobs(kind))
         yield self._of_part("response.content_part.done", part=part)

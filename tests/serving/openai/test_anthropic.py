@@ -63,6 +63,7 @@ def built(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert (begin["type"], ping) == ("message_start", {"type": "ping"}) and events[-1] == {"type": "message_stop"}
     message: dict[str, Any] = begin["message"]
     assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["output_tokens"] == 0
+    assert "metrics" not in message["usage"]
     for event in events[:-1]:
         match event["type"]:
             case "content_block_start":

@@ -275,6 +275,17 @@ def test_small_endpoints(served: Served) -> None:
     assert "hf_slospec:generation_tokens_total" in metrics and "time_to_first_token_seconds_bucket" in metrics
 
 
+def test_tokenizer_is_described_only_if_wanted(served: Served) -> None:
+    answer = served.client.get("/tokenizer_info")
+    assert answer.status_code == 404 and "--tokenizer-info" in answer.json()["error"]["message"]
+    settings = ServerSettings(model_name="tiny", tokenizer_info=True)
+    with listening(make_app(LocalEngine(served.generator), settings)) as url:
+        found = httpx.get(f"{url}/tokenizer_info").json()
+    tokenizer = served.generator.tokenizer
+    assert found["eos_token"] == tokenizer.eos_token and found["chat_template"] == tokenizer.chat_template
+    assert found["tokenizer_class"] and found["model_max_length"] == tokenizer.model_max_length
+
+
 def test_what_transformers_chat_sends_is_served(served: Served) -> None:
     ready = served.client.post("/load_model", json={"model": "tiny"})
     assert ready.status_code == 200 and json.loads(ready.text.removeprefix("data: "))["status"] == "ready"
