@@ -310,7 +310,7 @@ def _plain(text: str) -> Any:
         texts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         return "".join(choice["text"] for each in texts for choice in each["choices"])
     whole = json.loads(text)
-    for name in ("id", "created"):
+    for name in ("id", "created", "metrics"):
         whole.pop(name, None)
     if "usage" in whole:
         whole["usage"] = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")}

@@ -78,7 +78,7 @@ class Answer:
             for piece in pieces
         ]
         name = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(name) | {"choices": entries, "usage": whole_usage(choices)}
+        return self._head(name) | {"choices": entries} | self._totals(choices)
 
     def begin(self, choices: Sequence[Choice]) -> str:
         """Return the events before the output: none."""
@@ -96,11 +96,16 @@ class Answer:
         """Return the last chunk of a stream with ``include_usage``, and the end."""
         if not self.includes_usage:
             return DONE
-        return event(self._chunk({"choices": [], "usage": whole_usage(choices)})) + DONE
+        return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
 
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
         """Return the error as an event, and the end."""
         return event(error) + DONE
+
+    def _totals(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the final usage, and its measurements once more beside it, where vLLM has them."""
+        final = whole_usage(choices)
+        return {"usage": final, "metrics": final["metrics"]}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

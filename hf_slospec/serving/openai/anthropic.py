@@ -91,7 +91,7 @@ Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(_Block):
-    """What a tool that was called has returned."""
+    """Result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -153,7 +153,7 @@ class CustomTool(_Block):
 
 
 class ToolChoice(_Closed):
-    """Which tools the model may or must call."""
+    """Tools that the model may or must call."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool = False

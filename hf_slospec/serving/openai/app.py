@@ -143,7 +143,7 @@ class _SmallEndpoints:
         return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
 
     async def tokenizer_info(self) -> Response:
-        """Return the tokenizer's class, special tokens and chat template, as vLLM does; raises Fault if it is not wanted."""
+        """Return the tokenizer's class, special tokens and chat template; raises Fault if they are not wanted."""
         if not self.settings.tokenizer_info:
             text = "this server does not describe its tokenizer; start it with --tokenizer-info"
             raise Fault(404, error_body(text, "not_found_error"))

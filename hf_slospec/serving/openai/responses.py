@@ -94,7 +94,7 @@ class CallItem(_Item):
 
 
 class OutputItem(_Item):
-    """What a function that was called has returned."""
+    """Output of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str

@@ -71,6 +71,7 @@ def test_a_greedy_completion_is_that_of_generate(served: Served) -> None:
     assert usage["completion_tokens"] == len(new)
     assert usage["total_tokens"] == usage["prompt_tokens"] + len(new)
     assert usage["metrics"]["speculative_decoding"]["mean_acceptance_length"] >= 1.0
+    assert found["metrics"] == usage["metrics"]
 
 
 SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -127,6 +128,7 @@ def test_usage_of_streams(served: Served) -> None:
     body = dict(prompt=PROMPT, max_tokens=9, **GREEDY)
     *parts, last = events(served, "/v1/completions", **body, stream_options={"include_usage": True})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 9
+    assert last["metrics"] == last["usage"]["metrics"] and not any("metrics" in part for part in parts)
     assert all(part["usage"] is None for part in parts)
     *parts, last = events(served, "/v1/completions", **body, stream_options={"continuous_usage_stats": True})
     counts = [part["usage"]["completion_tokens"] for part in parts]
