@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hf_slospec.serving.openai.answers import BlockAnswer, Events, named_event, whole_usage
-from hf_slospec.serving.openai.bodies import ChatBody, CommonBody, ForeignBody
+from hf_slospec.serving.openai.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.serving.openai.choices import Choice
 from hf_slospec.serving.openai.completions import Completions
 
@@ -23,11 +23,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Block(_Closed):
+class _Block(ClosedModel):
     cache_control: dict[str, Any] | None = None  # ignored: all prefixes are cached
 
 
@@ -44,7 +40,7 @@ class TextBlock(_Block):
         return {"type": "text", "text": self.text}
 
 
-class ImageSource(_Closed):
+class ImageSource(ClosedModel):
     """An image in base64."""
 
     type: Literal["base64"]
@@ -64,7 +60,7 @@ class ImageBlock(_Block):
         return {"type": "image_url", "image_url": {"url": f"data:{self.source.media_type};base64,{self.source.data}"}}
 
 
-class ThinkingBlock(_Closed):
+class ThinkingBlock(ClosedModel):
     """Earlier reasoning of the model."""
 
     type: Literal["thinking"]
@@ -112,7 +108,7 @@ def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[dict[s
 Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class TurnMessage(_Closed):
+class TurnMessage(ClosedModel):
     """A message of the input."""
 
     role: Literal["user", "assistant", "system"]
@@ -152,7 +148,7 @@ class CustomTool(_Block):
         return {"type": "function", "function": function | {"parameters": self.input_schema}}
 
 
-class ToolChoice(_Closed):
+class ToolChoice(ClosedModel):
     """Tools that the model may or must call."""
 
     type: Literal["auto", "any", "none"]
@@ -164,7 +160,7 @@ class ToolChoice(_Closed):
         return CHOICES[self.type]
 
 
-class NamedTool(_Closed):
+class NamedTool(ClosedModel):
     """The tool that the model must call."""
 
     type: Literal["tool"]
@@ -177,7 +173,7 @@ class NamedTool(_Closed):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class Thinking(_Closed):
+class Thinking(ClosedModel):
     """Options of reasoning. They have no effect: the chat template decides, and its variables may be given."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -185,14 +181,14 @@ class Thinking(_Closed):
     display: str | None = None
 
 
-class OutputFormat(_Closed):
+class OutputFormat(ClosedModel):
     """JSON schema of the output."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Closed):
+class OutputConfig(ClosedModel):
     """Options of the output."""
 
     format: OutputFormat | None = None

@@ -26,6 +26,12 @@ def _check_temperature(value: float) -> float:
 Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature)]
 
 
+class ClosedModel(BaseModel):
+    """Model that refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
@@ -260,18 +266,14 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class FunctionName(BaseModel):
+class FunctionName(ClosedModel):
     """Name of a function."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(ClosedModel):
     """The tool that the model must call."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     function: FunctionName
@@ -410,10 +412,8 @@ def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[
     return schema if max_calls is None else schema | {"maxItems": max_calls}
 
 
-class ForeignBody(BaseModel):
+class ForeignBody(ClosedModel):
     """Body of another API's endpoint, which is served as a chat."""
-
-    model_config = ConfigDict(extra="forbid")
 
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
 from hf_slospec.serving.openai.answers import BlockAnswer, Events, named_event, whole_usage
-from hf_slospec.serving.openai.bodies import ChatBody, CommonBody, ForeignBody
+from hf_slospec.serving.openai.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.serving.openai.choices import Choice
 from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.image_urls import check_data_url
@@ -22,11 +22,7 @@ TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
 ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class InputText(_Closed):
+class InputText(ClosedModel):
     """A text of the input, or of an earlier output."""
 
     type: Literal["input_text", "output_text"]
@@ -40,7 +36,7 @@ class InputText(_Closed):
         return {"type": "text", "text": self.text}
 
 
-class InputImage(_Closed):
+class InputImage(ClosedModel):
     """An image of the input."""
 
     type: Literal["input_image"]
@@ -60,7 +56,7 @@ def _parts(content: str | list[InputText | InputImage]) -> str | list[dict[str, 
     return content if isinstance(content, str) else [each.part for each in content]
 
 
-class _Item(_Closed):
+class _Item(ClosedModel):
     id: str | None = None  # ignored, as is the status: nothing is stored
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -106,7 +102,7 @@ class OutputItem(_Item):
         return {"role": "tool", "tool_call_id": self.call_id, "content": _parts(self.output)}
 
 
-class ReasoningText(_Closed):
+class ReasoningText(ClosedModel):
     """A text of earlier reasoning."""
 
     type: Literal["reasoning_text"]
@@ -140,7 +136,7 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(_Closed):
+class FunctionTool(ClosedModel):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -150,14 +146,14 @@ class FunctionTool(_Closed):
     strict: bool | None = None
 
 
-class NamedFunction(_Closed):
+class NamedFunction(ClosedModel):
     """The function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(_Closed):
+class TextFormat(ClosedModel):
     """Format of the output: text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -173,14 +169,14 @@ class TextFormat(_Closed):
         return {"type": self.type} | ({"json_schema": schema} if schema else {})
 
 
-class TextOptions(_Closed):
+class TextOptions(ClosedModel):
     """Options of the output's text."""
 
     format: TextFormat | None = None
     verbosity: None = None
 
 
-class ReasoningOptions(_Closed):
+class ReasoningOptions(ClosedModel):
     """Options of reasoning."""
 
     effort: str | None = Field(None, description="The chat template's variable reasoning_effort.")
