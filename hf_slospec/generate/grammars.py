@@ -35,7 +35,7 @@ class Grammars:
             InvalidInputError: the schema is invalid or cannot be followed, or the model has no token to end with.
         """
         if not self._end_tokens:
-            raise InvalidInputError("response_format needs a token that ends an output; set the model's eos_token_id")
+            raise InvalidInputError("output in JSON needs a token that ends an output; set the model's eos_token_id")
         with self._lock:
             if self._ll_tokenizer is None:
                 self._ll_tokenizer = self._new_tokenizer()
@@ -54,10 +54,10 @@ class Grammars:
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError as error:
-            raise InvalidInputError(f"response_format: {error}") from error
+            raise InvalidInputError(f"response_format or tools: {error}") from error
         matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar)
         if matcher.is_error():
-            raise InvalidInputError(f"response_format: the schema cannot be followed: {matcher.get_error()}")
+            raise InvalidInputError(f"response_format or tools: the schema cannot be followed: {matcher.get_error()}")
         return matcher
 
     def _new_tokenizer(self) -> Any:
@@ -66,7 +66,7 @@ class Grammars:
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._end_tokens)
         except ValueError as error:
-            raise InvalidInputError(f"response_format cannot be followed with this tokenizer: {error}") from error
+            raise InvalidInputError(f"output in JSON cannot be followed with this tokenizer: {error}") from error
 
 
 class JSONConstraint(LogitsProcessor):
@@ -94,5 +94,6 @@ class JSONConstraint(LogitsProcessor):
         self._consumed = token_ids
         allowed = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0)
         if self._matcher.is_error():
-            raise InvalidInputError(f"response_format: the schema cannot be followed: {self._matcher.get_error()}")
+            fault = self._matcher.get_error()
+            raise InvalidInputError(f"response_format or tools: the schema cannot be followed: {fault}")
         return scores.masked_fill(~allowed.to(scores.device)[None, : scores.shape[-1]], float("-inf"))

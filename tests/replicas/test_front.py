@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -273,13 +274,43 @@ def test_answers_are_those_of_the_local_server(
     assert _floats(here) == pytest.approx(_floats(there), abs=1e-3)  # steps of other shapes round logprobs differently
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "pass", "max_output_tokens": 9, "temperature": 0}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "pass"}], "max_tokens": 9, "temperature": 0}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "pass"}]}),
+    ],
+)
+def test_other_apis_are_served_by_replicas(
+    engine: ReplicatedEngine, handle: FakeHandle, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    local = LocalEngine(handle.first().generator)
+    monkeypatch.setattr(local.tokenizer, "chat_template", template)
+
+    async def texts() -> list[Any]:
+        found = []
+        for own in (local, engine):
+            app = make_app(own, ServerSettings(model_name="tiny"))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+                response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            found.append(re.findall(r'"(?:text|input_tokens)":[^,}]*', response.text))
+        return found
+
+    here, there = asyncio.run(texts())
+    assert here == there and here
+
+
 def _plain(text: str) -> Any:
     """An answer without what differs from call to call."""
     if text.startswith("data: "):
         texts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         return "".join(choice["text"] for each in texts for choice in each["choices"])
     whole = json.loads(text)
-    for name in ("id", "created"):
+    for name in ("id", "created", "metrics"):
         whole.pop(name, None)
     if "usage" in whole:
         whole["usage"] = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")}

@@ -1,21 +1,58 @@
-"""Answers in OpenAI's form, whole and as the chunks of a stream.
+"""Answers in the form of OpenAI's chats and completions, whole and as the chunks of a stream.
 
 They are plain dicts: OpenAI's types take a millisecond per chunk. The tests parse every answer with these types.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.messages import Parts
 
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
+
+
+class AnswerForm(Protocol):
+    """Form of the answer to one request, whole or as server-sent events."""
+
+    id: str
+    wants_logprobs: bool
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of each choice."""
+
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output."""
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece, which may be the first one of its choice."""
+
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the events after the output."""
+
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the last events of a stream that an error ends, given in OpenAI's form."""
+
+
+def event(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+def named_event(body: dict[str, Any]) -> str:
+    """Return a server-sent event with the name that its body has as type."""
+    return f"event: {body['type']}\n{event(body)}"
+
+
+DONE = "data: [DONE]\n\n"
 
 
 @dataclass
@@ -41,51 +78,34 @@ class Answer:
             for piece in pieces
         ]
         name = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(name) | {"choices": entries, "usage": self.whole_usage(choices)}
+        return self._head(name) | {"choices": entries} | self._totals(choices)
 
-    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> dict[str, Any]:
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output: none."""
+        return ""
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
         """Return the chunk of a piece."""
         role = {"role": "assistant"} if is_first else {}
         body: dict[str, Any] = {"choices": [self._choice(piece, "delta", role | _delta(piece.parts))]}
         if self.includes_usage:
-            body["usage"] = self.usage(choices) if self.has_continuous_usage else None
-        return self._chunk(body)
+            body["usage"] = usage(choices) if self.has_continuous_usage else None
+        return event(self._chunk(body))
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the last chunk of a stream with ``include_usage``."""
-        return self._chunk({"choices": [], "usage": self.whole_usage(choices)})
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the last chunk of a stream with ``include_usage``, and the end."""
+        if not self.includes_usage:
+            return DONE
+        return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
 
-    def whole_usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the final usage, with the measurements of every choice if there are several."""
-        usage = self.usage(choices)
-        if len(choices) > 1:
-            usage["metrics"]["choices"] = [
-                measurements(choice.decoding.metrics) | self._served_by(choice) for choice in choices
-            ]
-        return usage
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the error as an event, and the end."""
+        return event(error) + DONE
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return counts of tokens, and the measurements of the first choice."""
-        firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # the first choice of each prompt
-        prompt = sum(len(choice.prompt) for choice in firsts)
-        cached = sum(choice.decoding.metrics.reused for choice in firsts)
-        completion = sum(len(choice.tokens) for choice in choices)
-        metrics = [choice.decoding.metrics for choice in choices]
-        accepted, drafted = sum(one.accepted for one in metrics), sum(one.drafted for one in metrics)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
-            },
-            "metrics": measurements(metrics[0]) | self._served_by(choices[0]),
-        }  # fmt: skip
-
-    def _served_by(self, choice: Choice) -> dict[str, str]:
-        replica = choice.decoding.replica
-        return {} if replica is None else {"replica": replica}
+    def _totals(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the final usage, and its measurements once more beside it, where vLLM has them."""
+        final = whole_usage(choices)
+        return {"usage": final, "metrics": final["metrics"]}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -132,6 +152,73 @@ class Answer:
         }
 
 
+Events = Iterator[dict[str, Any]]
+
+
+class BlockAnswer(ABC):
+    """Answer with one choice as a list of blocks, which are reasoning, texts and tool calls in the order of the output.
+
+    The events of a stream build the blocks; whole answers are what they have built.
+    """
+
+    wants_logprobs = False
+
+    def __init__(self, model: str, id: str):
+        self.model, self.id = model, id
+        self.blocks: list[dict[str, Any]] = []
+        self._kind: str | None = None  # of the last block, while more text may follow
+        self.finish_reason: str | None = None
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output."""
+        self.chunk(pieces[0], choices, is_first=True)
+        return self.body(choices)
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece."""
+        return "".join(map(named_event, self._added(piece.parts, piece.finish_reason)))
+
+    def _added(self, parts: Parts, finish_reason: str | None) -> Events:
+        for kind, text in (("reasoning", parts.reasoning), ("text", parts.content)):
+            if text:
+                if kind != self._kind:
+                    yield from self._closed()
+                    self._kind = kind
+                    yield from self.opened(kind)
+                yield from self.extended(kind, text)
+        for call in parts.tool_calls:
+            yield from self._closed()
+            yield from self.called(call["id"], **call["function"])
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            yield from self._closed()
+
+    def _closed(self) -> Events:
+        if self._kind is not None:
+            yield from self.closed(self._kind)
+            self._kind = None
+
+    @abstractmethod
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def opened(self, kind: str) -> Events:
+        """Add an empty block of reasoning or text, and yield its events."""
+
+    @abstractmethod
+    def extended(self, kind: str, text: str) -> Events:
+        """Add text to the last block, and yield its events."""
+
+    @abstractmethod
+    def closed(self, kind: str) -> Events:
+        """End the last block, and yield its events."""
+
+    @abstractmethod
+    def called(self, id: str, name: str, arguments: str) -> Events:
+        """Add a tool call, and yield its events; ``arguments`` is JSON."""
+
+
 def _message(parts: Parts) -> dict[str, Any]:
     """Return the fields of a whole message."""
     fields: dict[str, Any] = {"content": None if parts.tool_calls and not parts.content else parts.content}
@@ -153,6 +240,40 @@ def _delta(parts: Parts) -> dict[str, Any]:
 def _finite(logprob: float) -> float:
     """Return a log probability that JSON can represent."""
     return max(logprob, IMPOSSIBLE)
+
+
+def whole_usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the final usage, with the measurements of every choice if there are several."""
+    final = usage(choices)
+    if len(choices) > 1:
+        final["metrics"]["choices"] = [measurements(choice.decoding.metrics) | _served_by(choice) for choice in choices]
+    return final
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return counts of tokens, and the measurements of the first choice."""
+    firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # the first choice of each prompt
+    prompt = sum(len(choice.prompt) for choice in firsts)
+    cached = sum(choice.decoding.metrics.reused for choice in firsts)
+    completion = sum(len(choice.tokens) for choice in choices)
+    metrics = [choice.decoding.metrics for choice in choices]
+    accepted, drafted = sum(one.accepted for one in metrics), sum(one.drafted for one in metrics)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
+            "reasoning_tokens": sum(choice.num_reasoning for choice in choices),
+        },
+        "metrics": measurements(metrics[0]) | _served_by(choices[0]),
+    }  # fmt: skip
+
+
+def _served_by(choice: Choice) -> dict[str, str]:
+    replica = choice.decoding.replica
+    return {} if replica is None else {"replica": replica}
 
 
 def measurements(metrics: RequestMetrics) -> dict[str, Any]:

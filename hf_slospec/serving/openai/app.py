@@ -13,14 +13,16 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import hf_slospec
+from hf_slospec.serving.openai import anthropic
 from hf_slospec.serving.openai.access import OwnPagesOnly, ServerSettings
-from hf_slospec.serving.openai.answers import error_body
+from hf_slospec.serving.openai.answers import error_body, event
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, LoadBody, TokenizeBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
-from hf_slospec.serving.openai.completions import Completions, event
+from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
-from hf_slospec.serving.openai.reading import Fault, RequestReader, answer_fault, check_framing
+from hf_slospec.serving.openai.reading import Fault, RequestReader, check_framing, fault_of
+from hf_slospec.serving.openai.responses import Responses, ResponsesBody
 from hf_slospec.serving.openai.schemas import SchemaCheck
 from hf_slospec.serving.telemetry import Collector
 
@@ -36,6 +38,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     reader = RequestReader(engine, settings)
     templates, schemas = ChatTemplates(settings.special_tokens), SchemaCheck(settings.bounds)
     completions, small = Completions(reader, templates, schemas), _SmallEndpoints(reader, templates, schemas)
+    responses, messages = Responses(completions), anthropic.Messages(completions)
     app.state.reader_s, app.state.counts = settings.bounds.reader_s, reader.counts  # read by the connections
     if settings.allowed_origins:
         app.add_middleware(
@@ -44,14 +47,18 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     if not settings.api_keys:
         app.add_middleware(OwnPagesOnly, allowed_origins=settings.allowed_origins, allowed_hosts=settings.allowed_hosts)
     for kind in (HTTPException, Fault):  # unknown paths and methods; missing keys
-        app.add_exception_handler(kind, answer_fault)
+        app.add_exception_handler(kind, _answer_fault)
     definitions: dict[str, Any] = {}
     for method, path, endpoint, body in (
         ("POST", "/v1/chat/completions", completions.chat, ChatBody),
         ("POST", "/v1/completions", completions.complete, CompletionBody),
+        ("POST", "/v1/responses", responses.respond, ResponsesBody),
+        ("POST", anthropic.PATH, messages.create, anthropic.MessagesBody),
+        ("POST", f"{anthropic.PATH}/count_tokens", messages.count_tokens, anthropic.CountTokensBody),
         ("POST", "/tokenize", small.tokenize, TokenizeBody),
         ("POST", "/detokenize", small.detokenize, DetokenizeBody),
         ("POST", "/load_model", small.load_model, LoadBody),
+        ("GET", "/tokenizer_info", small.tokenizer_info, None),
         ("GET", "/v1/models", small.models, None),
         ("GET", "/v1/models/{model:path}", small.model, None),
         ("GET", "/health", small.health, None),
@@ -67,6 +74,15 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         )  # fmt: skip
     _add_definitions(app, definitions)
     return app
+
+
+async def _answer_fault(request: Request, error: Exception) -> Response:
+    """Return the answer to an error in the form of the API that was called, as a FastAPI exception handler."""
+    fault = fault_of(error)
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    is_anthropic = path.startswith(anthropic.PATH)
+    body = anthropic.anthropic_error(fault.body, fault.status) if is_anthropic else fault.body
+    return JSONResponse(body, fault.status, fault.headers)
 
 
 def _described(body: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +141,15 @@ class _SmallEndpoints:
 
     def _detokenized(self, tokens: list[int]) -> Response:
         return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
+
+    async def tokenizer_info(self) -> Response:
+        """Return the tokenizer's class, special tokens and chat template; raises Fault if they are not wanted."""
+        if not self.settings.tokenizer_info:
+            text = "this server does not describe its tokenizer; start it with --tokenizer-info"
+            raise Fault(404, error_body(text, "not_found_error"))
+        tokenizer = self.engine.tokenizer
+        info = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": tokenizer.model_max_length}
+        return JSONResponse(info | tokenizer.special_tokens_map | {"chat_template": tokenizer.chat_template})
 
     async def load_model(self, request: Request) -> Response:
         """Return that the model is loaded, which ``transformers chat`` asks first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -25,6 +26,12 @@ def _check_temperature(value: float) -> float:
 Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature)]
 
 
+class ClosedModel(BaseModel):
+    """Model that refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
@@ -35,16 +42,16 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # ignored: OpenAI's padding, which hides token lengths from eavesdroppers
 
 
-class SamplingBody(BaseModel):
-    """Fields of completions and chats. Fields that are left out have the values of the model's generation config."""
+class CommonBody(BaseModel):
+    """Fields of all bodies that ask for output, whatever the API.
+
+    Fields that are left out have the values of the model's generation config.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    n: int = Field(1, ge=1)
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -54,13 +61,9 @@ class SamplingBody(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = None
-    include_stop_str_in_output: bool = False
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    add_special_tokens: bool | None = None
 
     slo_tpot: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds per output token.")
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the first token.")
@@ -70,11 +73,28 @@ class SamplingBody(BaseModel):
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     request_id: str | None = None
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Return the common fields that the client gave."""
+        return {name: getattr(self, name) for name in CommonBody.model_fields if name in self.model_fields_set}
+
+
+class SamplingBody(CommonBody):
+    """Fields of completions and chats."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    n: int = Field(1, ge=1)
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    store: bool | None = None
 
     @field_validator("stop")
     @classmethod
@@ -246,6 +266,19 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class FunctionName(ClosedModel):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedTool(ClosedModel):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class GenerationSettings(BaseModel):
     """Settings under the names of transformers, as ``transformers chat`` sends them."""
 
@@ -280,7 +313,7 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
@@ -305,6 +338,30 @@ class ChatBody(SamplingBody):
         """Return the tools that the model may call."""
         return None if self.tool_choice == "none" else self.tools
 
+    @property
+    def max_calls(self) -> int | None:
+        """Return the maximum number of tool calls of an answer; None: any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def must_call(self) -> bool:
+        """Return True if the answer must consist of tool calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def callable_functions(self) -> list[dict[str, Any]]:
+        """Return the functions that an answer which must call tools may call; raises ValueError if there are none."""
+        functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [function for function in functions if function.get("name") == name]
+        for function in functions:
+            if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
+                raise ValueError("tools: a function needs a name, and an object as parameters, to be called for sure")
+        if not functions:
+            raise ValueError("tool_choice needs a function that is among tools")
+        return functions
+
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
@@ -320,13 +377,50 @@ class ChatBody(SamplingBody):
         if self.add_special_tokens:
             raise ValueError(TEMPLATE_ADDS)
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
-            raise ValueError("response_format ends the output with the JSON; leave ignore_eos and min_tokens out")
+            raise ValueError(f"{self.schema_field} ends the output with the JSON; leave ignore_eos and min_tokens out")
         return self
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the output; None for text."""
+        """Return the JSON schema of the output, which is that of tool calls if there must be some; None for text."""
+        if self.must_call:
+            return call_schema(self.callable_functions, self.max_calls)
         return None if self.response_format is None else self.response_format.schema_to_follow
+
+    @property
+    def schema_field(self) -> str:
+        """Return the name of the field that ``json_schema`` comes from."""
+        return "tools" if self.must_call else "response_format"
+
+
+def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
+    """Return the JSON schema of an array of at least one call of these functions."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                # With an id, references within the parameters are relative to the parameters.
+                "arguments": {"$id": f"tool:{index}", "type": "object"} | (function.get("parameters") or {}),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for index, function in enumerate(functions)
+    ]
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    return schema if max_calls is None else schema | {"maxItems": max_calls}
+
+
+class ForeignBody(ClosedModel):
+    """Body of another API's endpoint, which is served as a chat."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @cached_property
+    def chat(self) -> ChatBody:
+        """Return the body as one of a chat; raises pydantic's ValidationError."""
+        raise NotImplementedError
 
 
 class LoadBody(BaseModel):

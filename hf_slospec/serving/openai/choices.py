@@ -11,7 +11,7 @@ from hf_slospec.engine.request import FinishReason, Request, RequestMetrics, Req
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.handle import TextStream, ToText
 from hf_slospec.serving.openai.engine import Decoding
-from hf_slospec.serving.openai.messages import Parts, PlainParts, TemplateParts
+from hf_slospec.serving.openai.messages import Parser, Parts, PlainParts
 from hf_slospec.serving.openai.text import StoppedText
 
 
@@ -108,9 +108,11 @@ class Choice:
     stop_tokens: Sequence[int] = ()  # token ids that are not shown at the end
     keeps_stop: bool = False
     echo: Echo | None = None  # None: the output does not begin with the prompt
-    parser: PlainParts | TemplateParts = field(default_factory=PlainParts)
+    parser: Parser = field(default_factory=PlainParts)
     wants_offsets: bool = False
     tokens: list[int] = field(default_factory=list)
+    num_reasoning: int = 0  # tokens of steps that wrote reasoning
+    stop_string: str | None = None  # the one that ended the output
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the output as it is committed; the last piece has a finish reason."""
@@ -124,7 +126,9 @@ class Choice:
             self.tokens += new
             shown = new[:-1] if is_last and not self.keeps_stop and new and new[-1] in self.stop_tokens else new
             added = text.push(shown, is_last)
+            self.stop_string = text.stop_string
             parts = self.parser.push(added, is_last)
+            self.num_reasoning += len(new) if parts.reasoning else 0
             reason = str(self.decoding.finish_reason) if is_last else None
             if reason == "stop" and self.parser.num_calls:
                 reason = "tool_calls"

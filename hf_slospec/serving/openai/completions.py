@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,12 +13,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from hf_slospec.serving.openai.access import Tenant
-from hf_slospec.serving.openai.answers import Answer, slo_headers
+from hf_slospec.serving.openai.answers import Answer, AnswerForm, slo_headers
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, SamplingBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.choices import Choice, Echo, Piece, PromptOnly, merged
 from hf_slospec.serving.openai.engine import Decoding, Order
-from hf_slospec.serving.openai.messages import PlainParts, TemplateParts
+from hf_slospec.serving.openai.messages import CallParts, Parser, PlainParts, TemplateParts
 from hf_slospec.serving.openai.orders import (
     PromptInputs,
     chat_prompt,
@@ -44,37 +43,48 @@ class Completions:
     async def chat(self, request: Request) -> Response:
         """Return the answer to a chat."""
         body = await self.reader.read(request, ChatBody)
+        return await self.answer_chat(request, body, self._form(body))
 
-        def prompt() -> PromptInputs:
-            return chat_prompt(
-                body.messages, self.engine, self.reader.bounds, self.templates,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                tools=body.shown_tools,
-                template_kwargs=body.chat_template_kwargs,
-            )  # fmt: skip
+    async def answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
+        """Return the answer to a chat in a form; other APIs translate their bodies into chats."""
+        prompts = [partial(self.chat_inputs, body)]
+        return await self.reader.while_connected(request, self._answer(request, body, prompts, answer))
 
-        return await self.reader.while_connected(request, self._answer(request, body, [prompt]))
+    def chat_inputs(self, body: ChatBody) -> PromptInputs:
+        """Return the prompt of a chat."""
+        return chat_prompt(
+            body.messages, self.engine, self.reader.bounds, self.templates,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.shown_tools,
+            template_kwargs=body.chat_template_kwargs,
+        )  # fmt: skip
 
     async def complete(self, request: Request) -> Response:
         """Return the completions of one prompt or several."""
         body = await self.reader.read(request, CompletionBody)
         prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
-        return await self.reader.while_connected(request, self._answer(request, body, prompts))
+        return await self.reader.while_connected(request, self._answer(request, body, prompts, self._form(body)))
 
-    async def _answer(
-        self, request: Request, body: SamplingBody, make_prompts: Sequence[Callable[[], PromptInputs]]
-    ) -> Response:
-        answer = Answer(
+    def _form(self, body: SamplingBody) -> Answer:
+        return Answer(
             self.reader.settings.model_name, isinstance(body, ChatBody), lambda token: self._text(False, [token]),
             num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
             body.options.continuous_usage_stats,
         )  # fmt: skip
+
+    async def _answer(
+        self,
+        request: Request,
+        body: SamplingBody,
+        make_prompts: Sequence[Callable[[], PromptInputs]],
+        answer: AnswerForm,
+    ) -> Response:
         in_pool = partial(self.reader.in_pool, request)
         tenant: Tenant = request.state.tenant
         terms = tenant.arguments(body, request.headers)
         if isinstance(body, ChatBody) and body.json_schema is not None:
-            await self.schemas.check(request.state.client, body.json_schema)
+            await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
         prompts = [await in_pool(make) for make in make_prompts]
         per_prompt_orders = [
             [order_of(body, prompt, terms, self.engine, i) for i in range(body.n)] for prompt in prompts
@@ -95,9 +105,11 @@ class Completions:
 
     async def _choice(self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool) -> Choice:
         """Submit an order, and return it as a choice."""
-        parser: PlainParts | TemplateParts = PlainParts()
+        parser: Parser = PlainParts()
         template = self.engine.response_template
-        if template is not None and isinstance(body, ChatBody) and body.json_schema is None:  # JSON is all content
+        if isinstance(body, ChatBody) and body.must_call:
+            parser = CallParts()
+        elif template is not None and isinstance(body, ChatBody) and body.json_schema is None:  # JSON is all content
             parser = await in_pool(self._parser, template, order.prompt, body)
         skips, hidden = body.skip_special_tokens, body.stop_token_ids or []
         if isinstance(parser, TemplateParts):  # response templates match the texts of special tokens
@@ -127,10 +139,10 @@ class Completions:
         return Echo(None if body.logprobs is None else asyncio.get_running_loop().create_future())
 
     def _parser(self, template: dict[str, Any], prompt: list[int], body: ChatBody) -> TemplateParts:
-        return TemplateParts(template, self.engine.tokenizer.decode(prompt), body.shown_tools)
+        return TemplateParts(template, self.engine.tokenizer.decode(prompt), body.shown_tools, body.max_calls)
 
     async def _whole(
-        self, answer: Answer, pieces: AsyncIterator[Piece], choices: Sequence[Choice], in_pool: InPool
+        self, answer: AnswerForm, pieces: AsyncIterator[Piece], choices: Sequence[Choice], in_pool: InPool
     ) -> Response:
         """Return the answer once all pieces are there."""
         gathered = [Piece(choice.index, "", [], []) for choice in choices]
@@ -143,23 +155,23 @@ class Completions:
         return await in_pool(response) if answer.wants_logprobs else response()
 
     async def _events(
-        self, answer: Answer, pieces: AsyncIterator[Piece], choices: Sequence[Choice], in_pool: InPool
+        self, answer: AnswerForm, pieces: AsyncIterator[Piece], choices: Sequence[Choice], in_pool: InPool
     ) -> AsyncIterator[str]:
         begun: set[int] = set()  # indices of choices that have sent a chunk
 
-        def event_of(piece: Piece) -> str:
-            return event(answer.chunk(piece, choices, piece.index not in begun))
+        def events_of(piece: Piece) -> str:
+            return answer.chunk(piece, choices, piece.index not in begun)
 
         try:
+            if first := answer.begin(choices):
+                yield first
             async for piece in pieces:
                 takes_long = answer.wants_logprobs and len(piece.tokens) > LONG_PIECE
-                yield await in_pool(event_of, piece) if takes_long else event_of(piece)
+                yield await in_pool(events_of, piece) if takes_long else events_of(piece)
                 begun.add(piece.index)
-            if answer.includes_usage:
-                yield event(answer.usage_chunk(choices))
+            yield answer.end(choices)
         except Exception as error:  # noqa: BLE001  the status has been sent, so the stream carries the error
-            yield event(fault_of(error).body)
-        yield "data: [DONE]\n\n"
+            yield answer.failed(fault_of(error).body, choices)
 
     def _text(self, skips_special_tokens: bool, tokens: list[int]) -> str:
         text: str = self.engine.tokenizer.decode(tokens, skip_special_tokens=skips_special_tokens)
@@ -183,8 +195,3 @@ class _Stream(StreamingResponse):
 def _cancel(choices: Sequence[Choice]) -> None:
     for choice in choices:
         choice.decoding.cancel()
-
-
-def event(body: dict[str, Any]) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"

@@ -52,7 +52,7 @@ class RequestLimits(InputModel):
     logit_bias: int = Field(1024, ge=0, description="Tokens with a bias.")
     salt_chars: int = Field(256, ge=0, description="Characters of cache_salt.")
     top_logprobs: int = Field(20, ge=0)
-    schema_bytes: int = Field(2**16, ge=2, description="JSON schema of response_format.")
+    schema_bytes: int = Field(2**16, ge=2, description="JSON schema of the output, or of calls.")
     schema_s: int = Field(2, ge=1, description="Processor seconds to compile a schema.")
     schema_memory_bytes: int = Field(2**28, ge=2**25, description="Memory to compile a schema.")
     images: int = Field(32, ge=0, description="Images of a request.")
@@ -102,7 +102,7 @@ class RequestLimits(InputModel):
             self.check("top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each position")
             self._check_messages(body.messages, [body.tools, body.chat_template_kwargs], max_len)
             if body.json_schema is not None:
-                self.check("schema_bytes", len(json.dumps(body.json_schema)), "response_format", "bytes of schema")
+                self.check("schema_bytes", len(json.dumps(body.json_schema)), body.schema_field, "bytes of schema")
         elif isinstance(body, TokenizeBody):
             self.check_prompt(body.prompt or "", max_len)
             self._check_messages(body.messages or [], [], max_len)

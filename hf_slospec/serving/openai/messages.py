@@ -37,11 +37,48 @@ class PlainParts:
         return Parts(text)
 
 
+class CallParts:
+    """Parser for an answer that must be a JSON array of tool calls."""
+
+    def __init__(self) -> None:
+        self.num_calls, self._pending = 0, ""  # calls so far, and the text after the last one
+
+    def push(self, text: str, is_last: bool) -> Parts:
+        """Return the tool calls that more text completes. What is left of one that is cut off is content."""
+        parts, decoder = Parts(), json.JSONDecoder()
+        self._pending += text
+        while "}" in text:  # otherwise it completes no call
+            self._pending = self._pending.lstrip("[, \n\t")
+            try:
+                call, end = decoder.raw_decode(self._pending)
+            except (ValueError, RecursionError):  # not complete yet
+                break
+            self._pending = self._pending[end:]
+            parts.tool_calls.append(_call(self.num_calls, _function(call)))
+            self.num_calls += 1
+        if is_last and (rest := self._pending.lstrip("[, \n\t")).startswith("{"):
+            parts.content = rest
+        return parts
+
+
 class TemplateParts:
     """Parser for a model with a response template, on transformers' incremental parser."""
 
-    def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]] | None = None):
-        """``prefix`` is the text of the prompt, which may begin a region; ``tools`` give the types of arguments."""
+    def __init__(
+        self,
+        template: dict[str, Any],
+        prefix: str,
+        tools: Sequence[dict[str, Any]] | None = None,
+        max_calls: int | None = None,
+    ):
+        """Create a parser.
+
+        Args:
+            prefix: text of the prompt, which may begin a region.
+            tools: give the types of arguments.
+            max_calls: further tool calls are left out.
+        """
+        self._max_calls = max_calls
         self._parser: ResponseParser | None = ResponseParser(template, prefix=prefix, tools=list(tools or ()))
         self.num_calls, self._has_content = 0, False
         self._in_call, self._pending = False, ""  # text since the last parsed region or delimiter
@@ -88,9 +125,9 @@ class TemplateParts:
                 if not self._in_call:
                     values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                     for function in [_function(value["function"]) for value in values]:
-                        call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                        parts.tool_calls.append(call | {"function": function})
-                        self.num_calls += 1
+                        if self._max_calls is None or self.num_calls < self._max_calls:
+                            parts.tool_calls.append(_call(self.num_calls, function))
+                            self.num_calls += 1
             elif kind == "region_chunk":
                 self._pending = self._pending.removeprefix(event["text"])
                 if name in REASONING:
@@ -99,11 +136,19 @@ class TemplateParts:
                     parts.content += event["text"]
 
 
+def _call(index: int, function: dict[str, str]) -> dict[str, Any]:
+    """Return a tool call in the form of OpenAI's streams."""
+    return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
 def _function(parsed: dict[str, Any]) -> dict[str, str]:
     """Return a function's name and its arguments as a JSON text."""
     arguments = parsed.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": str(parsed["name"]), "arguments": text}
+
+
+Parser = PlainParts | CallParts | TemplateParts
 
 
 def response_template(model: Any, tokenizer: Any) -> dict[str, Any] | None:

@@ -59,6 +59,7 @@ class AccessOptions(InputModel):
     special_tokens: Literal["allow", "refuse", "escape"] = Field(
         "allow", description="Control tokens written in chats: allow, refuse, or escape as plain text."
     )
+    tokenizer_info: bool = Field(False, description="Serve /tokenizer_info, which shows the chat template.")
     bounds: RequestLimits = Field(
         RequestLimits(), description='Limits of a single request, as JSON: {"prompts": 8, "stop_strings": 4}.'
     )

@@ -10,7 +10,6 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -26,6 +25,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.serving.openai.access import ServerSettings
 from hf_slospec.serving.openai.answers import error_body
+from hf_slospec.serving.openai.bodies import ForeignBody
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.limits import LimitError
 from hf_slospec.serving.openai.work import BusyError
@@ -45,10 +45,6 @@ class Fault(Exception):  # noqa: N818  it is an answer
         super().__init__(status)
         self.status, self.body, self.headers = status, body, dict(headers or {})
 
-    def response(self) -> Response:
-        """Return it as a response."""
-        return JSONResponse(self.body, self.status, self.headers)
-
 
 class RequestReader:
     """Reads requests for all endpoints, and counts those that were refused or whose client left."""
@@ -60,7 +56,7 @@ class RequestReader:
 
     async def check_key(self, request: Request) -> None:
         """Set the request's tenant; raises Fault without a valid API key if the server has keys."""
-        header = request.headers.get("authorization", "")
+        header = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
         request.state.tenant = self.settings.tenant(header, self.settings.secret)
         if request.state.tenant is None:
             body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
@@ -95,13 +91,14 @@ class RequestReader:
         self.bounds.check_json(content)
         try:
             body = kind.model_validate_json(content)
+            checked = body.chat if isinstance(body, ForeignBody) else body
         except ValidationError as error:
             faults = error.errors(include_url=False)
             param = ".".join(map(str, faults[0]["loc"])) or None
             message = "; ".join(map(describe_fault, faults[:5]))
             raise Fault(400, error_body(message, "invalid_request_error", param)) from error
         self.check_model(getattr(body, "model", None))
-        self.bounds.check_body(body, self.engine.max_len)
+        self.bounds.check_body(checked, self.engine.max_len)
         return body
 
     def check_model(self, name: str | None) -> None:
@@ -129,7 +126,7 @@ class RequestReader:
             work.cancel()
 
     def with_faults(self, endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-        """Return an endpoint that answers all errors; for unknown ones FastAPI would close the connection."""
+        """Return an endpoint that raises all errors as Fault; for unknown ones FastAPI would close the connection."""
 
         @wraps(endpoint)
         async def answer(**arguments: Any) -> Response:
@@ -140,9 +137,9 @@ class RequestReader:
                 return Response(status_code=499)  # which is not read
             except LimitError as error:
                 self.refused[error.limit] += 1
-                return fault_of(error).response()
-            except Exception as error:  # noqa: BLE001  unexpected errors are logged by fault_of
-                return fault_of(error).response()
+                raise fault_of(error) from error
+            except Exception as error:
+                raise fault_of(error) from error
 
         return answer
 
@@ -165,11 +162,6 @@ def fault_of(error: Exception) -> Fault:
         return Fault(400, error_body(str(error), "invalid_request_error"))
     logger.error("a request failed", exc_info=error)
     return Fault(500, error_body("the request failed; the server's log says why", "internal_error"))
-
-
-async def answer_fault(request: Request, error: Exception) -> Response:
-    """Return the answer to an error, as a FastAPI exception handler."""
-    return fault_of(error).response()
 
 
 async def check_framing(request: Request) -> None:

@@ -27,8 +27,8 @@ class SchemaCheck:
         self.slots = JobSlots(1, limits.waiting)  # one at a time: compiling competes with the model for the CPU
         self._valid: dict[str, None] = {}  # an ordered set, oldest first
 
-    async def check(self, client: str, schema: dict[str, Any]) -> None:
-        """Return if a schema can be compiled.
+    async def check(self, client: str, schema: dict[str, Any], field: str = "response_format") -> None:
+        """Return if a schema can be compiled; ``field`` of the body has it.
 
         Raises:
             InvalidInputError: it is invalid, or cannot be followed.
@@ -38,14 +38,14 @@ class SchemaCheck:
         if (key := json.dumps(schema)) in self._valid:
             return
         async with self.slots.slot(client):
-            fault = await self._compile(key)
+            fault = await self._compile(key, field)
         if fault:
-            raise InvalidInputError(f"response_format: the schema cannot be followed: {fault}")
+            raise InvalidInputError(f"{field}: the schema cannot be followed: {fault}")
         self._valid[key] = None
         if len(self._valid) > KEPT:
             del self._valid[next(iter(self._valid))]
 
-    async def _compile(self, schema: str) -> str:
+    async def _compile(self, schema: str, field: str) -> str:
         """Return why a schema cannot be compiled; an empty text if it can."""
         seconds, memory = self.limits.schema_s, self.limits.schema_memory_bytes
         given = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
@@ -61,7 +61,7 @@ class SchemaCheck:
         if process.returncode:
             raise LimitError(
                 "schema_s",
-                f"response_format: compiling the schema takes more than {seconds} s or {memory >> 20} MiB; make it "
+                f"{field}: compiling the schema takes more than {seconds} s or {memory >> 20} MiB; make it "
                 "simpler, such as by fewer patterns",
             )
         return fault.decode(errors="replace")

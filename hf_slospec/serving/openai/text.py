@@ -14,18 +14,18 @@ class StoppedText:
         """``keeps_stop``: the stop string is part of the text."""
         self._stream, self._stop_strings, self._keeps_stop = TextStream(to_text), stop_strings, keeps_stop
         self._held = ""  # text that may be the beginning of a stop string
-        self.is_stopped = False
+        self.stop_string: str | None = None  # the one at which the text was cut
 
     def push(self, tokens: list[int], is_last: bool) -> str:
         """Add tokens and return the text that is certain to be part of the output."""
-        if self.is_stopped:
+        if self.stop_string is not None:
             return ""
         text = self._held + self._stream.push(tokens, is_last)
         matches = [(text.find(stop), stop) for stop in self._stop_strings if stop in text]
         if matches:
-            self.is_stopped, self._held = True, ""
             # The stop string that is complete first.
             begin, stop = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
+            self.stop_string, self._held = stop, ""
             return text[: begin + len(stop)] if self._keeps_stop else text[:begin]
         held = 0 if is_last else max((_overlap(text, stop) for stop in self._stop_strings), default=0)
         self._held = text[len(text) - held :]

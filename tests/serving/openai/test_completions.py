@@ -71,6 +71,7 @@ def test_a_greedy_completion_is_that_of_generate(served: Served) -> None:
     assert usage["completion_tokens"] == len(new)
     assert usage["total_tokens"] == usage["prompt_tokens"] + len(new)
     assert usage["metrics"]["speculative_decoding"]["mean_acceptance_length"] >= 1.0
+    assert found["metrics"] == usage["metrics"]
 
 
 SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -127,6 +128,7 @@ def test_usage_of_streams(served: Served) -> None:
     body = dict(prompt=PROMPT, max_tokens=9, **GREEDY)
     *parts, last = events(served, "/v1/completions", **body, stream_options={"include_usage": True})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 9
+    assert last["metrics"] == last["usage"]["metrics"] and not any("metrics" in part for part in parts)
     assert all(part["usage"] is None for part in parts)
     *parts, last = events(served, "/v1/completions", **body, stream_options={"continuous_usage_stats": True})
     counts = [part["usage"]["completion_tokens"] for part in parts]
@@ -273,6 +275,17 @@ def test_small_endpoints(served: Served) -> None:
     complete(served, **GREEDY)
     metrics = client.get("/metrics").text
     assert "hf_slospec:generation_tokens_total" in metrics and "time_to_first_token_seconds_bucket" in metrics
+
+
+def test_tokenizer_is_described_only_if_wanted(served: Served) -> None:
+    answer = served.client.get("/tokenizer_info")
+    assert answer.status_code == 404 and "--tokenizer-info" in answer.json()["error"]["message"]
+    settings = ServerSettings(model_name="tiny", tokenizer_info=True)
+    with listening(make_app(LocalEngine(served.generator), settings)) as url:
+        found = httpx.get(f"{url}/tokenizer_info").json()
+    tokenizer = served.generator.tokenizer
+    assert found["eos_token"] == tokenizer.eos_token and found["chat_template"] == tokenizer.chat_template
+    assert found["tokenizer_class"] and found["model_max_length"] == tokenizer.model_max_length
 
 
 def test_what_transformers_chat_sends_is_served(served: Served) -> None:

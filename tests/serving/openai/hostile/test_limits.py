@@ -11,7 +11,10 @@ from tests.serving.openai.hostile.clients import CHAT, HARD_SCHEMA, SMALL, metri
 
 IDS = [5, 6, 7]
 DEEP: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
+HARD_OBJECT = {"type": "object", "properties": {"x": HARD_SCHEMA}, "required": ["x"]}
 COMPLETION, CHATS = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+FORCED = CHAT | {"tool_choice": {"type": "any"}}
 TOO_MUCH: list[tuple[str, str, dict[str, Any], str]] = [
     ("stop_strings", COMPLETION, SMALL | {"stop": [f"{i:040d}" for i in range(200)]}, "stop"),
     ("stop_chars", COMPLETION, SMALL | {"stop": "x" * 10_000}, "stop"),
@@ -33,6 +36,12 @@ TOO_MUCH: list[tuple[str, str, dict[str, Any], str]] = [
     ("prompt_bytes", "/tokenize", {"prompt": "x " * 10**6}, "prompt"),
     ("prompt_bytes", "/detokenize", {"tokens": [5] * 900_000}, "tokens"),
     ("schema_bytes", CHATS, with_schema(DEEP), "response_format"),
+    ("prompt_bytes", RESPONSES, {"input": "x" * 10**6}, "messages"),
+    ("prompt_bytes", RESPONSES, {"input": [{"role": "user", "content": "x"}] * 20_000}, "messages"),
+    ("prompt_bytes", MESSAGES, CHAT | {"system": "x" * 10**6}, "messages"),
+    ("prompt_bytes", f"{MESSAGES}/count_tokens", {"messages": CHAT["messages"], "system": "x" * 10**6}, "messages"),
+    ("stop_strings", MESSAGES, CHAT | {"stop_sequences": ["x"] * 1000}, "stop"),
+    ("schema_s", MESSAGES, FORCED | {"tools": [{"name": "f", "input_schema": HARD_OBJECT}]}, "tools"),
     ("schema_s", CHATS, with_schema(HARD_SCHEMA), "response_format"),
     ("json_containers", COMPLETION, SMALL | {"prompt": [[5]] * 100_000}, "arrays"),
     ("json_containers", CHATS, CHAT | {"metadata": {"x": [{}] * 100_000}}, "arrays"),

@@ -1,0 +1,395 @@
+"""OpenAI's Responses API: its bodies, translated into chats, and its answers and events. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from fastapi import Request, Response
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
+
+from hf_slospec.serving.openai.answers import BlockAnswer, Events, named_event, whole_usage
+from hf_slospec.serving.openai.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
+from hf_slospec.serving.openai.choices import Choice
+from hf_slospec.serving.openai.completions import Completions
+from hf_slospec.serving.openai.image_urls import check_data_url
+
+# Types of parts, and of their events, by kind of block.
+TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
+ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
+
+
+class InputText(ClosedModel):
+    """A text of the input, or of an earlier output."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None  # ignored, as are logprobs: the model does not read them
+    logprobs: list[Any] | None = None
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Return it as a part of a chat's message."""
+        return {"type": "text", "text": self.text}
+
+
+class InputImage(ClosedModel):
+    """An image of the input."""
+
+    type: Literal["input_image"]
+    image_url: Annotated[str, AfterValidator(check_data_url)]
+    detail: Literal["auto", "low", "high"] = "auto"
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Return it as a part of a chat's message."""
+        return {"type": "image_url", "image_url": {"url": self.image_url, "detail": self.detail}}
+
+
+InputParts = Annotated[list[Annotated[InputText | InputImage, Field(discriminator="type")]], Field(fail_fast=True)]
+
+
+def _parts(content: str | list[InputText | InputImage]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [each.part for each in content]
+
+
+class _Item(ClosedModel):
+    id: str | None = None  # ignored, as is the status: nothing is stored
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(_Item):
+    """A message of the input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | InputParts
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of a chat."""
+        return {"role": self.role, "content": _parts(self.content)}
+
+
+class CallItem(_Item):
+    """A function call that the model has made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of a chat."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
+
+
+class OutputItem(_Item):
+    """Output of a function call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | InputParts
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of a chat."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _parts(self.output)}
+
+
+class ReasoningText(ClosedModel):
+    """A text of earlier reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Earlier reasoning of the model."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)  # this server makes none
+    encrypted_content: None = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of a chat."""
+        return {"role": "assistant", "reasoning_content": "".join(each.text for each in self.content or ())}
+
+
+def _type_of(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_type_of),
+]
+
+
+class FunctionTool(ClosedModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(ClosedModel):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(ClosedModel):
+    """Format of the output: text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """Return it as the field of a chat."""
+        schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+        return {"type": self.type} | ({"json_schema": schema} if schema else {})
+
+
+class TextOptions(ClosedModel):
+    """Options of the output's text."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class ReasoningOptions(ClosedModel):
+    """Options of reasoning."""
+
+    effort: str | None = Field(None, description="The chat template's variable reasoning_effort.")
+    summary: Literal["auto"] | None = None  # none is made
+
+
+class ResponsesBody(CommonBody, ForeignBody):
+    """Body of ``/v1/responses``."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # reasoning is not encrypted
+    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # ignored, as in chats
+
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("this server stores no responses; leave it out, or send false")
+        return value
+
+    @field_validator("previous_response_id")
+    @classmethod
+    def _check_previous(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError("this server stores no responses; send the earlier items as input")
+        return value
+
+    @cached_property
+    def chat(self) -> ChatBody:
+        """Return the body as one of a chat; raises pydantic's ValidationError."""
+        fields: dict[str, Any] = self.common | {
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if self.tools or self.tool_choice != "auto":
+            functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+            choice = self.tool_choice
+            fields["tool_choice"] = (
+                choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+            )
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.response_format
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            effort = {"reasoning_effort": self.reasoning.effort}
+            fields["chat_template_kwargs"] = effort | (self.chat_template_kwargs or {})
+        return ChatBody.model_validate(fields)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the messages of the chat; reasoning, text and calls of one turn become one message."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            message, last = item.message, messages[-1] if messages else {}
+            if message["role"] != "assistant" or last.get("role") != "assistant" or "reasoning_content" in message:
+                messages.append(message)
+            elif "tool_calls" in message:
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
+            elif "content" in last or "tool_calls" in last:
+                messages.append(message)
+            else:
+                last["content"] = message["content"]
+        return messages
+
+
+class ResponseAnswer(BlockAnswer):
+    """Answer of the Responses API."""
+
+    def __init__(self, model: str, body: ResponsesBody):
+        super().__init__(model, f"resp_{uuid.uuid4().hex}")
+        self._request, self._created_s, self._number = body, int(time.time()), 0
+
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output."""
+        response = self._response("in_progress")
+        return "".join(
+            named_event(self._numbered(f"response.{kind}", response=response)) for kind in ("created", "in_progress")
+        )
+
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the event after the output."""
+        response = self.body(choices)
+        return named_event(self._numbered(f"response.{response['status']}", response=response))
+
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the last event of a stream that an error ends, given in OpenAI's form."""
+        message, code = error["error"]["message"], ERROR_CODES.get(error["error"]["type"], "server_error")
+        response = self._response("failed") | {"error": {"code": code, "message": message}}
+        return named_event(self._numbered("response.failed", response=response))
+
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the whole answer."""
+        usage = whole_usage(choices)
+        response = self._response("incomplete" if self._is_cut else "completed")
+        if self._is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+            "metrics": usage["metrics"],
+        }
+        return response
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.finish_reason == "length"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        request = self._request
+        dumped = request.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
+        return {
+            "id": self.id, "object": "response", "created_at": self._created_s, "model": self.model,
+            "status": status, "error": None, "incomplete_details": None, "output": list(self.blocks),
+            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
+            "tools": dumped["tools"], "tool_choice": dumped["tool_choice"],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "text": {"format": {"type": "text"}} | dumped.get("text", {}),
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            "temperature": request.temperature, "top_p": request.top_p, "metadata": request.metadata or {},
+            "user": request.user, "store": False, "previous_response_id": None, "background": False,
+            "truncation": "disabled", "usage": None,
+        }  # fmt: skip
+
+    def _numbered(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1} | fields
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event of the last item."""
+        index = len(self.blocks) - 1
+        return self._numbered(kind, item_id=self.blocks[index]["id"], output_index=index, **fields)
+
+    def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event of the last item's only part."""
+        return self._of_item(kind, content_index=0, **fields)
+
+    def _added_item(self, item: dict[str, Any]) -> dict[str, Any]:
+        self.blocks.append(item)
+        return self._numbered("response.output_item.added", output_index=len(self.blocks) - 1, item=item)
+
+    def _done_item(self, **fields: Any) -> dict[str, Any]:
+        """End the last item, and return its last event."""
+        self.blocks[-1] |= fields
+        return self._numbered("response.output_item.done", output_index=len(self.blocks) - 1, item=self.blocks[-1])
+
+    def opened(self, kind: str) -> Events:
+        """Add an empty item of reasoning or text, and yield its events."""
+        if kind == "reasoning":
+            item = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": []}
+        else:
+            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        yield self._added_item(item | {"status": "in_progress", "content": []})
+        self._text = ""
+        yield self._of_part("response.content_part.added", part=_part(kind, ""))
+
+    def extended(self, kind: str, text: str) -> Events:
+        """Add text to the last item, and yield its event."""
+        self._text += text
+        yield self._of_part(f"response.{TEXTS[kind]}.delta", delta=text, **_logprobs(kind))
+
+    def closed(self, kind: str) -> Events:
+        """End the last item, and yield its events."""
+        part = _part(kind, self._text)
+        yield self._of_part(f"response.{TEXTS[kind]}.done", text=self._text, **_logprobs(kind))
+        yield self._of_part("response.content_part.done", part=part)
+        yield self._done_item(status="incomplete" if self._is_cut else "completed", content=[part])
+
+    def called(self, id: str, name: str, arguments: str) -> Events:
+        """Add a function call, and yield its events."""
+        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": id, "name": name}
+        yield self._added_item(item | {"arguments": "", "status": "in_progress"})
+        yield self._of_item("response.function_call_arguments.delta", delta=arguments)
+        yield self._of_item("response.function_call_arguments.done", name=name, arguments=arguments)
+        yield self._done_item(status="completed", arguments=arguments)
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    """Return the log probabilities of a text, which are not returned; reasoning has no such field."""
+    return {"logprobs": []} if kind == "text" else {}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "text" else {}
+    return {"type": TEXTS[kind], "text": text} | extra
+
+
+class Responses:
+    """Endpoint of the Responses API."""
+
+    def __init__(self, completions: Completions):
+        self.completions, self.reader = completions, completions.reader
+
+    async def respond(self, request: Request) -> Response:
+        """Return the response to an input."""
+        body = await self.reader.read(request, ResponsesBody)
+        answer = ResponseAnswer(self.reader.settings.model_name, body)
+        return await self.completions.answer_chat(request, body.chat, answer)
