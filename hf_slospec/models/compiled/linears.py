@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_slospec.config import Prepack
-from hf_slospec.models.compiled.operators import Context
+from hf_slospec.models.compiled.operators import Blocks, Context
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.weights_version import Digest, digest
 from hf_slospec.models.linear.cpu_kernel_choice import MEASURED_BYTES, PLAIN, Choice, choose, packed_by
-from hf_slospec.models.linear.cpu_kernels import PACKING
+from hf_slospec.models.linear.cpu_kernels import BLOCKS, PACKING, Kernel
 from hf_slospec.models.linear.packed_weight import can_be_packed, matrices_of
 from hf_slospec.models.linear.prepacked import FREE_SHARE
 
+KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
 State = list[tuple[int, int]]  # address and count of writes of each weight
 
 
@@ -73,7 +74,7 @@ class JoinedLinears:
             plain = [matrices_of(layer, layer.weight)[0] for layer in layers]
             if self._packs and all(can_be_packed(layer.weight) for layer in layers):
                 choice = self._choice(index)
-            packed = None if choice.kernel is None else packed_by(PACKING[choice.kernel], torch.cat(plain))
+            packed = None if choice.kernel is None else packed_by(KERNELS[choice.kernel], torch.cat(plain))
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
         self._made[index] = _Made(state, digested, sum(matrix.num_bytes for matrix in matrices))
@@ -87,7 +88,7 @@ class JoinedLinears:
             num_bytes = sum(layer.weight.nbytes for layer in same[0])
             measured = same[: math.ceil(MEASURED_BYTES / num_bytes)]
             joined = [torch.cat([matrices_of(layer, layer.weight)[0] for layer in layers]) for layers in measured]
-            self._choices[shape] = choose(joined)
+            self._choices[shape] = choose(joined, {BLOCKS: Blocks})
         return self._choices[shape]
 
 

@@ -31,9 +31,10 @@ using at::Tensor;
 
 // A weight [outputs, inputs] as it is, or in one of the layouts of linear/cpu_kernels.py.
 struct Weight {
-  enum Kind { PLAIN, ONEDNN, MKL, FBGEMM } kind;
+  enum Kind { PLAIN, ONEDNN, MKL, FBGEMM, BLOCKS } kind;
   Tensor tensor;                                         // the weight or its packed copy
   Tensor sizes;                                          // MKL reads the shape of the weight from it
+  int64_t outputs = 0;                                   // of BLOCKS
   c10::intrusive_ptr<LinearPackedParamsBase> packed_fp16;  // FBGEMM
 };
 
@@ -96,19 +97,23 @@ Linear& linear_at(int64_t id, int64_t index) {
 void set_linear(int64_t id, int64_t index, at::TensorList plain, at::IntArrayRef sizes, at::IntArrayRef uses_packed) {
   auto& linear = linear_at(id, index);
   linear = {{}, {}, sizes.vec(), uses_packed.vec()};
-  for (const auto& weight : plain) linear.plain.push_back({Weight::PLAIN, weight, {}, {}});
+  for (const auto& weight : plain) linear.plain.push_back({Weight::PLAIN, weight, {}, 0, {}});
 }
 
 void add_onednn(int64_t id, int64_t index, const Tensor& packed) {
-  linear_at(id, index).packed.push_back({Weight::ONEDNN, packed, {}, {}});
+  linear_at(id, index).packed.push_back({Weight::ONEDNN, packed, {}, 0, {}});
 }
 
 void add_mkl(int64_t id, int64_t index, const Tensor& packed, const Tensor& sizes) {
-  linear_at(id, index).packed.push_back({Weight::MKL, packed, sizes, {}});
+  linear_at(id, index).packed.push_back({Weight::MKL, packed, sizes, 0, {}});
 }
 
 void add_fbgemm(int64_t id, int64_t index, const c10::intrusive_ptr<LinearPackedParamsBase>& packed) {
-  linear_at(id, index).packed.push_back({Weight::FBGEMM, {}, {}, packed});
+  linear_at(id, index).packed.push_back({Weight::FBGEMM, {}, {}, 0, packed});
+}
+
+void add_blocks(int64_t id, int64_t index, const Tensor& blocks, int64_t outputs) {
+  linear_at(id, index).packed.push_back({Weight::BLOCKS, blocks, {}, outputs, {}});
 }
 
 void set_pool(int64_t id, at::TensorList keys, at::TensorList values) {
@@ -121,45 +126,6 @@ void set_plan(int64_t id, const Tensor& sequences, const Tensor& mask, const Ten
               const Tensor& positions, const Tensor& staged_positions) {
   TORCH_CHECK(sequences.size(1) == COLUMNS, "sequences have ", COLUMNS, " columns");
   context_of(id)->plan = {sequences, mask, windowed_mask, positions, staged_positions};
-}
-
-Tensor product(const Tensor& x, const Weight& weight) {
-  using Scalars = c10::List<std::optional<at::Scalar>>;
-  switch (weight.kind) {
-    case Weight::ONEDNN: {
-      static auto op = c10::Dispatcher::singleton()
-                           .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
-                           .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::string_view,
-                                         Scalars, std::optional<c10::string_view>)>();
-      return op.call(x, weight.tensor, std::nullopt, "none", Scalars(), "");
-    }
-    case Weight::MKL: {
-      static auto op = c10::Dispatcher::singleton()
-                           .findSchemaOrThrow("mkl::_mkl_linear", "")
-                           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                                         int64_t)>();
-      return op.call(x, weight.tensor, weight.sizes, std::nullopt, x.numel() / x.size(-1));
-    }
-    case Weight::FBGEMM:
-      return weight.packed_fp16->apply_dynamic(x.to(at::kFloat)).to(x.scalar_type());
-    default:
-      return at::linear(x, weight.tensor);
-  }
-}
-
-Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs) {
-  const auto context = context_of(id);
-  const auto& linear = context->linears.at(index);
-  const int64_t num_tokens = x.numel() / x.size(-1);
-  const auto bucket = std::lower_bound(linear.sizes.begin(), linear.sizes.end(), num_tokens) - linear.sizes.begin();
-  const bool packs = !linear.packed.empty() &&
-                     linear.uses_packed[std::min<size_t>(bucket, linear.uses_packed.size() - 1)];
-  const auto& weights = packs ? linear.packed : linear.plain;
-  std::vector<Tensor> out;
-  for (const auto& weight : weights) out.push_back(product(x, weight));
-  auto joined = out.size() == 1 ? out[0] : at::cat(out, -1);
-  TORCH_CHECK(joined.size(-1) == outputs, "linear layer ", index, " has ", joined.size(-1), " outputs, not ", outputs);
-  return joined.contiguous();
 }
 
 // Vectors of floats, as wide as AVX-512's; compilers split them where the CPU's are narrower.
@@ -298,6 +264,97 @@ inline void add_product(int64_t rows, const E* a, int64_t a_stride, const E* b, 
     if (rows) add_product<R - 1>(rows, a, a_stride, b, b_stride, n, out, out_stride);
 }
 
+template <typename T>
+using Element = std::conditional_t<HAS_PAIRS && std::is_same_v<T, at::BFloat16>, pair, float>;
+
+// Writes floats in their dtype.
+template <typename T>
+inline void store_as(T* to, const float* from, int64_t n) {
+  if constexpr (std::is_same_v<Element<T>, pair>)
+    for (; n >= WIDTH; n -= WIDTH, to += WIDTH, from += WIDTH) store_rounded(reinterpret_cast<pair*>(to), load(from));
+  for (int64_t i = 0; i < n; ++i) to[i] = T(from[i]);
+}
+
+// out = x @ weight.T for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E. A row's sums
+// do not depend on the number of rows.
+template <typename T>
+void multiply_blocks(const Tensor& x, const Tensor& blocks, Tensor& out) {
+  using E = Element<T>;
+  const int64_t num_rows = x.numel() / x.size(-1), width = blocks.size(1), outputs = out.size(-1);
+  const E* a = reinterpret_cast<const E*>(x.const_data_ptr<T>());
+  const E* b = reinterpret_cast<const E*>(blocks.const_data_ptr<T>());
+  T* to = out.mutable_data_ptr<T>();
+  at::parallel_for(0, blocks.size(0), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(std::min(num_rows, MAX_ROWS) * BLOCK);
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
+        const int64_t rows = std::min(MAX_ROWS, num_rows - row);
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        add_product(rows, a + row * width, width, b + block * width * BLOCK, BLOCK, width, sums.data(), BLOCK);
+        for (int64_t r = 0; r < rows; ++r)
+          store_as(to + (row + r) * outputs + block * BLOCK, &sums[r * BLOCK], std::min(BLOCK, outputs - block * BLOCK));
+      }
+  });
+}
+
+Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs) {
+  TORCH_CHECK(x.scalar_type() == blocks.scalar_type() && x.size(-1) == blocks.numel() / blocks.size(0) / BLOCK,
+              "a product of ", x.sizes(), " with a weight of ", blocks.sizes());
+  auto sizes = x.sizes().vec();
+  sizes.back() = outputs;
+  auto out = at::empty(sizes, x.options());
+  const Tensor rows = x.contiguous();
+  if (x.scalar_type() == at::kFloat)
+    multiply_blocks<float>(rows, blocks, out);
+  else
+    multiply_blocks<at::BFloat16>(rows, blocks, out);
+  return out;
+}
+
+// Elements of a weight's dtype that blocks keep together; 0: this CPU has no products of blocks in this dtype.
+int64_t block_elements(bool is_bf16) { return is_bf16 ? (HAS_PAIRS ? 2 : 0) : 1; }
+
+Tensor product(const Tensor& x, const Weight& weight) {
+  using Scalars = c10::List<std::optional<at::Scalar>>;
+  switch (weight.kind) {
+    case Weight::ONEDNN: {
+      static auto op = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                           .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::string_view,
+                                         Scalars, std::optional<c10::string_view>)>();
+      return op.call(x, weight.tensor, std::nullopt, "none", Scalars(), "");
+    }
+    case Weight::MKL: {
+      static auto op = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("mkl::_mkl_linear", "")
+                           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                                         int64_t)>();
+      return op.call(x, weight.tensor, weight.sizes, std::nullopt, x.numel() / x.size(-1));
+    }
+    case Weight::BLOCKS:
+      return block_product(x, weight.tensor, weight.outputs);
+    case Weight::FBGEMM:
+      return weight.packed_fp16->apply_dynamic(x.to(at::kFloat)).to(x.scalar_type());
+    default:
+      return at::linear(x, weight.tensor);
+  }
+}
+
+Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs) {
+  const auto context = context_of(id);
+  const auto& linear = context->linears.at(index);
+  const int64_t num_tokens = x.numel() / x.size(-1);
+  const auto bucket = std::lower_bound(linear.sizes.begin(), linear.sizes.end(), num_tokens) - linear.sizes.begin();
+  const bool packs = !linear.packed.empty() &&
+                     linear.uses_packed[std::min<size_t>(bucket, linear.uses_packed.size() - 1)];
+  const auto& weights = packs ? linear.packed : linear.plain;
+  std::vector<Tensor> out;
+  for (const auto& weight : weights) out.push_back(product(x, weight));
+  auto joined = out.size() == 1 ? out[0] : at::cat(out, -1);
+  TORCH_CHECK(joined.size(-1) == outputs, "linear layer ", index, " has ", joined.size(-1), " outputs, not ", outputs);
+  return joined.contiguous();
+}
+
 // Some tokens of one sequence.
 struct Tile {
   const int32_t* sequence;
@@ -377,7 +434,7 @@ inline void pack_values(const T* from, int64_t stride, int64_t n, int64_t dim, E
 template <typename T>
 void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, const Rules& rules, const Tile& tile,
                  int64_t kv_head, Tensor& out, std::vector<float>& buffer) {
-  using E = std::conditional_t<HAS_PAIRS && std::is_same_v<T, at::BFloat16>, pair, float>;
+  using E = Element<T>;
   constexpr int64_t SIZE = std::is_same_v<E, pair> ? 2 : 1;  // elements of T in one of E
   const int64_t dim = query.size(3), value_dim = layer.values.size(2), groups = query.size(1) / layer.keys.size(1);
   const int64_t start = tile.sequence[START], prefix_len = tile.sequence[PREFIX_LEN];
@@ -544,6 +601,9 @@ TORCH_LIBRARY(hf_slospec, library) {
   library.def("add_mkl(int id, int index, Tensor packed, Tensor sizes) -> ()", add_mkl);
   library.def("add_fbgemm(int id, int index, __torch__.torch.classes.quantized.LinearPackedParamsBase packed) -> ()",
               add_fbgemm);
+  library.def("add_blocks(int id, int index, Tensor blocks, int outputs) -> ()", add_blocks);
+  library.def("block_elements(bool is_bf16) -> int", block_elements);
+  library.def("block_product(Tensor x, Tensor blocks, int outputs) -> Tensor", block_product);
   library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);
   library.def("set_plan(int id, Tensor sequences, Tensor mask, Tensor windowed_mask, Tensor positions, "
               "Tensor staged_positions) -> ()", set_plan);

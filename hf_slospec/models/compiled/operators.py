@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hf_slospec.models.compiled.plan import SequencesPlan
 from hf_slospec.models.device.machine import cpu_info, kept_file
@@ -27,6 +28,7 @@ FLAGS = [
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 ]
+BLOCK = 64  # outputs of a block
 COMPILE_S = 600  # seconds after which the compiler is stopped
 
 _loading = threading.Lock()
@@ -120,6 +122,37 @@ def why_unsupported() -> str | None:
     return None
 
 
+class Blocks:
+    """Weights in blocks of 64 outputs, for the library's own kernel: one pass over memory for any number of tokens.
+
+    A row of products does not depend on how many rows there are.
+    """
+
+    num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor):
+        """Pack a weight [outputs, inputs].
+
+        Raises:
+            OverflowError: the kernel cannot hold it.
+        """
+        self.outputs, inputs = weight.shape
+        size = torch.ops.hf_slospec.block_elements(weight.dtype == torch.bfloat16)
+        if weight.dtype not in (torch.float32, torch.bfloat16) or not size or inputs % size:
+            raise OverflowError(f"no blocks of {weight.dtype} with {inputs} inputs on this CPU")
+        rows = F.pad(weight, (0, 0, 0, -self.outputs % BLOCK))
+        # [num_blocks, inputs / size, BLOCK, size]
+        self.packed = rows.view(-1, BLOCK, inputs // size, size).transpose(1, 2).contiguous()
+        self.num_bytes = self.packed.nbytes
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.hf_slospec.block_product(input, self.packed, self.outputs)
+        return out if bias is None else out + bias
+
+    def unpacked(self) -> torch.Tensor:
+        return self.packed.transpose(1, 2).reshape(len(self.packed) * BLOCK, -1)[: self.outputs]
+
+
 class Context:
     """Weights, K/V and plan that the operators of one model's compiled forwards use."""
 
@@ -147,6 +180,8 @@ class Context:
                 operators.add_onednn(self._id, index, matrix.packed)
             elif isinstance(matrix, MKL):
                 operators.add_mkl(self._id, index, matrix.packed, matrix.sizes)
+            elif isinstance(matrix, Blocks):
+                operators.add_blocks(self._id, index, matrix.packed, matrix.outputs)
             else:
                 assert isinstance(matrix, FBGEMM)
                 operators.add_fbgemm(self._id, index, matrix.packed)

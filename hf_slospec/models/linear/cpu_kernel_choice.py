@@ -8,12 +8,13 @@ import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from hf_slospec.models.device.machine import kept_file, machine, native_dtypes, write_atomically
-from hf_slospec.models.linear.cpu_kernels import PACKING, Kernel, Matrix, Plain, works
+from hf_slospec.models.linear.cpu_kernels import BLOCKS, PACKING, Kernel, Matrix, Plain, is_right, works
 
 try:
     import resource
@@ -57,17 +58,19 @@ class _Kept(BaseModel):
     choices: dict[str, Choice]
 
 
-def choose(weights: Sequence[torch.Tensor]) -> Choice:
+def choose(weights: Sequence[torch.Tensor], more: Mapping[str, Kernel] = MappingProxyType({})) -> Choice:
     """Return the kernel for weights of one shape and dtype, measured if this machine has not measured it yet.
 
     Args:
         weights: a model's weights of this shape, [outputs, inputs] each.
+        more: kernels beside those of PACKING, by name.
     """
     weight = weights[0]
     choices = _choices(torch.get_num_threads())
-    name = f"{str(weight.dtype).removeprefix('torch.')} {weight.shape[0]}x{weight.shape[1]}"
+    name = " ".join([str(weight.dtype).removeprefix("torch."), f"{weight.shape[0]}x{weight.shape[1]}", *more])
     if name not in choices:
         kernels = {kernel: make for kernel, make in PACKING.items() if works(kernel, weight.dtype)}
+        kernels |= {kernel: make for kernel, make in more.items() if is_right(make, weight.dtype)}
         measured = _measured(weights, kernels) if kernels else PLAIN
         choices[name] = measured or _default_choice(weight, kernels)
         if measured is not None and measured.seconds:
@@ -77,7 +80,7 @@ def choose(weights: Sequence[torch.Tensor]) -> Choice:
 
 def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
     """Return the kernel that is fastest on most machines, as this one is too busy to be measured."""
-    order = "MKL", *(("OneDNN", "FBGEMM") if native_dtypes().get(weight.dtype, True) else ("FBGEMM",))
+    order = BLOCKS, "MKL", *(("OneDNN", "FBGEMM") if native_dtypes().get(weight.dtype, True) else ("FBGEMM",))
     name = next((name for name in order if name in kernels), None)
     if name is None or weight.nbytes < SMALL_BYTES:
         return PLAIN
@@ -179,9 +182,11 @@ def _is_possible(name: str, choice: Choice) -> bool:
     """Return whether this version of torch and of the package could have made a choice."""
     if choice.kernel is None:
         return True
-    dtype = getattr(torch, name.split(" ")[0], None)
-    is_known = choice.kernel in PACKING and len(choice.is_faster) == len(SIZES)
-    return is_known and isinstance(dtype, torch.dtype) and works(choice.kernel, dtype)
+    dtype_name, _, *more = name.split(" ")
+    dtype = getattr(torch, dtype_name, None)
+    if len(choice.is_faster) != len(SIZES) or not isinstance(dtype, torch.dtype):
+        return False
+    return choice.kernel in more or (choice.kernel in PACKING and works(choice.kernel, dtype))
 
 
 def _keep(choices: dict[str, Choice]) -> None:

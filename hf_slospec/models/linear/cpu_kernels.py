@@ -109,6 +109,7 @@ class FBGEMM:
         return weight
 
 
+BLOCKS = "Blocks"  # the kernel of compiled forwards; see models/compiled/operators.py
 PACKING: dict[str, Kernel] = {"OneDNN": OneDNN, "MKL": MKL, "FBGEMM": FBGEMM}
 DTYPES = {
     "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
@@ -125,14 +126,18 @@ def granularity(num_tokens: int) -> int:
 @functools.cache
 def works(name: str, dtype: torch.dtype) -> bool:
     """Return whether a kernel of PACKING gives right products in this dtype on this machine."""
-    if dtype not in DTYPES[name]:
-        return False
+    return dtype in DTYPES[name] and is_right(PACKING[name], dtype)
+
+
+@functools.cache
+def is_right(make: Kernel, dtype: torch.dtype) -> bool:
+    """Return whether a kernel gives right products in this dtype on this machine."""
     weight = torch.linspace(-1, 1, 96 * 64, device="cpu").sin().view(96, 64).to(dtype)
     try:
-        matrix = PACKING[name](weight)
+        matrix = make(weight)
         return all(_agrees(matrix, weight, num_tokens) for num_tokens in TRIED_TOKENS)
-    except (AttributeError, RuntimeError) as error:  # missing from this torch, or refused for this CPU
-        logger.debug("kernel %s cannot be used in %s: %s", name, dtype, error)
+    except (AttributeError, RuntimeError, OverflowError) as error:  # missing from this torch, or refused for this CPU
+        logger.debug("kernel %s cannot be used in %s: %s", make, dtype, error)
         return False
 
 

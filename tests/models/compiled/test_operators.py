@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.compiled import operators
+from hf_slospec.models.compiled.linears import KERNELS
 from hf_slospec.models.compiled.plan import plan_for_operators
 from hf_slospec.models.linear.cpu_kernel_choice import SIZES, Choice
-from hf_slospec.models.linear.cpu_kernels import PACKING, works
+from hf_slospec.models.linear.cpu_kernels import DTYPES, is_right
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, OPTIONS, ROOT, TOLERANCE, TREES, case
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
@@ -81,12 +82,12 @@ def test_attention_of_any_batch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernel", [None, *PACKING])
+@pytest.mark.parametrize("kernel", [None, *KERNELS])
 def test_joined_linear_layers(kernel: str | None, dtype: torch.dtype) -> None:
-    if kernel is not None and not works(kernel, dtype):
+    if kernel is not None and not (dtype in DTYPES.get(kernel, [dtype]) and is_right(KERNELS[kernel], dtype)):
         pytest.skip(f"{kernel} does not compute in {dtype} here")
     plain = [torch.randn(rows, 64, dtype=dtype) for rows in (96, 32, 32)]
-    packed = [] if kernel is None else [PACKING[kernel](torch.cat(plain))]
+    packed = [] if kernel is None else [KERNELS[kernel](torch.cat(plain))]
     context = operators.Context()
     context.set_linear(3, plain, packed, Choice(kernel=kernel, is_faster=(True, False) + (True,) * (len(SIZES) - 2)))
     for num_tokens in (1, 3, 40, 700):
@@ -94,6 +95,29 @@ def test_joined_linear_layers(kernel: str | None, dtype: torch.dtype) -> None:
         out = torch.ops.hf_slospec.linear(x, context.tensor, 3, 160)
         expected = torch.nn.functional.linear(x.float(), torch.cat(plain).float())
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=0.02 if dtype == torch.float32 else 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(70, 24), (64, 10), (3, 2), (200, 130)], ids=str)
+def test_products_of_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if not is_right(operators.Blocks, dtype):
+        pytest.skip(f"no blocks of {dtype} here")
+    weight, x = torch.randn(shape, dtype=dtype), torch.randn(300, shape[1], dtype=dtype)
+    blocks = operators.Blocks(weight)
+    assert torch.equal(blocks.unpacked(), weight)
+    out = blocks(x, None)
+    tolerance = dict(rtol=1e-5, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, **tolerance)
+    for num_rows in (1, 2, 5, 7, 128, 131):  # whatever the others are
+        assert torch.equal(blocks(x[:num_rows], None), out[:num_rows])
+    transposed = x.T.contiguous().T
+    assert torch.equal(blocks(transposed, weight[:, 0]), out + weight[:, 0])
+
+
+def test_weights_that_no_block_holds() -> None:
+    for weight in (torch.randn(4, 3, dtype=torch.bfloat16), torch.randn(4, 4, dtype=torch.float16)):
+        with pytest.raises(OverflowError, match="no blocks"):
+            operators.Blocks(weight)
 
 
 def test_wrong_uses_raise() -> None:
