@@ -29,7 +29,7 @@ WHOLE_TOLERANCE = 4.0
 
 Rows = npt.NDArray[np.int64]  # [num_rows] of a packed batch
 # Prompt tokens per forward whose successors a drafter reads; the logits of each cost as much as those of a node.
-MAX_PROMPT_ROWS = 512
+MAX_PROMPT_ROWS = 128
 NO_ROWS: Rows = np.empty(0, np.int64)
 
 
