@@ -325,8 +325,8 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     panel.set(ylabel="speed, stock generate = 1", xticks=np.arange(len(tasks)))
     panel.set_xticklabels(tasks)
     panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(ncols=len(shown), loc="upper center", frameon=False, fontsize=8, columnspacing=1.0)
-    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.legend(ncols=4, loc="upper center", frameon=False, fontsize=8, columnspacing=1.0)
+    figure.tight_layout(rect=(0, 0, 1, 0.95 - 0.05 * (len(shown) > 4)))
     figure.savefig(file, dpi=150)
 
 
