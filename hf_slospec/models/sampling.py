@@ -294,12 +294,13 @@ def most_probable(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torc
     Returns:
         [num_rows, number] int64, and as many probabilities f32; 0 where a row holds NaN.
     """
-    num_rows, vocab = logits.shape
-    blocks = F.pad(logits, (0, -vocab % BLOCK), value=-torch.inf).view(num_rows, -1, BLOCK)
+    vocab = logits.shape[-1]
+    blocks = F.pad(logits, (0, -vocab % BLOCK), value=-torch.inf).unflatten(-1, (-1, BLOCK))
     best = blocks.amax(-1).topk(min(number, blocks.shape[1])).indices  # [num_rows, blocks]
     candidates = blocks.gather(1, best.unsqueeze(-1).expand(-1, -1, BLOCK)).flatten(1).softmax(-1, torch.float32)
     probs, places = candidates.topk(min(number, vocab))
-    return best.gather(1, places // BLOCK) * BLOCK + places % BLOCK, probs.nan_to_num(nan=0.0)
+    tokens = best.gather(1, places // BLOCK) * BLOCK + places % BLOCK
+    return tokens.clamp(max=vocab - 1), probs.nan_to_num(nan=0.0)  # a row of NaN may name padding
 
 
 def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:

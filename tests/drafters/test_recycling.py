@@ -18,6 +18,7 @@ from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.drafters.recycling import MIN_PROB, TRUST, RecyclingDrafter, Successors
 from hf_slospec.engine.request import RequestParams
 from hf_slospec.models import target as target_module
+from hf_slospec.models.sampling import most_probable
 from tests.serving.test_hybrids import tiny
 from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
@@ -177,6 +178,18 @@ def test_drafters_are_told_the_targets_most_probable_tokens(monkeypatch: pytest.
     limits = [min(length - 1, max_rows // 2) for length in prompt_lens]
     assert sorted(limit for limit in limits if limit) == sorted(in_prompts)
     assert any(tree.num_nodes == 4 for _, tree, *_ in listener.told)  # rejected nodes as well
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 101, 1000])
+def test_most_probable_tokens(vocab: int) -> None:
+    logits = 4.0 * torch.randn(7, vocab)
+    tokens, probs = most_probable(logits, 8)
+    expected = logits.softmax(-1).topk(min(8, vocab))
+    assert torch.equal(tokens, expected.indices)
+    assert (probs >= expected.values - 1e-6).all() and (probs.sum(1) <= 1.0 + 1e-6).all()
+    tokens, probs = most_probable(torch.full((1, vocab), torch.nan), 8)
+    assert (tokens < vocab).all() and not probs.any()
+    assert most_probable(logits[:0], 8)[0].shape == (0, min(8, vocab))
 
 
 def a_cycle(length: int) -> LlamaForCausalLM:
