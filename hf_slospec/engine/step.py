@@ -48,7 +48,6 @@ class Engine(Generic[S]):
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # further steps without drafting
         self._lent_slots = 0  # slots of the drafter that the target uses
-        self._path = target.path  # on which the costs were learned
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
@@ -58,6 +57,7 @@ class Engine(Generic[S]):
         K/V that could not be kept is computed again.
         """
         watch, num_one_offs = _Stopwatch(self.clock), self._num_one_offs()
+        self.costs.follow(self.target.path)
         self.forget(self.scheduler.enter(watch.begun_s))
         self._lend(self.scheduler.lent_slots)
         self._reuse()
@@ -90,7 +90,7 @@ class Engine(Generic[S]):
         is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
         with contextlib.suppress(MemoryError):  # learning is optional, removing finished requests is not
-            self._learn(learned, schedule, decisions, accepted)
+            self._learn(learned, is_typical, schedule, decisions, accepted)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
@@ -205,12 +205,14 @@ class Engine(Generic[S]):
         return tuple(parts)
 
     def _learn(
-        self, event: StepEvent, schedule: Schedule, decisions: StepDecisions, accepted: Sequence[Sequence[int]]
+        self,
+        event: StepEvent,
+        is_typical: bool,
+        schedule: Schedule,
+        decisions: StepDecisions,
+        accepted: Sequence[Sequence[int]],
     ) -> None:
-        if self.target.path != self._path:
-            self._path = self.target.path
-            self.costs.forget()
-        self.costs.observe(event)
+        self.costs.observe(event, is_typical)
         decisions.observe(accepted[: len(schedule.decoding)], event.phases)
         self.scheduler.observe(event)
 

@@ -85,6 +85,11 @@ class SizeCorrection:
     LIMIT = math.log(4.0)  # largest step of one observation, in log ratio: it may contain a pause of the machine
 
     def __init__(self) -> None:
+        self.path = ""  # on which the forwards were measured
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all observations."""
         self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens): sums of log ratios, weights
         self._log_sum = self._count_sum = 0.0  # as _logs and _counts, over all sizes
         self._octaves, self._log_factors = np.arange(16.0), np.zeros(16)
@@ -283,18 +288,24 @@ class StepCosts:
         verify_s = self.verify_at(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
         return PhaseTimes(draft_s=self.draft_at(*sizes) if step.num_drafted_for else 0.0, verify_s=verify_s)
 
-    def observe(self, step: StepEvent) -> None:
-        """Learn from a step of the engine."""
+    def follow(self, path: str) -> None:
+        """Drop the correction of forwards if they are computed in another way now; the next step sets it anew.
+
+        All copies for engines on the same models follow.
+        """
+        correction = self._verify_correction
+        if correction.path and correction.path != path:
+            correction.reset()
+        correction.path = path
+
+    def observe(self, step: StepEvent, is_typical: bool = True) -> None:
+        """Learn from a step of the engine; an untypical one says nothing about the time of later ones."""
         self.recent.observe(step)
-        if not step.num_tokens:
+        if not step.num_tokens or not is_typical:
             return
         self._observe_verify(step)
         if step.num_drafted_for and step.num_catch_up <= MAX_CATCH_UP * step.num_drafted_for:
             self._observe_draft(step)
-
-    def forget(self) -> None:
-        """Drop the correction of forwards, as they are computed in another way; the next step sets it anew."""
-        self._verify_correction = SizeCorrection()
 
     def _observe_verify(self, step: StepEvent) -> None:
         num_tokens = step.num_tokens

@@ -94,7 +94,8 @@ class PackedTarget(Target):
 
     @property
     def path(self) -> str:
-        return "compiled" if self.sequences.packed.compiled.is_used else "eager"
+        layers = () if self._reader is None else self._reader.feature_layers
+        return "compiled" if self.sequences.packed.compiled[layers] == "compiled" else "eager"
 
     def inform(self, drafter: Drafter) -> None:
         """Give a drafter what it asks for from now on.

@@ -188,10 +188,13 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
     clock = Clock()
 
     class Switching(ToyTarget):
-        path = "eager"
+        path, num_one_off_forwards, num_compared = "eager", 0, 0
 
         def verify(self, *arguments: object) -> list[Callable[[int], int]]:
             clock.now_s += {"eager": 2.0, "compiled": 1.2}[self.path]
+            if self.num_compared:  # computed in both ways
+                clock.now_s, self.num_compared = clock.now_s + 2.0, self.num_compared - 1
+                self.num_one_off_forwards += 1
             return super().verify(*arguments)
 
     toy = Switching(greedy(target))
@@ -200,8 +203,11 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
     for _ in range(50):
         event = engine.step()
     assert engine.costs.predicted(event).verify_s == pytest.approx(2.0, rel=0.1)
-    toy.path = "compiled"
-    event = engine.step()
+    others = engine.costs.for_own_engine()
+    toy.path, toy.num_compared = "compiled", 2
+    for _ in range(3):
+        event = engine.step()
+    assert others.verify_at(4) == engine.costs.verify_at(4)
     assert engine.costs.predicted(event).verify_s == pytest.approx(1.2, rel=0.05)
 
 

@@ -568,8 +568,11 @@ void attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, L
 }
 
 // Stages K and V, if `stages`, and returns attention [1, num_tokens, num_heads, value_dim] of the plan's tokens.
-Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& id, int64_t index, bool stages,
-              double scaling, int64_t window, int64_t chunk, double softcap, const std::optional<Tensor>& sinks) {
+Tensor attend(const Tensor& any_query, const Tensor& any_key, const Tensor& any_value, const Tensor& id, int64_t index,
+              bool stages, double scaling, int64_t window, int64_t chunk, double softcap,
+              const std::optional<Tensor>& sinks) {
+  const auto with_rows = [](const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); };
+  const Tensor query = with_rows(any_query), key = with_rows(any_key), value = with_rows(any_value);
   const auto context = context_of(id);
   auto& layer = context->layers.at(index);
   TORCH_CHECK(query.scalar_type() == layer.keys.scalar_type() && key.scalar_type() == layer.keys.scalar_type() &&

@@ -84,7 +84,8 @@ def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
     name = next((name for name in order if name in kernels), None)
     if name is None or weight.nbytes < SMALL_BYTES:
         return PLAIN
-    return Choice(kernel=name, is_faster=(False, *(True for _ in SIZES[1:])))
+    # Blocks are for the sizes of steps; other libraries may have faster products of many tokens.
+    return Choice(kernel=name, is_faster=(False, *(name != BLOCKS or size <= 16 for size in SIZES[1:])))
 
 
 @torch.no_grad()
