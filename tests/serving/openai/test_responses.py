@@ -116,7 +116,7 @@ def test_end_of_a_stream_is_completed(scripted: openai.OpenAI) -> None:
 def test_forced_function_calls(client: openai.OpenAI) -> None:
     for choice in ("required", {"type": "function", "name": "weather"}):
         body: dict[str, Any] = dict(
-            model="tiny", input="Weather?", tools=[WEATHER], tool_choice=choice, max_output_tokens=100,
+            model="tiny", input="Weather?", tools=[WEATHER], tool_choice=choice, max_output_tokens=400, temperature=0,
             parallel_tool_calls=False,
         )  # fmt: skip
         whole = client.responses.create(**body)

@@ -64,7 +64,7 @@ def test_forced_calls_are_made_whole_and_streamed(
 ) -> None:
     body: dict[str, Any] = dict(
         model="tiny", messages=MESSAGES, tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=seed,
-        max_tokens=200,
+        max_tokens=400,
     )  # fmt: skip
     with client_of(served) as client:
         (whole,) = client.chat.completions.create(**body).choices
