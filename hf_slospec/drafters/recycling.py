@@ -52,7 +52,7 @@ class Successors:
         for before, token, tokens, after_two, after_one, number in reversed(list(zip(*columns, strict=True))):
             kept = tokens[:number]
             for context, kept_probs in (((before, token), after_two[:number]), ((token,), after_one[:number])):
-                self._of[context] = kept, kept_probs  # of equal contexts in a tree, the first node's stays
+                self._of[context] = kept, kept_probs  # the first node's stays, if a tree has equal contexts
                 self._of.move_to_end(context)
         while len(self) > self.max_contexts:
             self._of.popitem(last=False)

@@ -86,13 +86,14 @@ class SizeCorrection:
 
     def __init__(self) -> None:
         self.path = ""  # on which the forwards were measured
+        self._octaves = np.arange(16.0)
         self.reset()
 
     def reset(self) -> None:
         """Drop all observations."""
         self._logs, self._counts = np.zeros(16), np.zeros(16)  # by rounded log2(tokens): sums of log ratios, weights
         self._log_sum = self._count_sum = 0.0  # as _logs and _counts, over all sizes
-        self._octaves, self._log_factors = np.arange(16.0), np.zeros(16)
+        self._log_factors = np.zeros(16)
 
     def __call__(self, num_tokens: Count) -> FloatArray:
         """Return the factor for forwards of these sizes, interpolated between the powers of two."""

@@ -83,8 +83,8 @@ class PackedTarget(Target):
         """
         self.sampler, self.holds_finished, self._own_slots = sampler, holds_finished, max_slots
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
-        self._reader: Drafter | None = None  # of features
-        self._recycler: Drafter | None = None  # of successors
+        self._reader: Drafter | None = None  # reads features
+        self._recycler: Drafter | None = None  # reads successors
         self._features: torch.Tensor | None = None  # [num_tokens, num_features], of the verified packed batch
         self._begins: dict[Request, int] = {}  # index of a request's first token in the verified packed batch
 

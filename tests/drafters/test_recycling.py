@@ -21,6 +21,7 @@ from hf_slospec.models import target as target_module
 from hf_slospec.models.sampling import most_probable
 from tests.serving.test_hybrids import tiny
 from tests.support.served_pair import WAIT_S, Holds
+from tests.support.toys.noise import KnownNoise
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, path_to
 
@@ -124,13 +125,6 @@ def test_release_and_requests_that_are_gone() -> None:
     del request
     gc.collect()
     assert not drafter._of_requests
-
-
-class KnownNoise:
-    def after(self, depth: int) -> torch.Tensor:
-        noise = torch.ones(10)
-        noise[4] = 0.01
-        return noise
 
 
 def test_noise_orders_branches() -> None:

@@ -18,6 +18,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
+from tests.support.toys.noise import KnownNoise
 from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 from tests.support.toys.trees import path_to
 
@@ -182,13 +183,6 @@ def test_threads() -> None:
         thread.join()
     assert not errors
     assert len(drafter._shared) <= 3 and drafter.num_tokens <= 60
-
-
-class KnownNoise:
-    def after(self, depth: int) -> torch.Tensor:
-        noise = torch.ones(10)
-        noise[4] = 0.01
-        return noise
 
 
 def test_noise_orders_branches() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -260,16 +260,7 @@ def test_answers_are_those_of_the_local_server(
 ) -> None:
     local = LocalEngine(handle.first().generator)
 
-    async def answers() -> list[Any]:
-        found = []
-        for own in (local, engine):
-            app = make_app(own, ServerSettings(model_name="tiny"))
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-                response = await client.post(path, json=body)
-            found.append((response.status_code, _plain(response.text)))
-        return found
-
-    here, there = asyncio.run(answers())
+    here, there = [(answer.status_code, _plain(answer.text)) for answer in _posted((local, engine), path, body)]
     assert _without_floats(here) == _without_floats(there)
     assert _floats(here) == pytest.approx(_floats(there), abs=1e-3)  # steps of other shapes round logprobs differently
 
@@ -290,18 +281,24 @@ def test_other_apis_are_served_by_replicas(
     local = LocalEngine(handle.first().generator)
     monkeypatch.setattr(local.tokenizer, "chat_template", template)
 
-    async def texts() -> list[Any]:
+    answers = _posted((local, engine), path, body)
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+    here, there = (re.findall(r'"(?:text|input_tokens)":[^,}]*', answer.text) for answer in answers)
+    assert here == there and here
+
+
+def _posted(engines: Iterable[Any], path: str, body: dict[str, Any]) -> list[httpx.Response]:
+    """The answers of a server in front of each engine."""
+
+    async def answers() -> list[httpx.Response]:
         found = []
-        for own in (local, engine):
+        for own in engines:
             app = make_app(own, ServerSettings(model_name="tiny"))
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-                response = await client.post(path, json=body)
-            assert response.status_code == 200, response.text
-            found.append(re.findall(r'"(?:text|input_tokens)":[^,}]*', response.text))
+                found.append(await client.post(path, json=body))
         return found
 
-    here, there = asyncio.run(texts())
-    assert here == there and here
+    return asyncio.run(answers())
 
 
 def _plain(text: str) -> Any:
