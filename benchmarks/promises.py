@@ -1,0 +1,127 @@
+"""Promised against kept probabilities of ``SLOSpecConfig(guarantee=...)``, in the simulator.
+
+    python benchmarks/promises.py --json benchmarks/results/promises.json --plot docs/images/promises.png
+
+A promise is kept if every window of ten consecutive tokens meets the TPOT SLO. Requests arrive steadily or in bursts,
+faster than their SLOs can be guaranteed, so that the probability decides how many promises are made; those that get none
+are served as best effort and do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from hf_slospec.lab import HARDWARE, Load, Simulation, TextModel, gamma, jobs_of, poisson
+from hf_slospec.lab.outcomes import Outcome
+from hf_slospec.lab.systems import config_of
+from hf_slospec.lab.workload import Kind, Length
+
+HARDWARE_NAME = "llama-70b-4xa100"
+KIND = Kind("coding", 1.0, Length(150, 60, 1000), Length(206, 80, 512, 11), tpot_slo_s=0.036)
+TEXTS = TextModel(0.84, 12.0)
+LEVELS = (0.8, 0.9, 0.95, 0.99)
+RATE, BURSTS = 7.0, 3.0  # requests per second, and coefficient of variation of the gaps in bursts
+FULL = 200  # promises after which the share of kept ones is reported again, without the ones before
+CONFIG: dict[str, Any] = {"max_batch": 256}
+
+
+def one(arrivals: str, level: float | None, number: int, seed: int, rate: float) -> dict[str, Any]:
+    """Simulate one load.  -> its figures"""
+    rng, hardware = np.random.default_rng(seed), HARDWARE[HARDWARE_NAME]
+    times_s = poisson(rng, rate, number) if arrivals == "steady" else gamma(rng, rate, number, BURSTS)
+    jobs = jobs_of((KIND,), times_s, rng, lambda tokens: float(hardware.target(tokens, 1, tokens)))
+    load = Load.of(arrivals, jobs, TEXTS, rng)
+    config = config_of("auto").model_copy(update={**CONFIG, "guarantee": level})
+    run = Simulation(load.jobs, load.library, hardware, config, seed=seed).run()
+    counted = [outcome for outcome in run.outcomes if (outcome.guaranteed if level is None else outcome.promised)]
+    counted.sort(key=lambda outcome: outcome.arrival_s)
+    throughput = sum(outcome.output_tokens for outcome in run.outcomes) / run.seconds
+    promised = sum(outcome.output_tokens for outcome in counted if outcome.windows_kept) / run.seconds
+    return {
+        "arrivals": arrivals, "promised": level, "seed": seed, "requests": number, "rate": rate,
+        "promises": len(counted), "throughput": throughput, "tokens_per_s_of_kept": promised,
+        **{f"kept{name}": value for name, value in kept(counted).items()},
+        **{f"kept_after_{FULL}{name}": value for name, value in kept(counted[FULL:]).items()},
+        "mean_tpot_attained": sum(bool(outcome.attained) for outcome in counted) / max(len(counted), 1),
+    }  # fmt: skip
+
+
+def kept(outcomes: list[Outcome]) -> dict[str, float | None]:
+    """Return the share of kept promises with Wilson's 95 % interval, which takes requests as independent."""
+    number = len(outcomes)
+    if not number:
+        return {"": None, "_low": None, "_high": None}
+    share, z2 = sum(bool(outcome.windows_kept) for outcome in outcomes) / number, 1.96**2 / number
+    middle = (share + z2 / 2) / (1 + z2)
+    half = math.sqrt(share * (1 - share) * z2 + z2**2 / 4) / (1 + z2)
+    return {"": share, "_low": middle - half, "_high": middle + half}
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Plot kept over promised probabilities."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(5.6, 4.6), layout="constrained")
+    panel.plot([75, 100], [75, 100], color="0.6", lw=1, label="kept as promised")
+    panel.fill_between([75, 100], [72, 97], [78, 103], color="0.92", label="within 3 points")
+    for arrivals, colour, marker, shift in (("steady", "#0072B2", "o", -0.12), ("bursts", "#D55E00", "^", 0.12)):
+        rows = [row for row in results if row["arrivals"] == arrivals and row["promised"] is not None]
+        x = np.array([100 * row["promised"] for row in rows]) + shift
+        y = np.array([100 * row["kept"] for row in rows])
+        bars = [[100 * (row["kept"] - row["kept_low"]) for row in rows],
+                [100 * (row["kept_high"] - row["kept"]) for row in rows]]  # fmt: skip
+        panel.errorbar(x, y, bars, color=colour, marker=marker, ls="none", capsize=3, label=arrivals)
+    panel.set(xlabel="promised probability, %", ylabel="promises kept, %", xlim=(77, 100.5), ylim=(74, 100.5))
+    panel.grid(alpha=0.3)
+    panel.legend(loc="upper left")
+    figure.savefig(path, dpi=120)
+
+
+def main(
+    number: Annotated[int, typer.Option(help="Requests of each load.")] = 1000,
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = RATE,
+    seeds: Annotated[int, typer.Option(help="Runs of each load.")] = 1,
+    workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    plot: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    """Simulate all levels, steadily and in bursts, and the constant margin beside them."""
+    cases = [
+        (arrivals, level, number, seed, rate)
+        for seed in range(seeds) for arrivals in ("steady", "bursts") for level in (None, *LEVELS)
+    ]  # fmt: skip
+    results = []
+    with ProcessPoolExecutor(workers) as pool:
+        for row in pool.map(one, *zip(*cases, strict=True)):
+            results.append(row)
+            print(
+                f"{row['arrivals']:7s} promised {row['promised'] or 'nothing'}: {row['promises']} of {number}, kept "
+                f"{row['kept']:.3f} ({row['kept_low']:.3f} to {row['kept_high']:.3f}), after {FULL}: "
+                f"{row[f'kept_after_{FULL}'] or math.nan:.3f}; {row['throughput']:.0f} tokens/s, of kept promises "
+                f"{row['tokens_per_s_of_kept']:.0f}; TPOT attained {row['mean_tpot_attained']:.3f}",
+                flush=True,
+            )
+    if plot is not None:
+        draw([row for row in results if not row["seed"]], plot)
+    if json_path is not None:
+        from hf_slospec.cli.benchmark import provenance
+
+        facts = provenance(
+            hardware=HARDWARE_NAME, rate=rate, bursts=BURSTS, requests=number, seeds=seeds,
+            tpot_slo_s=KIND.tpot_slo_s, texts=TEXTS.model_dump(), config=CONFIG,
+        )  # fmt: skip
+        json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
