@@ -221,14 +221,13 @@ def thesis_throughput() -> str:
     measured = result("papers-thesis.json")
     sizes = ("1", "2", "4", "8", "16", "32")
     rows = {f"{name}, published": values for name, values in measured["published_tokens_per_s"].items()}
-    names = {"dynamic": "dynamic", "dynamic, stopping": "dynamic, stopping", "static": "static", "ours": "`auto`"}
-    for key, name in (names | {"plain": "plain decoding"}).items():
+    names = {"dynamic": "dynamic", "static": "static", "ours": "`auto`", "plain": "plain decoding"}
+    for key, name in names.items():
         rows[name] = [measured["throughput"][key][size]["throughput"] for size in sizes]
     lines = [[name, *(f"{value:.0f}" for value in values)] for name, values in rows.items()]
     for above, below, name in (
         ("dynamic, published", "static, published", "dynamic to static, published"),
         ("dynamic", "static", "dynamic to static"),
-        ("dynamic, stopping", "static", "dynamic, stopping, to static"),
     ):
         lines.append([name, *(f"{a / b:.2f}" for a, b in zip(rows[above], rows[below], strict=True))])
     return markdown(f" | {' | '.join(sizes)}", lines)

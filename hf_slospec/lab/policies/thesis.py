@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 from pydantic import Field
 
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import FloatArray, TokenTree
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
 from hf_slospec.policies.adaserve_selection import required_tokens
 from hf_slospec.policies.fixed import selection_of
@@ -57,12 +60,16 @@ class _ThesisPolicy(NamedPolicy):
 
 
 class ThesisPolicy(_ThesisPolicy):
-    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S), by Algorithm 1."""
+    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S), by Algorithm 1.
+
+    Drafting stops after a level of which no node is among the best N so far, as no child is better than its parent.
+    Drafters that do not draft level by level draft the whole planned depth.
+    """
 
     name, options = "thesis", ThesisOptions
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        return self._shape(requests)
+        return replace(self._shape(requests), goes_on=_adds_nodes(self.budget - len(requests)))
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         config, candidates = self.config, without_useless_nodes(requests, candidates)
@@ -71,14 +78,39 @@ class ThesisPolicy(_ThesisPolicy):
         return selection_of([tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)])
 
 
+def _adds_nodes(budget: int) -> Callable[[FloatArray], bool]:
+    """Return a rule for :class:`Plan`: whether the latest level has nodes among the best so far, roots not counted."""
+    best = np.zeros(max(budget, 1))  # path probabilities, ascending
+
+    def goes_on(path_probs: FloatArray) -> bool:
+        nonlocal best
+        worst, best = best[0], np.sort(np.concatenate((best, path_probs.ravel())))[-len(best) :]
+        return bool(path_probs.max() > worst)
+
+    return goes_on
+
+
 class ThesisSLOPolicy(_ThesisPolicy):
-    """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2)."""
+    """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
+
+    As one request may get the whole budget N, the candidate trees must have at least N nodes, root included (S). Without
+    a given ``token_budget``, N is lowered to that.
+
+    Raises:
+        InvalidInputError: the given ``token_budget`` is larger than a candidate tree.
+    """
 
     name, options = "thesis-slo", ThesisSLOOptions
     capped = False
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
+        self.budget = min(self.budget, tree_nodes := 1 + self.max_nodes(config))
+        if config.max_depth and (config.token_budget or 0) > tree_nodes:
+            raise InvalidInputError(
+                f"policy {self.name!r} needs candidate trees as large as its token_budget of {config.token_budget}, got "
+                f"{tree_nodes} nodes by max_depth and max_width; raise one of these, or lower token_budget"
+            )
         self.slack_s = config.options_of(ThesisSLOOptions).slack
         self.max_slo_share = config.options_of(CappedThesisSLOOptions).max_slo_share  # only if capped
         self._latencies: deque[float] = deque(maxlen=RECENT)

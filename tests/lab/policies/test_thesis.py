@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
 from tests.support.policy_costs import begun, costs, late, plan_of, requests_of, selected, sizes
 from tests.support.toys.trees import chain, fan
@@ -18,6 +20,21 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
     bounded = ThesisPolicy(SLOSpecConfig(policy="thesis", token_budget=5, max_tree_nodes=3), costs(0.02))
     assert sizes(bounded, requests_of(2), trees) == [2, 3]
     assert plan_of(policy, requests_of(5)).depth == 0  # the roots are the budget
+
+
+def test_thesis_drafts_until_a_level_adds_nothing() -> None:
+    plan = plan_of(ThesisPolicy(SLOSpecConfig(token_budget=6), costs(0.02)), requests_of(2))  # four nodes and two roots
+    assert plan.goes_on is not None
+    assert plan.goes_on(np.array([[0.5, 0.1], [0.9, 0.2]]))
+    assert plan.goes_on(np.array([[0.05, 0.0], [0.8, 0.7]]))  # two of these replace those of 0.1 and 0.2
+    assert not plan.goes_on(np.array([[0.05, 0.0], [0.5, 0.1]]))  # ties replace nothing
+
+
+def test_thesis_slo_needs_trees_that_can_take_the_whole_budget() -> None:
+    with pytest.raises(InvalidInputError, match="token_budget of 64, got 37 nodes"):
+        ThesisSLOPolicy(SLOSpecConfig(token_budget=64, max_depth=12, max_width=3), costs(0.02))
+    assert ThesisSLOPolicy(SLOSpecConfig(token_budget=37, max_depth=12, max_width=3), costs(0.02)).budget == 37
+    assert ThesisSLOPolicy(SLOSpecConfig(max_depth=12, max_width=3), costs(0.0001)).budget == 37
 
 
 @pytest.mark.parametrize("kind", [ThesisSLOPolicy, CappedThesisSLOPolicy])
