@@ -10,9 +10,9 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Clock, Drafter, Policy, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.guarantees import promise_together
-from hf_slospec.engine.scheduling.promises import Promises
+from hf_slospec.engine.scheduling.guarantees import guarantee_windows
 from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step import Engine
 from hf_slospec.engine.step_times import StepCosts
 
@@ -30,9 +30,9 @@ class Parts(NamedTuple):
 def static_engine(config: SLOSpecConfig, parts: Parts, requests: Sequence[Request]) -> Engine[StaticScheduler]:
     """Return an engine that decodes a fixed batch of requests."""
     target, drafter, policy, costs, clock = parts
-    promises = Promises(config.guarantee, costs.recent)
-    promise = None if config.guarantee is None else partial(promise_together, costs=costs, promises=promises)
-    scheduler = StaticScheduler(requests, promise)
+    windows = WindowGuarantees(config.guarantee, costs.recent)
+    begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
+    scheduler = StaticScheduler(requests, begin)
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
 
 

@@ -75,7 +75,7 @@ class SLOSpecConfig(PolicySettings):
         lt=1,
         description="Probability, such as 0.95, with which a guaranteed request meets its TPOT SLO over every window "
         "of ten tokens. The part of SLOs that is planned with follows from how steps and requests vary, and from the "
-        "promises kept so far. None: 85 % of each SLO is planned with, and no probability is promised.",
+        "guarantees kept so far. None: 85 % of each SLO is planned with, and no probability is guaranteed.",
     )
     max_batch: int = Field(64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests.")
     max_queue: int = Field(

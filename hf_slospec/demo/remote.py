@@ -259,7 +259,7 @@ def _metrics(usage: dict[str, Any]) -> RequestMetrics:
         guaranteed=measured["guaranteed"],
         reused=usage["prompt_tokens_details"]["cached_tokens"],
         resumed=measured.get("resumed_tokens", 0),
-        promised=measured.get("promised"),
+        window_guarantee=measured.get("window_guarantee"),
         windows_kept=measured.get("windows_kept"),
     )
 

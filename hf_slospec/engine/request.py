@@ -133,13 +133,13 @@ class Request:
 
     Drafters and policies read it. ``tokens`` holds the prompt and every committed token; ``emit`` and ``end`` write it
     and how the request ended, or the loop of stock ``generate`` where that decodes. The scheduler writes
-    ``is_guaranteed`` and ``promised``, and a drafter sets ``noise`` to None if it cannot use it.
+    ``is_guaranteed`` and ``window_guarantee``, and a drafter sets ``noise`` to None if it cannot use it.
     """
 
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # error of the request's processors or criteria, which ended it
     is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: no batcher has decided
-    promised: float | None = None  # probability with which every window of ten tokens is to meet the TPOT SLO
+    window_guarantee: float | None = None  # probability with which every window of ten tokens meets the TPOT SLO
 
     def __init__(
         self,
@@ -321,9 +321,9 @@ class Request:
         return now_s - begun_s, self.num_emitted - num_before
 
     @property
-    def has_open_promise(self) -> bool:
-        """Return whether windows of ten tokens were promised, none was missed, and one is open."""
-        is_kept = self.promised is not None and not self.stats.has_missed_window
+    def has_open_guarantee(self) -> bool:
+        """Return whether windows of ten tokens are guaranteed, none was missed, and one is open."""
+        is_kept = self.window_guarantee is not None and not self.stats.has_missed_window
         return is_kept and self.tpot_slo_s is not None and bool(self.stats.commits)
 
     def tightest_window(self, now_s: float, token_s: float) -> tuple[float, int]:
@@ -339,9 +339,9 @@ class Request:
     def pace(self, now_s: float) -> tuple[float, int, int]:
         """Return seconds and tokens so far, and tokens left, of what has to meet the TPOT SLO.
 
-        That is the current stage or, while a promise is kept, the open window of ten tokens that is furthest behind.
+        That is the current stage or, while such a guarantee is kept, the open window of ten tokens that is furthest behind.
         """
-        if not self.has_open_promise:
+        if not self.has_open_guarantee:
             return *self.decoded(now_s), self.num_left_in_stage
         elapsed_s, emitted = self.tightest_window(now_s, self.tpot_slo_s or 0.0)
         return elapsed_s, emitted, min(WINDOW - emitted, self.num_left_in_stage)
@@ -385,7 +385,7 @@ class Request:
             preempted=stats.num_preempted,
             reused=self.kv.num_reused,
             resumed=stats.num_resumed,
-            promised=self.promised,
+            window_guarantee=self.window_guarantee,
             windows_kept=self._has_kept_windows(),
         )
 
@@ -416,7 +416,7 @@ class RequestMetrics:
     preempted: int = 0  # times the batcher preempted the request
     reused: int = 0  # tokens of the prompt whose K/V another request of the batcher had computed
     resumed: int = 0  # tokens that another engine had committed before this one resumed the request
-    promised: float | None = None  # probability with which every window was to meet its SLO; None: nothing was promised
+    window_guarantee: float | None = None  # probability with which windows_kept was guaranteed; None: it was not
     windows_kept: bool | None = None  # every window of 10 tokens met the TPOT SLO of its stage; None without an SLO
 
     @property

@@ -200,7 +200,7 @@ class AutoPolicy(NamedPolicy):
         has_history = history.depths.num_observed > MIN_DRAFTED_STEPS
         is_unattainable = (needed > UNATTAINABLE * history.max_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
-            if not requests[index].has_open_promise:  # a lost window says nothing about the rest of the request
+            if not requests[index].has_open_guarantee:  # a lost window says nothing about the rest of the request
                 self._warn_once(requests[index], float(needed[index]))
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
         return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)

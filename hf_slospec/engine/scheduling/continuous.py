@@ -23,8 +23,8 @@ from hf_slospec.engine.scheduling.guarantees import (
 )
 from hf_slospec.engine.scheduling.kv_room import KVRoom
 from hf_slospec.engine.scheduling.prefill import prefill_budget
-from hf_slospec.engine.scheduling.promises import Promises
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
+from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
 
 STARVING = 0  # first rank in the queue
@@ -79,7 +79,7 @@ class ContinuousScheduler:
             num_reusable: that of the :class:`Target`.
             guarantee: probability with which guaranteed requests keep their TPOT SLOs over every window of ten tokens.
         """
-        self.num_reusable, self.promises = num_reusable, Promises(guarantee, costs.recent)
+        self.num_reusable, self.windows = num_reusable, WindowGuarantees(guarantee, costs.recent)
         self.limits, self.costs, self.admission, self.prefill = limits, costs, admission, prefill
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         self.running: list[Request] = []
@@ -128,8 +128,8 @@ class ContinuousScheduler:
         self._drop(request)
         if request.finish_reason in ("stop", "length"):
             self.output_tokens += OUTPUT_WEIGHT * (max(request.num_emitted, 1) - self.output_tokens)
-            self.promises.output_tokens = self.output_tokens
-        self.promises.end(request)
+            self.windows.output_tokens = self.output_tokens
+        self.windows.end(request)
         self._has_changed = True
         self.room.relax()
 
@@ -142,9 +142,9 @@ class ContinuousScheduler:
         self._protected.discard(request)
 
     def observe(self, step: StepEvent) -> None:
-        """Raise the share of work again after a step that fitted into memory, and learn from broken promises."""
+        """Raise the share of work again after a step that fitted into memory, and learn from missed windows."""
         self._share = min(1.0, self._share * 1.05)
-        self.promises.observe()
+        self.windows.observe()
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests preempted for them."""
@@ -191,7 +191,7 @@ class ContinuousScheduler:
         for request in [request for request in self.running if request in self._undecided and is_lost(request)]:
             self._undecided.remove(request)
         if self._has_changed and len(self._undecided):
-            is_possible = possible_slos(self.costs, self.promises)
+            is_possible = possible_slos(self.costs, self.windows)
             earliest = self._undecided.earliest(MAX_CANDIDATES, is_possible, is_lost)
             self._has_changed = self._guarantee(earliest, now_s)
 
@@ -223,14 +223,14 @@ class ContinuousScheduler:
         slots = min(self.room.slots, self.room.target_slots)  # a loan may end before the requests enter
         kv_free = slots - self._held(unmovable)
         admitted = guaranteeable(
-            undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.promises, now_s
+            undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
         )
         if len(admitted) < len(undecided):
-            self.promises.refused_s = now_s
+            self.windows.refused_s = now_s
         admitted.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
         for request in admitted[:max_admitted]:
             request.is_guaranteed = True
-            self.promises.make(request, tightest_tpot_slo_s(request), now_s)
+            self.windows.give(request, tightest_tpot_slo_s(request), now_s)
             self._undecided.remove(request)
             if request in self.waiting:
                 self._queue(request, self._waiting_since[request])
@@ -339,7 +339,7 @@ class ContinuousScheduler:
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
         """Return the seconds within which a step with the request must end to keep up with its TPOT SLO.
 
-        A window of ten tokens that was promised must leave time for the rest of it, at the planned share of the SLO.
+        A window of ten tokens that was guaranteed must leave time for the rest of it, at the planned share of the SLO.
 
         Args:
             step_s: seconds of a step of all decoding requests.
@@ -347,10 +347,10 @@ class ContinuousScheduler:
         if request.tpot_slo_s is None:
             return math.inf
         tokens = self.costs.recent.tokens
-        if not request.has_open_promise:
+        if not request.has_open_guarantee:
             elapsed_s, emitted = request.decoded(now_s)
             return AHEAD * request.tpot_slo_s * (emitted + tokens) - elapsed_s
-        share = self.promises.share(tightest_tpot_slo_s(request))
+        share = self.windows.share(tightest_tpot_slo_s(request))
         token_s = min(step_s / tokens / share, request.tpot_slo_s)
         elapsed_s, emitted = request.tightest_window(now_s, token_s)
         return AHEAD * WINDOW * request.tpot_slo_s - elapsed_s - token_s * max(WINDOW - emitted - tokens, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
 from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.promises import MARGIN, Promises
+from hf_slospec.engine.scheduling.window_guarantees import MARGIN, WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts, rounded
 
 MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
@@ -38,26 +38,26 @@ def planned_tpot_slo_s(request: Request) -> float:
     return rounded(MARGIN * tightest_tpot_slo_s(request))
 
 
-def possible_slos(costs: StepCosts, promises: Promises) -> Callable[[float], bool]:
+def possible_slos(costs: StepCosts, windows: WindowGuarantees) -> Callable[[float], bool]:
     """Return a function of :func:`planned_tpot_slo_s` that returns whether a request alone can be decoded in time."""
     speed = _speed(costs)
 
     def is_possible(planned_s: float) -> bool:
         tpot_slo_s = planned_s / MARGIN
-        return _rate(*speed, (rounded(promises.share(tpot_slo_s) * tpot_slo_s),), (1,)) >= 0.0
+        return _rate(*speed, (rounded(windows.share(tpot_slo_s) * tpot_slo_s),), (1,)) >= 0.0
 
     return is_possible
 
 
-def promise_together(requests: Sequence[Request], costs: StepCosts, promises: Promises) -> None:
-    """Promise to keep the TPOT SLOs of a batch over windows of ten tokens, if all can be decoded fast enough together."""
-    promises.output_tokens = sum(request.params.max_new_tokens for request in requests) / len(requests)
+def guarantee_windows(requests: Sequence[Request], costs: StepCosts, windows: WindowGuarantees) -> None:
+    """Guarantee TPOT SLOs of a batch over windows of ten tokens, if all can be decoded fast enough together."""
+    windows.output_tokens = sum(request.params.max_new_tokens for request in requests) / len(requests)
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in requests])
-    planned_s = tuple(rounded(promises.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
+    planned_s = tuple(rounded(windows.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
     counts = np.bincount([_tier_of(tiers, request) for request in requests], minlength=len(tiers))
     if _rate(*_speed(costs), planned_s, tuple(counts.tolist())) >= 0.0:
         for request in requests:
-            promises.make(request, tightest_tpot_slo_s(request), 0.0)
+            windows.give(request, tightest_tpot_slo_s(request), 0.0)
 
 
 def _speed(costs: StepCosts) -> tuple[LatencyCurve, float, float]:
@@ -73,7 +73,7 @@ def guaranteeable(
     kv_needed: Callable[[Request], int],
     num_reusable: Callable[[Request], int],
     costs: StepCosts,
-    promises: Promises,
+    windows: WindowGuarantees,
     now_s: float,
 ) -> list[Request]:
     """Return the undecided requests whose SLOs can be met in addition to those guaranteed before.
@@ -83,9 +83,9 @@ def guaranteeable(
         kv_free: slots that no guaranteed request holds.
         kv_needed: returns the slots of a request.
         num_reusable: returns the tokens of a request that need no prefill, since their K/V can be reused.
-        promises: returns the share of each SLO to plan with.
+        windows: returns the share of each SLO to plan with.
     """
-    speed, is_possible = _speed(costs), possible_slos(costs, promises)
+    speed, is_possible = _speed(costs), possible_slos(costs, windows)
     possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
     candidates = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in (*candidates, *guaranteed)])
@@ -102,7 +102,7 @@ def guaranteeable(
         running[_tier_of(tiers, request)] += request.is_decoding
     forced = [request for request in guaranteed if not request.is_decoding]
     jobs = [*(candidate(request, False) for request in candidates), *(candidate(request, True) for request in forced)]
-    planned_s = tuple(rounded(promises.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
+    planned_s = tuple(rounded(windows.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
 
     def rate(counts: tuple[int, ...]) -> float:
         return _rate(*speed, planned_s, counts)

@@ -53,7 +53,7 @@ class PlainScheduler(ContinuousScheduler):
             return False
         kv_free = min(self.room.slots, self.room.target_slots) - self._held(unmovable)
         found = guaranteeable(
-            undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.promises, now_s
+            undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
         )
         found.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
         for request in found[:places]:

@@ -1,8 +1,8 @@
-"""Promises that requests keep their TPOT SLOs over every window of ten tokens, with a stated probability.
+"""Guarantees that requests keep their TPOT SLOs over every window of ten tokens, with a stated probability.
 
 They are kept by planning with a share of each SLO: admission admits requests as if their SLOs were shorter, and prefill
 beside them leaves time accordingly. The share follows from how step times, committed tokens and requests' paces varied
-lately (:mod:`hf_slospec.algo.windows`), and is corrected by the promises that were kept and broken.
+lately (:mod:`hf_slospec.algo.windows`), and is corrected by the guarantees that were kept and broken.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import RecentSteps, rounded
 
 MARGIN = 0.85  # share of each SLO that is planned with if no probability is stated, since the tokens per step vary
-LEARNED = 0.05  # change of a share's logarithm by a broken promise, times the probability
+LEARNED = 0.05  # change of a share's logarithm by a broken guarantee, times the probability
 MAX_SHARE = 2.0  # shares above 1 make up for admission that is too careful
+FADE = 0.01  # share of a correction that is forgotten in every step without an open guarantee of its SLO
 SPREAD = 0.2  # first guess of the standard deviation of the logarithm of requests' mean tokens per step
 SPREAD_WEIGHT = 0.05  # weight of one request in that deviation
 REVIEW = 16  # steps between two computations of the share
 
 
-class Promises:
-    """Open promises of one engine, and the shares of SLOs to plan with.
+class WindowGuarantees:
+    """Open guarantees of one engine, and the shares of SLOs to plan with.
 
-    Shares are corrected as in adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170): a broken promise
+    Shares are corrected as in adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170): a broken guarantee
     lowers the share of its SLO as much as ``p / (1 - p)`` kept ones raise it, so that in the long run a share ``p`` of
-    all promises is kept, however wrong the model is. A kept promise counts only if another request was refused
-    meanwhile; otherwise it was not the share that kept it.
+    all guarantees is kept, however wrong the model is. A kept guarantee counts only if another request was refused
+    meanwhile; otherwise it was not the share that kept it. Corrections fade while there are no guarantees to learn from.
     """
 
     def __init__(self, probability: float | None, recent: RecentSteps):
-        """Begin without promises; with a ``probability`` of None, none is ever made and shares are :data:`MARGIN`."""
+        """Begin without guarantees; with a ``probability`` of None, none is ever given, and shares are constant."""
         self.probability, self.recent = probability, recent
         self.output_tokens = 100.0  # mean per request, which the scheduler writes
         self.refused_s = -math.inf  # time of the last refusal, which the scheduler writes
-        self._open: dict[Request, tuple[float, float]] = {}  # TPOT SLO, and time of the promise
+        self._open: dict[Request, tuple[float, float]] = {}  # TPOT SLO, and time of the guarantee
         self._corrections: defaultdict[float, float] = defaultdict(float)  # of log shares, by rounded TPOT SLO
         self._spread_variance = SPREAD**2
         self._planned, self._review_at = MARGIN, 0  # share by the model, and steps at which it is computed again
@@ -47,35 +48,34 @@ class Promises:
         """Return the share of a TPOT SLO to plan with."""
         if self.probability is None:
             return MARGIN
-        if self.recent.num_steps >= self._review_at:
-            self._planned, self._review_at = self._planned_share(self.probability), self.recent.num_steps + REVIEW
+        recent = self.recent
+        if recent.num_steps >= self._review_at:
+            spread, variation = math.sqrt(max(self._spread_variance, 0.0)), math.sqrt(recent.step_variance)
+            self._planned = planned_share(self.probability, recent.committed, variation, spread, self.output_tokens)
+            self._review_at = recent.num_steps + REVIEW
         return min(self._planned * math.exp(self._corrections[rounded(tpot_slo_s)]), MAX_SHARE)
 
-    def _planned_share(self, probability: float) -> float:
-        recent, spread = self.recent, math.sqrt(max(self._spread_variance, 0.0))
-        return planned_share(
-            probability, recent.committed, math.sqrt(recent.step_variance), spread, self.output_tokens
-        )
-
-    def make(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
-        """Promise the probability to a request with a TPOT SLO, if one is stated and no token has come without."""
-        if self.probability is not None and tpot_slo_s < math.inf and not request.stats.commits:
-            request.promised = self.probability
+    def give(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
+        """Guarantee a TPOT SLO, if a probability is stated and no window has begun before."""
+        if self.probability is not None and tpot_slo_s < math.inf and len(request.stats.commits) <= 1:
+            request.window_guarantee = self.probability
             self._open[request] = tpot_slo_s, now_s
 
     def observe(self) -> None:
-        """Learn from the promises that the latest step broke."""
-        if self.probability is not None:
-            for request in [request for request in self._open if request.stats.has_missed_window]:
-                tpot_slo_s, _ = self._open.pop(request)
-                self._corrections[rounded(tpot_slo_s)] -= LEARNED * self.probability
+        """Learn from the guarantees that the latest step broke."""
+        if self.probability is None:
+            return
+        for request in [request for request in self._open if request.stats.has_missed_window]:
+            tpot_slo_s, _ = self._open.pop(request)
+            self._corrections[rounded(tpot_slo_s)] -= LEARNED * self.probability
+        for tpot_slo_s in self._corrections.keys() - {rounded(tpot_slo_s) for tpot_slo_s, _ in self._open.values()}:
+            self._corrections[tpot_slo_s] *= 1.0 - FADE
 
     def end(self, request: Request) -> None:
         """Learn from a request that has left the engine."""
-        if self.probability is None or request.finish_reason not in ("stop", "length"):
-            self._open.pop(request, None)
-            return
         tpot_slo_s, since_s = self._open.pop(request, (math.inf, math.inf))
+        if self.probability is None or request.finish_reason not in ("stop", "length"):
+            return
         if since_s <= self.refused_s:
             self._corrections[rounded(tpot_slo_s)] += LEARNED * (1.0 - self.probability)
         if num_steps := request.stats.num_steps:
@@ -83,6 +83,4 @@ class Promises:
             mean = float(probs @ numbers)
             by_chance = (float(probs @ numbers**2) - mean**2) / mean**2 / num_steps
             own = max((request.num_emitted - 1 - request.stats.num_resumed) / num_steps, 1.0)
-            self._spread_variance += SPREAD_WEIGHT * (
-                math.log(own / mean) ** 2 - by_chance - self._spread_variance
-            )
+            self._spread_variance += SPREAD_WEIGHT * (math.log(own / mean) ** 2 - by_chance - self._spread_variance)

@@ -1,10 +1,10 @@
-"""Promised against kept probabilities of ``SLOSpecConfig(guarantee=...)``, in the simulator.
+"""Stated against kept probabilities of ``SLOSpecConfig(guarantee=...)``, in the simulator.
 
-    python benchmarks/promises.py --json benchmarks/results/promises.json --plot docs/images/promises.png
+    python benchmarks/guarantees.py --json benchmarks/results/guarantees.json --plot docs/images/guarantees.png
 
-A promise is kept if every window of ten consecutive tokens meets the TPOT SLO. Requests arrive steadily or in bursts,
-faster than their SLOs can be guaranteed, so that the probability decides how many promises are made; those that get none
-are served as best effort and do not count.
+A guarantee is kept if every window of ten consecutive tokens meets the TPOT SLO. Requests arrive steadily or in bursts,
+faster than their SLOs can be guaranteed, so that the probability decides how many guarantees are given; requests that get
+none are served as best effort and do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KIND = Kind("coding", 1.0, Length(150, 60, 1000), Length(206, 80, 512, 11), tpot
 TEXTS = TextModel(0.84, 12.0)
 LEVELS = (0.8, 0.9, 0.95, 0.99)
 RATE, BURSTS = 7.0, 3.0  # requests per second, and coefficient of variation of the gaps in bursts
-FULL = 200  # promises after which the share of kept ones is reported again, without the ones before
+FULL = 200  # guarantees after which the share of kept ones is reported again, without the ones before
 CONFIG: dict[str, Any] = {"max_batch": 256}
 
 
@@ -40,13 +40,13 @@ def one(arrivals: str, level: float | None, number: int, seed: int, rate: float)
     load = Load.of(arrivals, jobs, TEXTS, rng)
     config = config_of("auto").model_copy(update={**CONFIG, "guarantee": level})
     run = Simulation(load.jobs, load.library, hardware, config, seed=seed).run()
-    counted = [outcome for outcome in run.outcomes if (outcome.guaranteed if level is None else outcome.promised)]
+    counted = [outcome for outcome in run.outcomes if (outcome.guaranteed if level is None else outcome.window_guarantee)]
     counted.sort(key=lambda outcome: outcome.arrival_s)
     throughput = sum(outcome.output_tokens for outcome in run.outcomes) / run.seconds
-    promised = sum(outcome.output_tokens for outcome in counted if outcome.windows_kept) / run.seconds
+    good = sum(outcome.output_tokens for outcome in counted if outcome.windows_kept) / run.seconds
     return {
-        "arrivals": arrivals, "promised": level, "seed": seed, "requests": number, "rate": rate,
-        "promises": len(counted), "throughput": throughput, "tokens_per_s_of_kept": promised,
+        "arrivals": arrivals, "stated": level, "seed": seed, "requests": number, "rate": rate,
+        "guarantees": len(counted), "throughput": throughput, "tokens_per_s_of_kept": good,
         **{f"kept{name}": value for name, value in kept(counted).items()},
         **{f"kept_after_{FULL}{name}": value for name, value in kept(counted[FULL:]).items()},
         "mean_tpot_attained": sum(bool(outcome.attained) for outcome in counted) / max(len(counted), 1),
@@ -54,7 +54,7 @@ def one(arrivals: str, level: float | None, number: int, seed: int, rate: float)
 
 
 def kept(outcomes: list[Outcome]) -> dict[str, float | None]:
-    """Return the share of kept promises with Wilson's 95 % interval, which takes requests as independent."""
+    """Return the share of kept guarantees with Wilson's 95 % interval, which takes requests as independent."""
     number = len(outcomes)
     if not number:
         return {"": None, "_low": None, "_high": None}
@@ -65,23 +65,23 @@ def kept(outcomes: list[Outcome]) -> dict[str, float | None]:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Plot kept over promised probabilities."""
+    """Plot kept over stated probabilities."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(5.6, 4.6), layout="constrained")
-    panel.plot([75, 100], [75, 100], color="0.6", lw=1, label="kept as promised")
+    panel.plot([75, 100], [75, 100], color="0.6", lw=1, label="kept as stated")
     panel.fill_between([75, 100], [72, 97], [78, 103], color="0.92", label="within 3 points")
     for arrivals, colour, marker, shift in (("steady", "#0072B2", "o", -0.12), ("bursts", "#D55E00", "^", 0.12)):
-        rows = [row for row in results if row["arrivals"] == arrivals and row["promised"] is not None]
-        x = np.array([100 * row["promised"] for row in rows]) + shift
+        rows = [row for row in results if row["arrivals"] == arrivals and row["stated"] is not None]
+        x = np.array([100 * row["stated"] for row in rows]) + shift
         y = np.array([100 * row["kept"] for row in rows])
         bars = [[100 * (row["kept"] - row["kept_low"]) for row in rows],
                 [100 * (row["kept_high"] - row["kept"]) for row in rows]]  # fmt: skip
         panel.errorbar(x, y, bars, color=colour, marker=marker, ls="none", capsize=3, label=arrivals)
-    panel.set(xlabel="promised probability, %", ylabel="promises kept, %", xlim=(77, 100.5), ylim=(74, 100.5))
+    panel.set(xlabel="stated probability, %", ylabel="guarantees kept, %", xlim=(77, 100.5), ylim=(74, 100.5))
     panel.grid(alpha=0.3)
     panel.legend(loc="upper left")
     figure.savefig(path, dpi=120)
@@ -105,9 +105,9 @@ def main(
         for row in pool.map(one, *zip(*cases, strict=True)):
             results.append(row)
             print(
-                f"{row['arrivals']:7s} promised {row['promised'] or 'nothing'}: {row['promises']} of {number}, kept "
+                f"{row['arrivals']:7s} stated {row['stated'] or 'nothing'}: {row['guarantees']} of {number}, kept "
                 f"{row['kept']:.3f} ({row['kept_low']:.3f} to {row['kept_high']:.3f}), after {FULL}: "
-                f"{row[f'kept_after_{FULL}'] or math.nan:.3f}; {row['throughput']:.0f} tokens/s, of kept promises "
+                f"{row[f'kept_after_{FULL}'] or math.nan:.3f}; {row['throughput']:.0f} tokens/s, of kept guarantees "
                 f"{row['tokens_per_s_of_kept']:.0f}; TPOT attained {row['mean_tpot_attained']:.3f}",
                 flush=True,
             )
