@@ -46,8 +46,8 @@ def test_windows_belong_to_their_stage() -> None:
     commit(request, [0] * 9, 10.0 + 9 * 5.0)
     commit(request, [0], 10.0 + WINDOW * 5.0)
     assert request.metrics().windows_kept is True
-    commit(request, [0] * 9, 10.0 + 9 * 5.0 + WINDOW * 5.0)
-    commit(request, [0], 10.0 + 9 * 5.0 + WINDOW * 5.0 + 1.0)  # since the tenth token of the stage
+    commit(request, [0] * 8, 60.0 + 9 * 5.0)
+    commit(request, [0] * 2, 60.0 + WINDOW * 5.0 + 1.0)  # too late since the tenth token of the stage
     assert request.metrics().windows_kept is False
 
 

@@ -196,13 +196,13 @@ class ContinuousScheduler:
             self._has_changed = self._guarantee(earliest, now_s)
 
     def _lost(self, now_s: float) -> Callable[[Request], bool]:
-        """Return a function that returns whether a request's TTFT SLO cannot be met any more."""
+        """Return a function that returns whether a request's SLOs cannot be guaranteed any more: it is too late."""
         chunk = self.limits.prefill_chunk
         fastest = chunk / self.costs.step_at(0, chunk)  # tokens per second
 
         def is_lost(request: Request) -> bool:
             left_s = prefill_deadline_s(request) - now_s
-            return (
+            return self.windows.is_too_late(request) or (
                 not request.num_emitted
                 and request.num_uncached > fastest * left_s  # cheap test first, since num_reusable is slow
                 and request.num_uncached - self.num_reusable(request) > fastest * left_s
@@ -383,7 +383,9 @@ class ContinuousScheduler:
         prefilling.sort(key=lambda request: (request not in overdue, self._rank(request, now_s)))
         guaranteed = [request for request in prefilling if not request.is_best_effort]
         max_tokens = max(int(self.limits.prefill_chunk * self._share), 1)
-        left = prefill_budget(self.prefill, self.costs, len(decoding), guaranteed, max_tokens, allowed_s, now_s)
+        # Prompts without a TTFT SLO make no guaranteed window late.
+        due = [r for r in guaranteed if self.windows.probability is None or r.params.ttft_slo_s is not None]
+        left = prefill_budget(self.prefill, self.costs, len(decoding), due, max_tokens, allowed_s, now_s)
         if overdue or guaranteed:
             left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
         chunks = list[Chunk]()

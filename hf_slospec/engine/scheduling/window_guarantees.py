@@ -55,9 +55,13 @@ class WindowGuarantees:
             self._review_at = recent.num_steps + REVIEW
         return min(self._planned * math.exp(self._corrections[rounded(tpot_slo_s)]), MAX_SHARE)
 
+    def is_too_late(self, request: Request) -> bool:
+        """Return whether a probability is stated and windows of the request have begun without a guarantee."""
+        return self.probability is not None and len(request.stats.commits) > 1
+
     def give(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
-        """Guarantee a TPOT SLO, if a probability is stated and no window has begun before."""
-        if self.probability is not None and tpot_slo_s < math.inf and len(request.stats.commits) <= 1:
+        """Guarantee a TPOT SLO, if a probability is stated."""
+        if self.probability is not None and tpot_slo_s < math.inf:
             request.window_guarantee = self.probability
             self._open[request] = tpot_slo_s, now_s
 

@@ -135,12 +135,17 @@ def test_a_higher_probability_makes_fewer_guarantees() -> None:
     assert numbers[0] >= numbers[1] > numbers[2]
 
 
-def test_a_request_whose_windows_have_begun_without_a_guarantee_gets_none() -> None:
-    request, windows = request_of(), WindowGuarantees(0.9, RecentSteps())
-    commit(request, [0], 0.0)
-    commit(request, [0], 1.0)
-    windows.give(request, SLO_S, 1.0)
-    assert request.window_guarantee is None
+def test_requests_whose_windows_have_begun_take_no_capacity_for_guarantees() -> None:
+    served = Guaranteeing(0.9)
+    begun = guaranteed(served, tpot_slo_s=1.05)  # at once, it is impossible
+    while begun.num_emitted < 3:
+        served.step()
+    assert not begun.is_guaranteed
+    served.scheduler.windows._planned, served.scheduler.windows._review_at = 1.0, 10**9
+    guaranteed(served, index=1)
+    served.step()
+    assert not begun.is_guaranteed
+    assert served.scheduler.running[1].window_guarantee == 0.9
 
 
 def test_corrections_fade_without_guarantees_so_that_none_excludes_an_slo_for_good() -> None:
