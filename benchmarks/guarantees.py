@@ -24,7 +24,7 @@ from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.workload import Kind, Length
 
 HARDWARE_NAME = "llama-70b-4xa100"
-KIND = Kind("coding", 1.0, Length(150, 60, 1000), Length(206, 80, 512, 11), tpot_slo_s=0.08)
+KIND = Kind("coding", 1.0, Length(150, 60, 1000), Length(206, 80, 512, 11), tpot_slo_s=0.08, ttft_slo_s=1.0)
 TEXTS = TextModel(0.84, 12.0)
 LEVELS = (0.8, 0.9, 0.95, 0.99)
 RATE, BURSTS = 7.0, 3.0  # requests per second, and coefficient of variation of the gaps in bursts

@@ -58,7 +58,7 @@ def window_probability(steps: FloatArray, allowed: FloatArray, variation: float)
     else:
         in_time = (slack >= -1e-9).astype(np.float64)
     kept: FloatArray = in_time @ steps[1:]
-    return np.minimum(kept, 1.0)
+    return np.clip(kept, 0.0, 1.0)
 
 
 def _normal(values: FloatArray) -> FloatArray:

@@ -34,6 +34,7 @@ OVERDUE_CHUNK = 16  # minimum prefill tokens of a step for a request that was sk
 AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
 SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
 WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be skipped in one
+TYPICAL = 8.0  # steps of its own that count as much as the average over requests in a request's tokens per step
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its slots
 OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
 MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
@@ -350,8 +351,9 @@ class ContinuousScheduler:
         if not request.has_open_guarantee:
             elapsed_s, emitted = request.decoded(now_s)
             return AHEAD * request.tpot_slo_s * (emitted + tokens) - elapsed_s
-        share = self.windows.share(tightest_tpot_slo_s(request))
-        token_s = min(step_s / tokens / share, request.tpot_slo_s)
+        share, stats = self.windows.share(tightest_tpot_slo_s(request)), request.stats
+        own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (stats.num_steps + TYPICAL)
+        token_s = min(step_s / min(own, tokens) / share, request.tpot_slo_s)
         elapsed_s, emitted = request.tightest_window(now_s, token_s)
         return AHEAD * WINDOW * request.tpot_slo_s - elapsed_s - token_s * max(WINDOW - emitted - tokens, 0.0)
 
