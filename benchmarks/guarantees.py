@@ -3,8 +3,8 @@
     python benchmarks/guarantees.py --json benchmarks/results/guarantees.json --plot docs/images/guarantees.png
 
 A guarantee is kept if every window of ten consecutive tokens meets the TPOT SLO. Requests arrive steadily or in bursts,
-faster than their SLOs can be guaranteed, so that the probability decides how many guarantees are given; requests that get
-none are served as best effort and do not count.
+faster than their SLOs can be guaranteed, so that the probability decides how many guarantees are given; requests that
+get none are served as best effort and do not count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def one(arrivals: str, level: float | None, number: int, seed: int, rate: float)
     load = Load.of(arrivals, jobs, TEXTS, rng)
     config = config_of("auto").model_copy(update={**CONFIG, "guarantee": level})
     run = Simulation(load.jobs, load.library, hardware, config, seed=seed).run()
-    counted = [outcome for outcome in run.outcomes if (outcome.guaranteed if level is None else outcome.window_guarantee)]
+    counted = [
+        outcome for outcome in run.outcomes if (outcome.guaranteed if level is None else outcome.window_guarantee)
+    ]
     counted.sort(key=lambda outcome: outcome.arrival_s)
     throughput = sum(outcome.output_tokens for outcome in run.outcomes) / run.seconds
     good = sum(outcome.output_tokens for outcome in counted if outcome.windows_kept) / run.seconds

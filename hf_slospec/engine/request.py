@@ -339,7 +339,7 @@ class Request:
     def pace(self, now_s: float) -> tuple[float, int, int]:
         """Return seconds and tokens so far, and tokens left, of what has to meet the TPOT SLO.
 
-        That is the current stage or, while such a guarantee is kept, the open window of ten tokens that is furthest behind.
+        That is the current stage or, while windows of ten tokens are guaranteed and kept, the one furthest behind.
         """
         if not self.has_open_guarantee:
             return *self.decoded(now_s), self.num_left_in_stage

@@ -22,7 +22,9 @@ class AdaServeOptions(PolicyOptions):
     depth_offset: int = Field(0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees.")
     width_offset: int = Field(0, description="c2 of AdaServe's equation 9: larger means wider trees.")
     min_depth: int = Field(
-        0, ge=0, description="D_min of AdaServe's equation 8. The paper's systems have 3 and 4, and never stop drafting."
+        0,
+        ge=0,
+        description="D_min of AdaServe's equation 8. The paper's systems have 3 and 4, and never stop drafting.",
     )
     slo_order: SLOOrder = Field(
         "ascending", description="Order of the requests in the SLO phase, by the tokens they require."

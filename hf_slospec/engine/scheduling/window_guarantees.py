@@ -17,12 +17,12 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import RecentSteps, rounded
 
 MARGIN = 0.85  # share of each SLO that is planned with if no probability is stated, since the tokens per step vary
-LEARNED = 0.05  # change of a share's logarithm by a broken guarantee, times the probability
-MAX_SHARE = 2.0  # shares above 1 make up for admission that is too careful
+LEARNED = 0.1  # change of a share's logarithm by a broken guarantee, times the probability
+MAX_SHARE = 1.0  # no more than the whole SLO is planned with
 FADE = 0.01  # share of a correction that is forgotten in every step without an open guarantee of its SLO
 SPREAD = 0.2  # first guess of the standard deviation of the logarithm of requests' mean tokens per step
 SPREAD_WEIGHT = 0.05  # weight of one request in that deviation
-REVIEW = 16  # steps between two computations of the share
+REVIEW = 16  # steps between two computations of the share, at most
 
 
 class WindowGuarantees:
@@ -31,7 +31,7 @@ class WindowGuarantees:
     Shares are corrected as in adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170): a broken guarantee
     lowers the share of its SLO as much as ``p / (1 - p)`` kept ones raise it, so that in the long run a share ``p`` of
     all guarantees is kept, however wrong the model is. A kept guarantee counts only if another request was refused
-    meanwhile; otherwise it was not the share that kept it. Corrections fade while there are no guarantees to learn from.
+    meanwhile; otherwise it was not the share that kept it. Corrections fade while no guarantee of their SLO is open.
     """
 
     def __init__(self, probability: float | None, recent: RecentSteps):
@@ -52,7 +52,7 @@ class WindowGuarantees:
         if recent.num_steps >= self._review_at:
             spread, variation = math.sqrt(max(self._spread_variance, 0.0)), math.sqrt(recent.step_variance)
             self._planned = planned_share(self.probability, recent.committed, variation, spread, self.output_tokens)
-            self._review_at = recent.num_steps + REVIEW
+            self._review_at = recent.num_steps + min(recent.num_steps // 2 + 1, REVIEW)
         return min(self._planned * math.exp(self._corrections[rounded(tpot_slo_s)]), MAX_SHARE)
 
     def is_too_late(self, request: Request) -> bool:

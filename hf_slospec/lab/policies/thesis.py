@@ -93,8 +93,8 @@ def _adds_nodes(budget: int) -> Callable[[FloatArray], bool]:
 class ThesisSLOPolicy(_ThesisPolicy):
     """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
 
-    As one request may get the whole budget N, the candidate trees must have at least N nodes, root included (S). Without
-    a given ``token_budget``, N is lowered to that.
+    As one request may get the whole budget N, candidate trees must have at least N nodes, roots included (S). Without a
+    given ``token_budget``, N is lowered to that.
 
     Raises:
         InvalidInputError: the given ``token_budget`` is larger than a candidate tree.
@@ -108,8 +108,8 @@ class ThesisSLOPolicy(_ThesisPolicy):
         self.budget = min(self.budget, tree_nodes := 1 + self.max_nodes(config))
         if config.max_depth and (config.token_budget or 0) > tree_nodes:
             raise InvalidInputError(
-                f"policy {self.name!r} needs candidate trees as large as its token_budget of {config.token_budget}, got "
-                f"{tree_nodes} nodes by max_depth and max_width; raise one of these, or lower token_budget"
+                f"policy {self.name!r} needs candidate trees as large as its token_budget of {config.token_budget}, "
+                f"got {tree_nodes} nodes by max_depth and max_width; raise one of these, or lower token_budget"
             )
         self.slack_s = config.options_of(ThesisSLOOptions).slack
         self.max_slo_share = config.options_of(CappedThesisSLOOptions).max_slo_share  # only if capped

@@ -1,4 +1,4 @@
-"""vLLM's adaptive verification (its pull request 47808): how much of the drafts to verify, by confidence and step time."""
+"""vLLM's adaptive verification (its pull request 47808): how much of the drafts to verify, by their probabilities."""
 
 from __future__ import annotations
 

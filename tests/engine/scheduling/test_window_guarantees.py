@@ -38,9 +38,7 @@ class Guaranteeing(Served):
 
     def __init__(self, probability: float | None):
         super().__init__()
-        self.scheduler = self.engine.scheduler = ContinuousScheduler(
-            ROOMY, self.engine.costs, guarantee=probability
-        )
+        self.scheduler = self.engine.scheduler = ContinuousScheduler(ROOMY, self.engine.costs, guarantee=probability)
 
 
 def test_without_a_probability_the_margin_is_constant_and_nothing_is_guaranteed() -> None:
@@ -167,6 +165,7 @@ def test_prompts_leave_time_for_guaranteed_windows() -> None:
     worst = {}
     for probability in (None, 0.9):
         served = Guaranteeing(probability)
+        served.scheduler.windows._planned, served.scheduler.windows._review_at = 0.9, 10**9
         request = guaranteed(served, tpot_slo_s=1.5)
         for _ in range(4):
             served.step()

@@ -117,7 +117,7 @@ def test_heads_widen_where_single_guesses_fail_and_end_where_nodes_cost() -> Non
 
 def test_heads_learn_what_is_accepted_at_each_depth() -> None:
     policy, requests = HeadsPolicy(SLOSpecConfig(max_depth=2, max_width=1), costs(0.001, 0.0)), requests_of(1)
-    for _ in range(60):
+    for _ in range(120):
         step, plan = begun(policy, requests)
         step.select([chain(0.9, 0.9).up_to(plan.depth)], plan)
         step.observe([[1][: plan.depth]], NO_TIME)  # the first is always right, the second never
