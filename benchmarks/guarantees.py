@@ -108,8 +108,8 @@ def main(
             results.append(row)
             print(
                 f"{row['arrivals']:7s} stated {row['stated'] or 'nothing'}: {row['guarantees']} of {number}, kept "
-                f"{row['kept']:.3f} ({row['kept_low']:.3f} to {row['kept_high']:.3f}); {row['throughput']:.0f} tokens/s, "
-                f"of kept guarantees {row['tokens_per_s_of_kept']:.0f}; SLOs attained {row['attained']:.3f}",
+                f"{row['kept']:.3f} ({row['kept_low']:.3f} to {row['kept_high']:.3f}); {row['throughput']:.0f} "
+                f"tokens/s, of kept guarantees {row['tokens_per_s_of_kept']:.0f}; SLOs attained {row['attained']:.3f}",
                 flush=True,
             )
     if plot is not None:
