@@ -63,8 +63,8 @@ def window_probability(steps: FloatArray, allowed: FloatArray, variation: float)
 
 def _normal(values: FloatArray) -> FloatArray:
     """Return the standard normal distribution function."""
-    erf = np.frompyfunc(math.erf, 1, 1)
-    probs: FloatArray = 0.5 + 0.5 * erf(values / math.sqrt(2.0)).astype(np.float64)
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    probs: FloatArray = 0.5 + 0.5 * erf(values / math.sqrt(2.0))
     return probs
 
 

@@ -13,7 +13,6 @@ from hf_slospec.algo.tree import FloatArray, TokenTree
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
 from hf_slospec.policies.adaserve_selection import required_tokens
 from hf_slospec.policies.fixed import selection_of
@@ -93,11 +92,8 @@ def _adds_nodes(budget: int) -> Callable[[FloatArray], bool]:
 class ThesisSLOPolicy(_ThesisPolicy):
     """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
 
-    As one request may get the whole budget N, candidate trees must have at least N nodes, roots included (S). Without a
-    given ``token_budget``, N is lowered to that.
-
-    Raises:
-        InvalidInputError: the given ``token_budget`` is larger than a candidate tree.
+    As one of n requests may get all of the budget N but the others' roots, candidate trees must have S >= N - n + 1
+    nodes. So N is at most n + ``max_depth`` * ``max_width``.
     """
 
     name, options = "thesis-slo", ThesisSLOOptions
@@ -105,12 +101,6 @@ class ThesisSLOPolicy(_ThesisPolicy):
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
-        self.budget = min(self.budget, tree_nodes := 1 + self.max_nodes(config))
-        if config.max_depth and (config.token_budget or 0) > tree_nodes:
-            raise InvalidInputError(
-                f"policy {self.name!r} needs candidate trees as large as its token_budget of {config.token_budget}, "
-                f"got {tree_nodes} nodes by max_depth and max_width; raise one of these, or lower token_budget"
-            )
         self.slack_s = config.options_of(ThesisSLOOptions).slack
         self.max_slo_share = config.options_of(CappedThesisSLOOptions).max_slo_share  # only if capped
         self._latencies: deque[float] = deque(maxlen=RECENT)
@@ -123,7 +113,7 @@ class ThesisSLOPolicy(_ThesisPolicy):
             candidates,
             [required_tokens(*request.decoded(begun_s), step_s, request.tpot_slo_s) for request in requests],
             [request.tpot_slo_s for request in requests],
-            self.budget,
+            min(self.budget, len(requests) + self.max_nodes(self.config)),
             slack_s=self.slack_s,
             capped=self.capped,
             max_slo_nodes=int(self.max_slo_share * self.budget / len(requests)),

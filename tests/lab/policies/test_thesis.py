@@ -7,7 +7,6 @@ import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
 from tests.support.policy_costs import begun, costs, late, plan_of, requests_of, selected, sizes
 from tests.support.toys.trees import chain, fan
@@ -30,11 +29,11 @@ def test_thesis_drafts_until_a_level_adds_nothing() -> None:
     assert not plan.goes_on(np.array([[0.05, 0.0], [0.5, 0.1]]))  # ties replace nothing
 
 
-def test_thesis_slo_needs_trees_that_can_take_the_whole_budget() -> None:
-    with pytest.raises(InvalidInputError, match="token_budget of 64, got 37 nodes"):
-        ThesisSLOPolicy(SLOSpecConfig(token_budget=64, max_depth=12, max_width=3), costs(0.02))
-    assert ThesisSLOPolicy(SLOSpecConfig(token_budget=37, max_depth=12, max_width=3), costs(0.02)).budget == 37
-    assert ThesisSLOPolicy(SLOSpecConfig(max_depth=12, max_width=3), costs(0.0001)).budget == 37
+def test_thesis_slo_spends_no_more_than_one_tree_can_take() -> None:
+    """S >= N - n + 1: with trees of 1 + 3 nodes and two requests, N is at most 5."""
+    policy = ThesisSLOPolicy(SLOSpecConfig(token_budget=64, max_depth=3, max_width=1), costs(0.02))
+    trees = [chain(0.9, 0.9, 0.9), chain(0.8, 0.8, 0.8)]
+    assert sizes(policy, [late(index, 9.0) for index in range(2)], trees) == [3, 2]
 
 
 @pytest.mark.parametrize("kind", [ThesisSLOPolicy, CappedThesisSLOPolicy])
