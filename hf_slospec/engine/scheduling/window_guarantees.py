@@ -57,7 +57,8 @@ class WindowGuarantees:
 
     def is_too_late(self, request: Request) -> bool:
         """Return whether a probability is stated and windows of the request have begun without a guarantee."""
-        return self.probability is not None and len(request.stats.commits) > 1
+        stats = request.stats
+        return self.probability is not None and (len(stats.commits) > 1 or stats.has_missed_window)
 
     def give(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
         """Guarantee a TPOT SLO, if a probability is stated."""

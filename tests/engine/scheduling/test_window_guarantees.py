@@ -146,6 +146,14 @@ def test_requests_whose_windows_have_begun_take_no_capacity_for_guarantees() -> 
     assert served.scheduler.running[1].window_guarantee == 0.9
 
 
+def test_a_request_that_has_missed_a_window_elsewhere_gets_no_guarantee() -> None:
+    late = request_of()
+    break_guarantee(late)
+    windows, resumed = WindowGuarantees(0.9, RecentSteps()), Request(0, late.params, 1e3, late.progress(1e3))
+    assert windows.is_too_late(resumed) and not windows.is_too_late(request_of())
+    assert not WindowGuarantees(None, RecentSteps()).is_too_late(resumed)
+
+
 def test_corrections_fade_without_guarantees_so_that_none_excludes_an_slo_for_good() -> None:
     windows = WindowGuarantees(0.9, RecentSteps())
     share = windows.share(SLO_S)
