@@ -153,7 +153,7 @@ class PackedTarget(Target):
         logits = recycled[num_prompt:]
         roots = dict(zip(requests, np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist(), strict=True))
         for request, done in whole.items():
-            if done.last is not None:
+            if done.last is not None and done.logits is not None:
                 self.sequences.replace(request, done.last)
                 logits[roots[request]] = done.logits
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])

@@ -236,8 +236,8 @@ class SLOSpecGenerator:
         """
         if self.config.deterministic:
             raise UnsupportedOptionError(
-                "deterministic=True is for calls of generate: which requests a batcher decodes together depends on when "
-                'they arrive; exact="self" gives each its own output whatever runs beside it'
+                "deterministic=True is for calls of generate: which requests a batcher decodes together depends on "
+                'when they arrive; exact="self" gives each its own output whatever runs beside it'
             )
         self._service.start()
         return self

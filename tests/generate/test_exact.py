@@ -129,7 +129,7 @@ def test_self_with_seeds(pair: Any, compile: Any) -> None:
 
 def test_what_cannot_be_exact_is_refused_by_name() -> None:
     model = tiny_model("mixtral")
-    with pytest.raises(UnsupportedOptionError, match='exact="bits" is not available for Mixtral.*experts'):
+    with pytest.raises(UnsupportedOptionError, match=r'exact="bits" is not available for Mixtral.*experts'):
         SLOSpecGenerator(model, config=SLOSpecConfig(exact="bits"))
     llama = tiny_model("llama")
     with pytest.raises(UnsupportedOptionError, match="attention='4d_mask'"):
@@ -146,5 +146,5 @@ def test_a_model_whose_trial_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -
         return logits + (1e-3 if len(logits) > 80 else 0.0)  # the trees of the trial of exact bits only
 
     monkeypatch.setattr(PackedModel, "forward", forward)
-    with pytest.raises(UnsupportedModelError, match='exact="bits" cannot be had of LlamaForCausalLM.*"self"'):
+    with pytest.raises(UnsupportedModelError, match=r'exact="bits" cannot be had of LlamaForCausalLM.*"self"'):
         SLOSpecGenerator(tiny_model("llama"), config=SLOSpecConfig(exact="bits"))

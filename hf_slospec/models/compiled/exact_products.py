@@ -89,8 +89,9 @@ class ExactProducts(TorchFunctionMode):
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> Product:
-    """Return torch's product by a weight [outputs, inputs], or transposed."""
+    """Return torch's product by a weight [outputs, inputs], or [inputs, outputs] if it is transposed."""
     if is_transposed:
+        assert bias is not None
         return lambda rows: torch.addmm(bias, rows[0], weight)[None]
     return lambda rows: F.linear(rows, weight, bias)
 
@@ -102,7 +103,7 @@ def _in_groups(rows: torch.Tensor, sizes: tuple[int, ...], product: Product) -> 
         num_rows = len(part)
         padding = next(size for size in sizes if size >= num_rows) - num_rows
         part = F.pad(part, (0, 0, 0, padding)) if padding else part
-        # Laid out as in stock's forwards, since sums of MKL depend on alignment, and on strides of dimensions of size 1.
+        # Laid out as in stock's forwards: sums of MKL depend on alignment, and on strides of dimensions of size 1.
         part = part.clone() if part.data_ptr() % ALIGNMENT else part
         outputs.append(product(part[None])[:, :num_rows])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

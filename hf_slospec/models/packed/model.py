@@ -165,8 +165,8 @@ class PackedModel:
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             raise UnsupportedOptionError(
-                f'exact="{exact}" is not available for {type(self.model).__name__}: {reason}; leave it out, and outputs '
-                "in fp32 are exact"
+                f'exact="{exact}" is not available for {type(self.model).__name__}: {reason}; leave it out (outputs in '
+                "fp32 are exact without it)"
             )
 
     def _why_not_compiled(self, prepack: Prepack) -> str | None:
