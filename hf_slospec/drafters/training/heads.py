@@ -50,14 +50,13 @@ def _mtp(target: PreTrainedModel) -> DraftHead:
         raise UnsupportedModelError(
             f"--kind mtp cannot use the layers of {type(target).__name__}: {error}; give --kind eagle3"
         ) from error
-    own_modules(head, target).float()
     return head
 
 
 def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> DraftHead:
     size, vocab, layers = hidden_size_of(target), vocab_size(target), default_feature_layers(num_layers_of(target))
     if min(layers) < 0:
-        raise UnsupportedModelError(f"an EAGLE-3 head reads layers {layers}, and the target has too few; train mtp")
+        raise UnsupportedModelError(f"an EAGLE-3 head reads layers {layers}, and the target has too few; give --kind mtp")
     output: Any = target.get_output_embeddings()
     draft_vocab = max(MIN_DRAFT_VOCAB, vocab // 4) if options.draft_vocab is None else options.draft_vocab
     is_reduced = 0 < draft_vocab < vocab

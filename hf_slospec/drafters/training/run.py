@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, get_wsd_schedule
 
 from hf_slospec.drafters.heads.head import DraftHead, own_modules
-from hf_slospec.drafters.training.heads import WRITTEN_DTYPE, new_head, write_head
+from hf_slospec.drafters.training.heads import new_head, write_head
 from hf_slospec.drafters.training.options import WITHOUT_EFFECT, TrainingOptions
 from hf_slospec.drafters.training.teacher import Teacher
 from hf_slospec.drafters.training.texts import Text, Write, collect, own_texts, read_data, read_excluded, shuffled
@@ -231,14 +231,12 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint, then delete older ones; an interruption leaves one that is whole."""
-        partial = self.folder / "partial"
+        name, partial = self.folder / f"{CHECKPOINT}{self.progress.step:08d}", self.folder / "partial"
+        if name in (before := self._checkpoints()):
+            return
         shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.save_state(str(partial))
         (partial / PROGRESS).write_text(json.dumps(asdict(self.progress)), encoding="utf-8")
-        before = self._checkpoints()
-        name = self.folder / f"{CHECKPOINT}{self.progress.step:08d}"
-        if name in before:
-            return
         partial.rename(name)
         for folder in before:
             shutil.rmtree(folder)

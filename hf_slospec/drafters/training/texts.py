@@ -17,7 +17,7 @@ from hf_slospec.errors import InvalidFileError, InvalidInputError
 BATCH = 16  # texts that are written at once; the first ones are held out
 BEGINNING = 48  # tokens of a plain text that the target continues
 TURN = 96  # maximum tokens of a user's turn that the target writes
-MIN_NEW = 8  # shorter answers are left out
+MIN_NEW, MIN_LEN = 4, 24  # tokens of an answer, and with its prompt; shorter texts are left out
 MAX_EMPTY = 16  # batches in a row without a text to train on
 MIN_EXCLUDED, COMPARED = 24, 64  # characters: shorter turns exclude nothing; of longer ones, these are looked for
 KEYS = ("messages", "conversations", "turns")
@@ -110,7 +110,7 @@ def collect(
         texts = [
             text
             for text in _answered(items, mode, write, seq_len, own_seed + 1)
-            if len(text.ids) >= text.begin + MIN_NEW and not is_excluded(decode(text.ids), excluded)
+            if len(text.ids) >= max(text.begin + MIN_NEW, MIN_LEN) and not is_excluded(decode(text.ids), excluded)
         ]
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(texts) + "\n")
@@ -118,8 +118,8 @@ def collect(
         total += len(texts) if number else 0
         if not batches[0] or not any(batches[-MAX_EMPTY:]):
             raise InvalidInputError(
-                f"there is hardly a text to train on: they must have at least {MIN_NEW} tokens behind a prompt, within "
-                f"--seq-len {seq_len}, and hold no turn of --exclude; give other --data"
+                f"there is hardly a text to train on: they must have at least {MIN_LEN} tokens, {MIN_NEW} of them "
+                f"behind a prompt within --seq-len {seq_len}, and hold no turn of --exclude; give other --data"
             )
     return batches[0], [text for batch in batches[1:] for text in batch][:num_texts]
 
