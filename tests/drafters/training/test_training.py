@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -187,8 +189,10 @@ def test_states_are_kept_within_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
     for row, length in enumerate((50, 30, 40)):
         torch.testing.assert_close(first.features[row, :length], expected.features[row, :length], rtol=0.01, atol=0.01)
     assert first.counts.sum(1).tolist() == [48, 28, 38] and first.counts[1, :28].tolist() == [False, *[True] * 27]
-    with pytest.raises(InvalidInputError, match=r"--features-gb 1e\+09 needs .* GB more"):
-        Teacher(target, head, own, tmp_path, 1e9)
+    (tmp_path / "full").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(InvalidInputError, match=r"--features-gb 1 needs .* GB more, and .*full has 0.0 GB of room"):
+        Teacher(target, head, own, tmp_path / "full", 1.0)
 
 
 def test_the_folder_has_the_layout_of_speculators(short: Run) -> None:
@@ -255,7 +259,11 @@ def test_the_command_and_commands_that_use_its_drafter(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["drafter"] == str(out) and "tokens per step on held-out prompts" in result.stderr
     made = "generate def --max-new-tokens 4 --dtype float32 --drafter".split()
     assert runner.invoke(app, [*made, str(out)]).exit_code == 0
-    result = runner.invoke(app, [*command, "--target", str(FOLDER / "draft")])
-    assert result.exit_code == 2 and "tokenizer" in result.output  # of the folder
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (*(FOLDER / "draft").iterdir(), *(FOLDER / "tokenizer").iterdir()):
+        (other / file.name).symlink_to(file)
+    result = runner.invoke(app, [*command, "--target", str(other)])
+    assert result.exit_code == 2 and "other settings: the target (its weights)" in result.output
     stopped = runner.invoke(app, [*command[:1], *command[3:], "--out", str(tmp_path / "late"), "--minutes", "1e-9"])
     assert stopped.exit_code == 0 and "the same command goes on" in stopped.stderr
